@@ -271,7 +271,7 @@ def test_everything_runs_once_while_wrapping(settings: dict[str, Any]) -> None:
 
 
 def unfrozen() -> list[str]:
-    """What happens from unfreezing a model, which was wrapped as a frozen one, to the end of a backward."""
+    """Collectives of a model that is unfrozen after it was wrapped, and of its first backward."""
     seen: list[str] = []
 
     def noted(self: Hop, *args: Any, **kwargs: Any) -> object:

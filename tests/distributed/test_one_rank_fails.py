@@ -26,10 +26,11 @@ class Fails(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
         self.where, self.ranks, self.armed = where, ranks, False
+        self.kind: type[BaseException] = torch.OutOfMemoryError
 
     def error(self, *args: object) -> None:
         if self.armed and dist.get_rank() in self.ranks:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise self.kind("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -265,6 +266,59 @@ def test_a_rank_that_has_lost_the_others_ends_their_exchanges() -> None:
         assert "rank 1 was waiting for the gather of unit 'a'" in text
         assert number == 1 or "until its connections were closed" in text
         assert seconds < SOON
+
+
+def interrupted(stage: int) -> tuple[str, float]:
+    """The error of a rank that waits for one whose forward Ctrl-C has ended, and which lives on."""
+    torch.manual_seed(0)
+    model = Fails("forward", [0])
+    config = make_config(stage=stage, hang_timeout=120, prefetch=0, reuse=0)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    begun = time.monotonic()
+    model.armed, model.kind = True, KeyboardInterrupt
+    with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+        optimizer.backward(model(torch.ones(2, 64)).square().mean())
+    seconds = time.monotonic() - begun
+    if dist.get_rank() == 0:
+        await_word(begun)
+    dist.distributed_c10d._get_default_store().set("heard", "")
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ctrl_c_in_a_forward(stage: int) -> None:
+    """torch calls no hook then. In stage 1 the model's thread itself waits in a collective."""
+    _, (other, seconds) = run_ranks(2, interrupted, stage)
+    assert "rank 0 failed: its forward was interrupted" in other
+    assert seconds < SOON
+
+
+def repeated() -> list[float]:
+    """Losses of stage 1 where a forward of rank 0 alone runs out of memory, and is slow when it is repeated."""
+    torch.manual_seed(0)
+    model = Fails("forward", [0])
+    config = make_config(stage=1, hang_timeout=60)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    losses = []
+    for number in range(3):
+        model.armed = number == 1
+        try:
+            loss = model(torch.ones(2, 64)).square().mean()
+        except torch.OutOfMemoryError:
+            model.armed = False
+            handle = model.layers[2].register_forward_pre_hook(lambda *args: time.sleep(12))
+            loss = model(torch.ones(2, 64)).square().mean()
+            handle.remove()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_forward_that_is_repeated_is_no_loss() -> None:
+    first, second = run_ranks(2, repeated)
+    assert first == second and len(first) == 3
 
 
 def alone() -> list[str]:

@@ -200,7 +200,7 @@ class Agreement:
         self.where, self.place = where, place
 
     def go_on(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def leave(self) -> None:
         """It is over."""

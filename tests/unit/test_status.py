@@ -68,7 +68,7 @@ ACTOR, CRITIC = code_of("the actor"), code_of("the critic")
 
 
 def boards_of(world: int) -> list[StatusBoard]:
-    """One for each rank, in this process."""
+    """A board for each rank, in this process."""
     boards = [StatusBoard(tuple(range(world)), number) for number in range(world)]
     for board in boards:
         board.join()
@@ -76,7 +76,7 @@ def boards_of(world: int) -> list[StatusBoard]:
 
 
 def rank_of(board: StatusBoard, number: int, world: int) -> Agreement:
-    comm: Any = SimpleNamespace(rank=number, world=world, job="the actor", backend="fake", hang_up=lambda: None)
+    comm: Any = SimpleNamespace(rank=number, world=world, job="the actor", backend="fake", hang_up=lambda hops: None)
     comm.ranks = tuple(range(world))
     comm.ledger, comm.on_lost_elsewhere = SimpleNamespace(add_wait=lambda *args: None), lambda action: None
     made = Agreement(comm, 600.0, None, torch.device("cpu"), overlap=True)
@@ -149,7 +149,7 @@ def stop(board: StatusBoard, place: int = 7, account: Account = FAILED, engine: 
 
 
 def long_after(board: StatusBoard, engine: str, clock: Clock) -> bool:
-    """Whether a rank has failed in the eyes of one that asks several times."""
+    """The answer to a rank that asks, several times, whether another one has failed."""
     board.some_rank_failed(engine)
     clock.sleep(10)
     return board.some_rank_failed(engine)
@@ -208,6 +208,29 @@ def test_closing_after_an_exception_tells_the_exception(store: CountingStore, cl
     assert long_after(second, code_of("the reference"), clock)
 
 
+def test_an_exception_of_all_is_nobodys_fault(store: CountingStore, clock: Clock) -> None:
+    """Neither while ranks have stopped nor when one of them is lost later."""
+    first, second, third = boards_of(3)
+    for board in (first, second):
+        stop(board)
+    assert second.accounts(ACTOR) == {} and third.accounts(ACTOR)[0].failure == FAILED.failure
+    first.lose(ACTOR, account(0))
+    assert second.accounts(ACTOR) == {0: account(0)} and third.accounts(ACTOR)[0].failure == FAILED.failure
+
+
+def test_ranks_may_be_far_apart_in_exceptions(store: CountingStore, clock: Clock) -> None:
+    """If passes send nothing, ranks run ahead of each other; in several engines and modes by turns."""
+    first, second = boards_of(2)
+    for count, board in ((100, first), (3, second)):
+        for _ in range(count):
+            for engine, place in ((ACTOR, 1), (ACTOR, 2), (CRITIC, 1)):
+                stop(board, place, engine=engine)
+                board.go_on(engine)
+        stop(board, 1)
+    assert not long_after(first, ACTOR, clock)
+    assert long_after(second, ACTOR, clock)  # the other one has stopped more often
+
+
 def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, clock: Clock) -> None:
     """A rank stops, and goes on while the store has not taken that yet."""
     first, second = boards_of(2)
@@ -262,7 +285,11 @@ def test_exceptions_by_the_thousand_leave_little_in_the_store(store: CountingSto
         board.stop(ACTOR, number, Account("in a forward", failure=f"KeyError: {number}"), at_once=True)
         board.go_on(ACTOR)
         clock.sleep(0.1)
-    assert store.requests - before < 100 and store.num_keys() < 20
+    assert store.requests - before < 100
+    for number in range(100):
+        stop(board, number, Account("in a forward", failure=f"KeyError: {number}"))
+        board.go_on(ACTOR)
+    assert store.num_keys() < 10 and len(board._places) < 100
 
 
 def test_what_is_said_outlasts_its_list(store: CountingStore, clock: Clock) -> None:

@@ -58,7 +58,7 @@ class Agreement:
         *,
         overlap: bool,
     ) -> None:
-        """Watch, if there is anybody to wait for; with ``overlap`` the model's own order does not wait for lanes."""
+        """Start watching, if there are other ranks; ``overlap`` tells whether work on lanes runs beside the model."""
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.comm, self._alone = comm, alone
@@ -81,7 +81,8 @@ class Agreement:
         self.board, self._code = board_of(comm.ranks, comm.rank), code_of(comm.job)
         if not alone:
             self.board.join()
-        self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, comm.hang_up, alone=alone)
+        hang_up = partial(comm.hang_up, hops=self.at_once)
+        self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, hang_up, alone=alone)
         failed = partial(self.board.some_rank_failed, self._code)
         self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up, failed)
         if self.monitor is not None:
@@ -203,7 +204,7 @@ class Agreement:
         self.where, self._place, self.beyond = where, place, ""
 
     def go_on(self) -> None:
-        """This rank does something with the others; see [Note: one rank's exception]."""
+        """Note that this rank begins something with the others; see [Note: one rank's exception]."""
         self.board.go_on(self._code)
 
     def leave(self) -> None:
@@ -334,21 +335,18 @@ class Agreement:
         """Call :meth:`stopped` if what is inside raises an exception."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.stopped(error, where, step=step)
             raise
 
-    def backward_stopped(self) -> None:
+    def found_stopped(self, failure: str) -> None:
         """:meth:`stopped`, where the exception is not known, and nobody may wait for the store."""
         if not self._alone and self.lost is None:
-            account = Account(f"in {self.where}", failure="its backward failed")
+            account = Account(f"in {self.where}", failure=failure)
             self.board.stop(self._code, self._place, account, at_once=False)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
-        comm, stopped_by = self.comm, self.board.stopped_by
-        if stopped_by is not None and not account.failure:
-            # This rank went on after an exception that it had alone.
-            account = replace(account, failure=stopped_by.failure)
+        comm = self.comm
         accounts, store_is_gone = {comm.rank: account}, False
         if comm.world > 1 and comm.backend != "fake":
             try:
@@ -397,7 +395,7 @@ class Agreement:
                 self.board.lose(self._code, Account("using process groups that another model has lost"), closed=True)
 
     def _end_work(self) -> None:
-        # In this order: nothing waits any more for what may never end, and then that ends.
+        # Aborting comes last: by then no lane waits for a collective that may never end.
         for action in (*self._when_lost, self.comm.abort):
             try:
                 action()
@@ -427,7 +425,7 @@ class Agreement:
             if account.failure:
                 # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own
                 # waits end with their time or the connection.
-                self.comm.hang_up()
+                self.comm.hang_up(hops=self.at_once)
         rank, world = self.comm.rank, self.comm.world
         # Many ranks ask one store: the more there are, the less often, and not all at once. See
         # [Note: accounts in the store].

@@ -45,8 +45,8 @@ WORLD = "world"
 
 _MERGED = {"refresh": "gather", WORLD: "reduce"}
 _LOCAL, _CROSS = 16, 8  # thread blocks at most; NCCL's own choice on NVLink is 24 to 32 for each communicator
-# Of a group that the user has made, without our limit: NCCL gives a sum one thread block for every 4 KiB (enqueue.cc,
-# June 2026), and on NVLink not more than these.
+# Our limit does not hold for a group that the user has made. There NCCL gives a sum one thread block for every 4 KiB
+# (enqueue.cc, June 2026), and not more than 32 on NVLink.
 _BLOCK_NBYTES, _MOST = 2**12, 32
 _LOCAL_SHARE, _CROSS_SHARE = 8, 16  # and at most one SM in so many
 
@@ -239,7 +239,7 @@ def most_ctas(communicators: Iterable[tuple[int | None, bool]]) -> int | None:
         limit = _environment("NCCL_MAX_CTAS") or limit
         if limit is None:
             return None
-        # These exceed every limit, and NCCL_MIN_CTAS does not (connect.cc and init.cc of June 2026).
+        # These variables win over every limit; NCCL_MIN_CTAS does not (connect.cc and init.cc, June 2026).
         limit = max(limit, _environment("NCCL_MIN_NCHANNELS") or _environment("NCCL_MIN_NRINGS") or 0)
         if exchanges:
             # Sends and receives take a power of two: NCCL rounds up.

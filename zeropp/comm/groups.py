@@ -154,20 +154,23 @@ def _abort(group: dist.ProcessGroup) -> None:
         group.abort()
 
 
-def hang_up(group: dist.ProcessGroup) -> None:
+def hang_up(group: dist.ProcessGroup, *, exchanges: bool = False) -> None:
     """Close this rank's connections in a group with gloo for the CPU: who waits for it there hears so at once.
 
-    And this rank, if it waits there on another thread. The connections are those of :func:`gather_rows`, and of gloo's
-    own rings and trees: to ranks whose distance is a power of two.
+    And this rank, if it waits there on another thread.
+
+    Args:
+        group: to hang up in.
+        exchanges: each member sends to each. Otherwise the connections are those of :func:`gather_rows`, and of gloo's
+            own rings and trees: to ranks whose distance is a power of two.
     """
-    rank, world, distance = group.rank(), group.size(), 1
+    rank, world = group.rank(), group.size()
+    distances = range(1, world) if exchanges else [1 << power for power in range((world - 1).bit_length())]
     into = [torch.empty(1, device=HOST)]
-    while distance < world:
-        for peer in {(rank + distance) % world, (rank - distance) % world}:
-            # gloo's ``abort`` leaves them open; a wait that is in vain closes one.
-            with contextlib.suppress(RuntimeError):
-                group.recv(into, peer, _NEVER).wait(timedelta(milliseconds=1))
-        distance *= 2
+    for peer in {(rank + sign * distance) % world for distance in distances for sign in (1, -1)}:
+        # gloo's ``abort`` leaves them open; a wait that is in vain closes one.
+        with contextlib.suppress(RuntimeError):
+            group.recv(into, peer, _NEVER).wait(timedelta(milliseconds=1))
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:

@@ -186,7 +186,7 @@ class Comm:
 
     Attributes:
         communicators: those that carry weights and gradients, where engines may share them.
-        rehearsed: how many of them have carried out each of their collectives.
+        rehearsed: how many of them have run each of their collectives once.
         history: of the collectives of this engine, and of those that it shares communicators with.
     """
 
@@ -256,7 +256,7 @@ class Comm:
 
     @property
     def uses_users_group(self) -> bool:
-        """Whether small sums go over a group that the user has made."""
+        """True if small sums go over a group that the user has made."""
         return self.communicates and all(each.group is not self.world_group for each in self.communicators)
 
     @property
@@ -460,9 +460,14 @@ class Comm:
         groups = [each.group for each in self.communicators]
         return groups if self.world_group is None else list(dict.fromkeys([*groups, self.world_group]))
 
-    def hang_up(self) -> None:
-        """End exchanges of numbers, here and for ranks that wait for this one: it does not come, or not any more."""
+    def hang_up(self, *, hops: bool = False) -> None:
+        """End exchanges of numbers over gloo, here and on ranks that wait for this one; with ``hops`` collectives, too.
+
+        Where lanes have threads, these are left in their collectives, and the model's thread waits no more.
+        """
         if self.world > 1 and self.backend != "fake":
+            for group in self._groups.values() if hops and self.backend == "gloo" else ():
+                hang_up(group, exchanges=True)
             hang_up(self.control_group)
             if self.backend == "gloo" and self.world_group is not None:
                 hang_up(self.world_group)

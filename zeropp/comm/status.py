@@ -1,20 +1,24 @@
 """The status of each rank in the job's store: whether an exception has stopped it, and what it waits for.
 
-[Note: one rank's exception] An exception may end a pass or a step on one rank alone, or on all ranks, which then go on:
-after a batch that does not fit, say. No rank can tell which. So a rank says in the store that it has stopped, and
-where. It takes that back when others have come to an exchange with it: a pass after one that failed begins with an
-exchange. Or, if nothing was sent in the one that failed, when a step begins, or a pass that sends something. A rank
-that has waited for some seconds asks the store. If another one has stopped where this one has not, and still has some
-seconds later, it will not come, and the ranks have lost each other. An evaluation that sends nothing is no pass in this
-sense.
+[Note: one rank's exception] An exception may end a pass or a step on one rank alone. Then the other ranks wait for it
+in vain. Or it ends the pass on all ranks, because a batch does not fit, say, and all go on with the next batch. A rank
+cannot tell which. So it writes into the store that it has stopped, and where. It takes that back
 
-A rank has one status for all engines over the same ranks: it may stop in the actor's forward while the others wait in
-the critic's. Once it goes on in one engine, what has stopped it in others concerns only those that wait in these.
+- when an exchange of messages has shown that the other ranks are where it is. A pass begins with such an exchange if
+  the pass before it has failed; or
+- if the failed pass has sent nothing, when it begins a step, or a pass that sends something.
+
+A rank that has waited for 5 seconds reads the store. If another rank has stopped at a place where this rank has not,
+and is still stopped 3 seconds later, it will not come: the ranks have lost each other. An evaluation that sends nothing
+does not count, since one rank alone may run it.
+
+Engines over the same ranks share their statuses: a rank may stop in the actor's forward while the others wait in the
+critic's. Once it goes on in the critic, its stop in the actor concerns only ranks that wait in the actor.
 
 [Note: accounts in the store] One process answers for the store, and all ranks may ask it within the same two seconds.
-So what a rank says is a line of some 30 bytes in a list, with codes in place of accounts, and an account that many
-ranks give is stored once, under its code. The length of the list tells in one small request whether there is anything
-to read. After a loss each of 1024 ranks reads some 60 kB, once, so that the process gives out less than 100 MB.
+So a status is a line of some 30 bytes in a list. It holds codes in place of texts, and a text that many ranks give is
+stored once, under its code. The length of the list tells in one small request whether there is anything new to read.
+After a loss each of 1024 ranks reads some 60 kB, once; the process gives out less than 100 MB.
 """
 
 from __future__ import annotations
@@ -25,7 +29,6 @@ import json
 import threading
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,28 +46,34 @@ _ANSWER = 2.0
 _OFTEN = 10.0  # seconds between stops that are told at once
 _TELLING = 1.0  # seconds until others are told
 _GOING_ON = 3.0  # seconds in which a rank that has stopped may go on
-_REMEMBERED = 16  # places at which this rank has stopped in an engine
+_REMEMBERED = 64  # places at which this rank has stopped
 _PAGE = 2  # lines for each rank in one list
 _LONGEST = 300  # characters of what went wrong on a rank
 
 
 @dataclass(frozen=True)
 class _End:
-    """The end of what a rank did in an engine.
+    """How a rank's work in an engine has ended.
 
     Attributes:
-        place: a code of where it has stopped; empty if it has lost the engine's ranks, and does not go on there.
-        account: on this rank its text, else the code under which the store has it.
-        idle: the rank has done nothing with others since then, in any engine.
+        place: the pass or step in which an exception has stopped it, and how often it has stopped there:
+            "1f2e3d4c.2"; empty if there was no exception.
+        account: the rank's own words: of this rank the text; of others its key in the store.
+        idle: the rank has begun nothing with other ranks since then, in any engine.
+        lost: the rank has closed the engine or lost the other ranks, and cannot go on there.
     """
 
     place: str
     account: str
     idle: bool
+    lost: bool = False
 
 
 class _Lines:
-    """The last line of each rank, in lists of the store; old ones are deleted."""
+    """Lines that ranks add to a list in the store. Only the last line of each rank counts.
+
+    A list that is full is followed by another one, and deleted after that.
+    """
 
     def __init__(self, name: str, rank: int, world: int) -> None:
         self._name, self._rank, self._size = name, rank, _PAGE * world
@@ -72,7 +81,7 @@ class _Lines:
         self.said = ""  # in it
 
     def begin(self, store: dist.Store) -> None:
-        """Say nothing any more; the store may be another one than before."""
+        """Withdraw what this rank has said before; the store may be another one since then."""
         self._page, self.said = 0, ""
         if self.count(store):
             self._append(store, "")
@@ -83,7 +92,7 @@ class _Lines:
             self._append(store, words)
 
     def repeat(self, store: dist.Store, count: int) -> None:
-        """Say it again, if the list of the last line is about to be deleted."""
+        """Add the last line again, if its list is about to be deleted."""
         if self.said and count // self._size > self._page:
             self._append(store, self.said)
 
@@ -92,17 +101,17 @@ class _Lines:
         self._page, begins = divmod(number, self._size)
         store.append(self._key(self._page), f"{number} {self._rank} {words}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
         self.said = words
-        # Nobody reads that one any more. A job that runs for months must not fill the store.
+        # Nobody reads that list any more. A job that runs for months must not fill the store.
         if begins == 0:
             store.delete_key(self._key(self._page - 2))
 
     def read(self, store: dist.Store) -> dict[int, list[str]]:
-        """Words of each rank that says something."""
+        """The words of each rank's last line, if there are any."""
         page, last = self.count(store) // self._size, dict[int, tuple[int, list[str]]]()
         for key in (self._key(page - 1), self._key(page)):
             lines = store.get(key).decode().splitlines() if store.check([key]) else []
             for number, rank, *words in map(str.split, lines):
-                # By its number: a call that the store keeps for long adds its line late.
+                # A call that was held up in the store adds its line late, behind newer ones: its number is lower.
                 if int(number) >= last.get(int(rank), (0, []))[0]:
                     last[int(rank)] = int(number), words
         return {rank: words for rank, (_, words) in last.items() if words}
@@ -126,81 +135,84 @@ class StatusBoard:
         """``ranks``: global ranks of the group; ``rank``: this one's place among them."""
         self._name, self._rank = f"zeropp-{code_of(repr(ranks))}", rank
         self.stopped_by: Account | None = None
-        # Of this rank, by engine. Threads read them: a change replaces the whole.
+        # This rank's, by engine. Other threads read these dictionaries, so each change replaces the whole.
         self._ends: dict[str, _End] = {}
         self._waits: dict[str, str] = {}  # texts of accounts
-        self._places: dict[str, deque[tuple[int, int]]] = {}  # where it has stopped, each with how often
+        self._places: dict[str, int] = {}  # where this rank has stopped, the latest last: how often
         self._stopped = self._told = -_OFTEN  # when it last stopped, and when that was told at once
         self._said_ends = _Lines(f"{self._name}/ends", rank, len(ranks))
         self._said_waits = _Lines(f"{self._name}/waits", rank, len(ranks))
-        self._stored: set[str] = set()  # codes of accounts in the store
+        self._stored: dict[str, str] = {}  # texts in the store, by key
         self._writing = threading.Lock()
-        # Of others.
-        self._heard: tuple[int, dict[int, dict[str, _End]]] = (0, {})  # how many lines, and what they say
-        self._suspected: dict[tuple[int, str, str], float] = {}  # (rank, engine, place) -> when this was first read
-        self._texts: dict[str, tuple[str, Account]] = {}  # those that were read, with their engines, by code
+        # Those of other ranks.
+        self._heard: tuple[int, dict[int, dict[str, _End]]] = (0, {})  # number of lines read; ends by rank and engine
+        self._suspected: dict[tuple[int, str, str], float] = {}  # (rank, engine, place): when this was first read
+        self._texts: dict[str, tuple[str, Account]] = {}  # by code: (engine, account), as they were read
 
     def join(self) -> None:
-        """Begin anew for a further engine."""
+        """Withdraw what this rank has said, since it makes another engine."""
         self.stopped_by, self._ends, self._waits, self._heard = None, {}, {}, (0, {})
-        # A store that does not answer is the business of what needs it.
+        # An error here would end the wrap; one that matters comes up again where the store is needed.
         with contextlib.suppress(RuntimeError, TimeoutError):
             within(_ANSWER, self._begin, "saying that this rank begins")
 
     def stop(self, engine: str, place: int, account: Account, *, at_once: bool) -> None:
-        """An exception has ended this rank's pass or step; see [Note: one rank's exception].
+        """Note that an exception has ended this rank's pass or step; see [Note: one rank's exception].
 
         Args:
             engine: whose.
             place: of the pass or step, the same on all ranks.
             account: with the exception as its ``failure``.
-            at_once: this call may ask the store, and wait for it. Else a thread does, by :meth:`tell_stop`.
+            at_once: write to the store now, and wait for it. Otherwise :meth:`tell_stop` writes, on another thread.
         """
-        before, now = self._ends.get(engine), time.monotonic()
-        places = self._places.setdefault(engine, deque(maxlen=_REMEMBERED))
-        # The same stop may be told twice, and then says more.
-        if before is None or not before.idle or not places or places[-1][0] != place:
-            # A pass that has failed may be tried again.
-            places.append((place, 1 + max((times for each, times in places if each == place), default=0)))
-        self._end(engine, _End(_code_of_place(*places[-1]), _text(engine, account), idle=True))
-        self.stopped_by, self._stopped = account, now
-        # A program may leave each forward by an exception, and go on.
+        before, now, code = self._ends.get(engine), time.monotonic(), code_of(f"{engine} {place}")
+        # The same stop may be noted twice: the second account says more.
+        again = before is not None and before.idle and before.place.startswith(code)
+        # A pass that has failed may be tried again, and fail again at the same place.
+        times = self._places.get(code, 0) + (not again)
+        others = [each for each in self._places.items() if each[0] != code]
+        self._places = dict([*others[1 - _REMEMBERED :], (code, times)])
+        self._end(engine, _End(f"{code}.{times}", _text(engine, account), idle=True))
+        self.stopped_by, self._stopped = account, self._stopped if again else now
+        # A program may leave every forward by an exception on purpose, and must not wait for the store each time.
         if at_once and now - self._told >= _OFTEN:
             self._told = now
             self.tell()
 
     def go_on(self, engine: str) -> None:
-        """This rank does something with others in an engine: it has not stopped there, and is idle nowhere."""
+        """Note that this rank begins something with other ranks in an engine, after an exception perhaps."""
         if self._ends:
             self.stopped_by = None
             self._ends = {
-                other: replace(end, idle=False) for other, end in self._ends.items() if other != engine or not end.place
+                other: replace(end, idle=False) for other, end in self._ends.items() if other != engine or end.lost
             }
             self.tell()
 
     def lose(self, engine: str, account: Account, *, closed: bool = False) -> None:
-        """Say that this rank does not go on in an engine, whoever has failed.
+        """Tell the others that this rank cannot go on in an engine, whoever has failed.
 
         Args:
             engine: which one.
-            account: why. Of an exception that has stopped the rank before, it says more.
+            account: why. The exception that has stopped the rank before is told with it, unless it has one of its own.
             closed: the rank has closed the engine, and may go on in others.
         """
         self._waits = {other: text for other, text in self._waits.items() if other != engine}
-        idle = next((end for end in self._ends.values() if end.idle), None)
-        if not closed:
-            self._end(engine, _End("", _text(engine, account), idle=True))
-            self.stopped_by = account
+        # An exception that has stopped this rank before is the cause, unless it has stopped others there, too.
+        before = next((end for end in self._ends.values() if end.idle), None)
+        place, text = "", _text(engine, account)
+        if before is not None and before.place and self.stopped_by is not None and (closed or not account.failure):
+            place = before.place
+            text = _text(engine, replace(account, failure=self.stopped_by.failure))
+        if closed:
+            idle = before is not None and before is self._ends.get(engine)
+            self._ends = {**self._ends, engine: _End(place, text, idle=idle, lost=True)}
         else:
-            text = _text(engine, account) if idle is None else idle.account
-            self._ends = {
-                **self._ends,
-                engine: _End("", text, idle=idle is not None and idle is self._ends.get(engine)),
-            }
+            self._end(engine, _End(place, text, idle=True, lost=True))
+            self.stopped_by = account
         within(_ANSWER, self._write, "telling why this rank fails")
 
     def wait(self, engine: str, account: Account | None) -> None:
-        """Say that this rank waits for long in an engine, or does no more."""
+        """Tell the others that this rank has waited for long in an engine; None: that it waits no more."""
         others = {other: text for other, text in self._waits.items() if other != engine}
         if account is None:
             self._waits = others
@@ -210,15 +222,19 @@ class StatusBoard:
             within(_ANSWER, self._write, "telling where this rank waits")
 
     def tell_stop(self) -> None:
-        """Bring to the store that this rank has stopped, if it has for a while; now and then, on another thread."""
+        """Tell the others that this rank has stopped, if that is a second ago. Called every second, by a thread."""
         if self.stopped_by is not None and time.monotonic() - self._stopped >= _TELLING:
             self.tell()
 
     def tell(self, *, limit: bool = True) -> None:
-        """Bring this rank's status to the store, if it has changed and the store answers; or without a ``limit``."""
-        # Another thread may be writing what was true before.
+        """Write this rank's status to the store, if it has changed.
+
+        Args:
+            limit: give up after two seconds, on a thread that is left behind.
+        """
+        # While another thread writes, it may be writing what was true before.
         if self._writing.locked() or self._words() != (self._said_ends.said, self._said_waits.said):
-            # The store may be gone, and an exception be on its way.
+            # The store may be gone. This must not hide the exception that led here.
             with contextlib.suppress(RuntimeError, TimeoutError):
                 if limit:
                     within(_ANSWER, self._write, "telling how this rank is")
@@ -245,22 +261,25 @@ class StatusBoard:
             self._said_waits.begin(store)
 
     def _write(self) -> None:
-        # Under the lock, and as it is now: a call that the store has kept for long writes nothing old.
+        # The status is read under the lock: a call that was held up in the store does not overwrite a newer status.
         with self._writing:
             store, ends, waits = default_store(), self._ends, self._waits
-            for text in (*(end.account for end in ends.values()), *waits.values()):
-                if (code := code_of(text)) not in self._stored:
-                    store.set(self._key(code), text)
-                    self._stored.add(code)
+            for key, text in (*map(self._account, ends.items()), *((code_of(text), text) for text in waits.values())):
+                if self._stored.get(key) != text:
+                    store.set(self._key(key), text)
+                    self._stored[key] = text
             of_ends, of_waits = self._words(ends, waits)
             self._said_ends.say(store, of_ends)
             self._said_waits.say(store, of_waits)
 
     def _words(self, ends: dict[str, _End] | None = None, waits: dict[str, str] | None = None) -> tuple[str, str]:
-        """What this rank has to say: "!" before the engine since whose end it is idle."""
+        """This rank's two lines: "engine:place:key" for each end, marked "!" if idle and "x" if lost; "engine:key"."""
         ends, waits = self._ends if ends is None else ends, self._waits if waits is None else waits
         return (
-            " ".join(f"{'!' * e.idle}{engine}:{e.place}:{code_of(e.account)}" for engine, e in ends.items()),
+            " ".join(
+                f"{'!' * end.idle}{'x' * end.lost}:{engine}:{end.place}:{self._account((engine, end))[0]}"
+                for engine, end in ends.items()
+            ),
             " ".join(f"{engine}:{code_of(text)}" for engine, text in waits.items()),
         )
 
@@ -268,7 +287,7 @@ class StatusBoard:
         store = default_store()
         count = self._said_ends.count(store)
         if count != self._heard[0]:
-            # In this order: a line may be newer than the count, and is read once more then.
+            # The count was read before the lines: a line that comes in between is read twice, and not missed.
             self._heard = count, self._read_ends(store)
             with self._writing:
                 self._said_ends.repeat(store, count)
@@ -277,45 +296,66 @@ class StatusBoard:
             for other, end in ends.items():
                 if rank == self._rank or (other != engine and not end.idle):
                     continue
-                if other == engine and not end.place:
+                if other == engine and end.lost:
                     return True
-                if not self._has_ended(other, end.place):
+                if not self._has_ended(other, end):
                     suspected[rank, other, end.place] = before.get((rank, other, end.place), now)
         self._suspected = suspected
-        # A rank that handles its error may yet go on.
+        # A rank that handles its exception may yet go on.
         return any(now - since >= _GOING_ON for since in suspected.values())
 
-    def _has_ended(self, engine: str, place: str) -> bool:
+    def _has_ended(self, engine: str, end: _End) -> bool:
         """Tell whether this rank, too, has stopped there, or has lost the engine."""
-        if not place:
-            return engine in self._ends and not self._ends[engine].place
-        return any(place == _code_of_place(*each) for each in list(self._places.get(engine, ())))
+        own = self._ends.get(engine)
+        return own is not None and own.lost if end.lost else self._has_stopped(end.place)
+
+    def _has_stopped(self, place: str) -> bool:
+        code, _, times = place.partition(".")
+        return bool(code) and self._places.get(code, 0) >= int(times)
+
+    def _account(self, end: tuple[str, _End]) -> tuple[str, str]:
+        """Key and text of the account of an engine's end. Exceptions may come for ever, so a new text replaces one."""
+        engine, text = end[0], end[1].account
+        return (code_of(text) if end[1].lost else f"{self._rank}-{engine}"), text
 
     def _find_accounts(self, engine: str) -> dict[int, Account]:
-        store, found = default_store(), dict[int, str]()
+        store, found, common = default_store(), dict[int, str](), set[int]()
         for rank, words in self._said_waits.read(store).items():
             waits = dict(word.split(":") for word in words)
             found[rank] = waits.get(engine) or next(iter(waits.values()))
         for rank, ends in self._read_ends(store).items():
-            end = ends.get(engine) or next((each for each in ends.values() if each.idle), None)
-            if end is not None:
-                found[rank] = end.account
-        missing = list(set(found.values()).difference(self._texts))
-        if missing:
-            for code, text in zip(missing, store.multi_get([self._key(code) for code in missing]), strict=True):
-                owner, packed = json.loads(text)
-                self._texts[code] = owner, Account.unpacked(packed)
+            other = engine if engine in ends else next((each for each, end in ends.items() if end.idle), None)
+            # What has ended on this rank, too, explains nothing.
+            if other is not None and (
+                (other == engine and ends[other].lost) or not self._has_ended(other, ends[other])
+            ):
+                found[rank] = ends[other].account
+                if self._has_stopped(ends[other].place):
+                    common.add(rank)
+        texts = self._read_texts(store, set(found.values()))
         accounts = {}
-        for rank, code in found.items():
-            owner, account = self._texts[code]
-            accounts[rank] = replace(account, other_model=owner != engine)
+        for rank, key in found.items():
+            owner, account = texts[key]
+            failure = "" if rank in common else account.failure
+            accounts[rank] = replace(account, failure=failure, other_model=owner != engine)
         return accounts
+
+    def _read_texts(self, store: dist.Store, keys: set[str]) -> dict[str, tuple[str, Account]]:
+        missing = list(keys.difference(self._texts))
+        found = {key: self._texts[key] for key in keys.difference(missing)}
+        if missing:
+            for key, text in zip(missing, store.multi_get([self._key(key) for key in missing]), strict=True):
+                owner, packed = json.loads(text)
+                found[key] = owner, Account.unpacked(packed)
+                if "-" not in key:  # others are replaced
+                    self._texts[key] = found[key]
+        return found
 
     def _read_ends(self, store: dist.Store) -> dict[int, dict[str, _End]]:
         ends: dict[int, dict[str, _End]] = {}
         for rank, words in self._said_ends.read(store).items():
-            for engine, place, code in (word.split(":") for word in words):
-                ends.setdefault(rank, {})[engine.removeprefix("!")] = _End(place, code, idle=engine[0] == "!")
+            for marks, engine, place, key in (word.split(":") for word in words):
+                ends.setdefault(rank, {})[engine] = _End(place, key, idle="!" in marks, lost="x" in marks)
         return ends
 
     def _key(self, code: str) -> str:
@@ -336,10 +376,6 @@ def board_of(ranks: tuple[int, ...], rank: int) -> StatusBoard:
 def code_of(text: str) -> str:
     """A short code of a text, such as an engine's unique name."""
     return hashlib.blake2s(text.encode(), digest_size=4).hexdigest()
-
-
-def _code_of_place(place: int, times: int) -> str:
-    return code_of(f"{place} {times}")
 
 
 def _text(engine: str, account: Account) -> str:

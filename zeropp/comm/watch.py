@@ -83,6 +83,7 @@ class Watch:
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._asked = 0.0  # when it was last asked whether a rank has failed
+        self._also: weakref.WeakMethod[Callable[[], None]] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # The thread holds the event and not the watch, so that a dropped watch ends it.
@@ -108,9 +109,13 @@ class Watch:
             if wait.told:
                 self._board.wait(self._engine, None)
 
+    def looks_also(self, action: Callable[[], None]) -> None:
+        """Call a method, which is not kept alive, every second on the watching thread."""
+        self._also = weakref.WeakMethod(action)
+
     def end(self) -> None:
-        """Tell what was not told yet, before the program ends; on the watching thread."""
-        # Python starts no thread any more, which would limit the time of this.
+        """Write a status that has not been written yet, as the program ends; on the watching thread."""
+        # Without a limit: Python does not start threads any more by then.
         self._board.tell(limit=False)
 
     def close(self) -> None:
@@ -132,6 +137,9 @@ class Watch:
         """Speak if the wait of this moment has become long; on the watching thread."""
         # Read once: the main thread may begin or end a wait at any moment.
         wait, now = self._current, time.monotonic()
+        also = None if self._also is None else self._also()
+        if also is not None:
+            also()
         self._board.tell_stop()
         if wait is None or self._after is None:
             return

@@ -87,6 +87,8 @@ class Engine(GuardHandler):
         self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
         for each in lanes:
             agreement.on_loss(each.abandon)
+        self._cut_off = False
+        agreement.watch.looks_also(self._look)
         self.issued = IssueHash(comm.history)
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
         self.hooks = ModuleHooks(self)
@@ -289,7 +291,15 @@ class Engine(GuardHandler):
     def _backward_dropped(self) -> None:
         """Autograd has ended a backward; one that failed would tell nobody before the next call of the engine."""
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
-            self.agreement.backward_stopped()
+            self.agreement.found_stopped("its backward failed")
+
+    def _look(self) -> None:
+        """Tell of a forward that Ctrl-C or sys.exit() has ended, which calls no hook; on the watching thread."""
+        cut_off = self.phase is Phase.FORWARD and self.hooks.cut_off and self.schedule.needs_others
+        # Seen twice: the forward may have ended while this looked.
+        if cut_off and self._cut_off:
+            self.agreement.found_stopped("its forward was interrupted, as by Ctrl-C or sys.exit()")
+        self._cut_off = cut_off
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
@@ -362,8 +372,7 @@ class Engine(GuardHandler):
 
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run."""
-        # One rank alone may run an evaluation that sends nothing.
-        if self.phase is not Phase.IDLE and not (self.schedule.silent and self.schedule.key[-1] is False):
+        if self.phase is not Phase.IDLE and self.schedule.needs_others:
             self.agreement.stopped(sys.exc_info()[1])
         self.hooks.reset()
         self.hooks.forget_graphs()

@@ -30,7 +30,7 @@ _ITEM = torch.float64.itemsize  # sums over all ranks are in this dtype
 
 
 def require_room_on_all(comm: Comm, parameters: int) -> None:
-    """:func:`require_room`, which raises on every rank if it does on one: cards and variables of nodes may differ."""
+    """Call :func:`require_room`, and raise on every rank if it raises on one: cards and variables may differ."""
     if comm.device.type != "cuda":
         return
     error: ValueError | None = None
@@ -44,7 +44,7 @@ def require_room_on_all(comm: Comm, parameters: int) -> None:
 
 
 def warn_of_no_room(comm: Comm, parameters: int) -> None:
-    """:func:`require_room_on_all` after unfreezing, when it is too late to refuse: it warns of new communicators."""
+    """Warn if new communicators do not fit; for unfreezing, when it is too late to raise an error."""
     if len(comm.communicators) > comm.rehearsed:
         try:
             require_room_on_all(comm, parameters)
@@ -64,7 +64,6 @@ def rehearse(engine: Engine) -> None:
     comm, device = engine.comm, engine.device
     if len(comm.communicators) == comm.rehearsed:
         return
-    comm.rehearsed = len(comm.communicators)
     before = _outside(device)
     lanes = {"gather": engine.gather_lanes, "refresh": engine.refresh.lanes, "reduce": engine.reduce_lanes}
     for transfer in _transfers(engine):
@@ -83,6 +82,7 @@ def rehearse(engine: Engine) -> None:
         with engine.agreement.watching(doing), comm.launching(doing):
             dist.all_reduce(numbers, op, group=group)
         _finish(engine, doing)
+    comm.rehearsed = len(comm.communicators)
     if device.type == "cuda":
         # The lanes would keep memory of messages that training allocates elsewhere.
         torch.cuda.empty_cache()

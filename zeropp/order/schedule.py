@@ -145,6 +145,8 @@ class Schedule:
         self._before, self._nested = Counter(self.unrecorded) if self.unrecorded else Counter(), False
         if not self.silent:
             self._go_on(phase)
+        elif self.needs_others and not self._failed:  # it may run the pass that has stopped it once more
+            self.agreement.go_on()
         expected = self.known.expected(key)
         self.reductions.begin(expected)
         if expected is None:
@@ -155,12 +157,12 @@ class Schedule:
             self._forks = [] if self.static else self.known.forks(key, expected)
 
     def begin_step(self) -> int:
-        """A step begins; returns its place, which no pass has, the same on every rank."""
+        """Begin a step; returns a number for its place, which no pass has, the same on every rank."""
         self._go_on("a step")
         return self._place("step")
 
     def _go_on(self, what: str) -> None:
-        """Begin what ranks do together; with an exchange, if this rank has failed in what they did before."""
+        """Begin something that ranks do together: with an exchange, if this rank's last pass has failed."""
         if self._failed:
             self.agreement.exchange(_AGAIN, [], f"starting {what} after an error")
             self._failed = False
@@ -231,6 +233,11 @@ class Schedule:
         for unit in units:
             if unit.entered == 1 and not unit.persistent:
                 self.unrecorded[path, unit.index] += 1
+
+    @property
+    def needs_others(self) -> bool:
+        """True but in an evaluation that sends nothing, which one rank alone may run."""
+        return not self.silent or self.key[-1] is not False
 
     @property
     def learning(self) -> bool:
