@@ -240,7 +240,8 @@ def forgotten(reminded: bool) -> list[str]:
 def test_a_rank_that_forgot_to_reload_leaves_the_others_an_error() -> None:
     first, second = run_ranks(2, forgotten, False)
     assert len(second) == 1 and "call optimizer.reload_states() first" in second[0]
-    assert len(first) == 1 and "rank 0 called reload_states() alone" in first[0]
+    assert len(first) == 1 and "rank 1 failed: RuntimeError: the model needs weights" in first[0]
+    assert "rank 0 was at reload_states()" in first[0] and "rank 1 was in the beginning of a forward" in first[0]
 
 
 def test_a_rank_that_is_reminded_goes_on_with_the_others() -> None:
