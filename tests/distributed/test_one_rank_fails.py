@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 from unittest import mock
@@ -204,7 +205,10 @@ def test_a_rank_that_waits_in_another_model_hears_of_it() -> None:
 
 
 def going_on(how: str) -> tuple[str, float]:
-    """Errors of ranks of which rank 0 fails in the actor and goes on: with the critic, an evaluation, or a step."""
+    """Errors of ranks of which rank 0 fails in the actor and goes on: with the critic, an evaluation, or a step.
+
+    Or it fails in a step, and goes on with the next batch.
+    """
     torch.manual_seed(0)
     actor, critic = Fails("late forward", [0]), Fails("", [])
     optimizers = []
@@ -216,8 +220,15 @@ def going_on(how: str) -> tuple[str, float]:
             optimizers[-1].step()
             optimizers[-1].zero_grad()
     begun = time.monotonic()
-    actor.armed = True
+    actor.armed = how != "next batch"
     with pytest.raises(RuntimeError) as caught:
+        if how == "next batch":
+            optimizers[0].inner.register_step_pre_hook(actor.error)
+            optimizers[0].backward(actor(torch.ones(2, 64)).square().mean())
+            actor.armed = True
+            with contextlib.suppress(torch.OutOfMemoryError):
+                optimizers[0].step()
+            actor.armed = False
         try:
             loss = actor(torch.ones(2, 64)).square().mean()
         except torch.OutOfMemoryError:
@@ -233,7 +244,7 @@ def going_on(how: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
-@pytest.mark.parametrize("how", ["critic", "evaluation", "step"])
+@pytest.mark.parametrize("how", ["critic", "evaluation", "step", "next batch"])
 def test_a_rank_that_fails_alone_and_goes_on(how: str) -> None:
     """The others wait for what it does not come to."""
     (own, first), (other, second) = run_ranks(2, going_on, how)

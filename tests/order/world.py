@@ -199,7 +199,7 @@ class Agreement:
         """A pass begins."""
         self.where, self.place = where, place
 
-    def go_on(self) -> None:
+    def go_on(self, *, met: bool = False) -> None:
         """Do nothing."""
 
     def leave(self) -> None:

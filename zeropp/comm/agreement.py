@@ -71,6 +71,7 @@ class Agreement:
         self.where = ""  # the pass that this rank is in, in words
         self.beyond = ""  # see Account
         self._place = 0  # tells that pass from others; equal on every rank
+        self._step_stopped = False  # whether an exception has ended the last step
         self._stepped = False  # whether stepped weights are being queued for where they are cached
         self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
         self.edits = 0  # follows from this rank's edits of whole weights: see [Note: edits of frozen weights]
@@ -203,9 +204,16 @@ class Agreement:
         """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
         self.where, self._place, self.beyond = where, place, ""
 
-    def go_on(self) -> None:
-        """Note that this rank begins something with the others; see [Note: one rank's exception]."""
-        self.board.go_on(self._code)
+    def go_on(self, *, met: bool = False) -> None:
+        """Note that this rank begins something with the others; see [Note: one rank's exception].
+
+        Args:
+            met: the others have come, or this is a step. A step that has failed may have left them in its sums, so a
+                pass that begins after it does not end the stop.
+        """
+        if self.lost is None and (met or not self._step_stopped):
+            self._step_stopped = False
+            self.board.go_on(self._code)
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
@@ -231,8 +239,7 @@ class Agreement:
             rows = self.comm.all_gather_ints(row)
         if any(row[0] != head for row in rows):
             raise self.failure(doing, call)
-        # The others have come.
-        self.go_on()
+        self.go_on(met=True)
         return [row[1 : 1 + len(values)] for row in rows]
 
     def require_same_call(self, what: str) -> None:
@@ -326,7 +333,8 @@ class Agreement:
         """
         if self._alone or self.lost is not None:
             return
-        failure = "an exception" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        self._step_stopped |= step is not None
+        failure = "an exception" if error is None else _in_a_line(error)
         account = Account(f"in {self.where or where}", failure=failure, unsure=step is not None)
         self.board.stop(self._code, self._place if step is None else step, account, at_once=True)
 
@@ -341,7 +349,7 @@ class Agreement:
 
     def found_stopped(self, failure: str) -> None:
         """:meth:`stopped`, where the exception is not known, and nobody may wait for the store."""
-        if not self._alone and self.lost is None:
+        if not self._alone and self.lost is None and not self.board.is_stopped(self._code):
             account = Account(f"in {self.where}", failure=failure)
             self.board.stop(self._code, self._place, account, at_once=False)
 
@@ -442,3 +450,10 @@ class Agreement:
                 if accounts is None:  # what was heard before is worth telling
                     raise
         return {**(accounts or {}), rank: account}
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The type and first line of an exception, whose text may itself raise one."""
+    with contextlib.suppress(Exception):
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return type(error).__name__

@@ -101,9 +101,10 @@ class _Lines:
         self._page, begins = divmod(number, self._size)
         store.append(self._key(self._page), f"{number} {self._rank} {words}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
         self.said = words
-        # Nobody reads that list any more. A job that runs for months must not fill the store.
+        # Nobody reads that list any more, nor is about to: a call for a list that is gone would wait for it. A job that
+        # runs for months must not fill the store.
         if begins == 0:
-            store.delete_key(self._key(self._page - 2))
+            store.delete_key(self._key(self._page - 3))
 
     def read(self, store: dist.Store) -> dict[int, list[str]]:
         """The words of each rank's last line, if there are any."""
@@ -146,7 +147,8 @@ class StatusBoard:
         self._writing = threading.Lock()
         # Those of other ranks.
         self._heard: tuple[int, dict[int, dict[str, _End]]] = (0, {})  # number of lines read; ends by rank and engine
-        self._suspected: dict[tuple[int, str, str], float] = {}  # (rank, engine, place): when this was first read
+        # By the engine that asks: {(rank, engine, place): when this was first read}.
+        self._suspected: dict[str, dict[tuple[int, str, str], float]] = {}
         self._texts: dict[str, tuple[str, Account]] = {}  # by code: (engine, account), as they were read
 
     def join(self) -> None:
@@ -178,6 +180,10 @@ class StatusBoard:
         if at_once and now - self._told >= _OFTEN:
             self._told = now
             self.tell()
+
+    def is_stopped(self, engine: str) -> bool:
+        """Tell whether this rank has stopped in an engine, and has begun nothing since then."""
+        return engine in self._ends and self._ends[engine].idle
 
     def go_on(self, engine: str) -> None:
         """Note that this rank begins something with other ranks in an engine, after an exception perhaps."""
@@ -291,7 +297,8 @@ class StatusBoard:
             self._heard = count, self._read_ends(store)
             with self._writing:
                 self._said_ends.repeat(store, count)
-        now, before, suspected = time.monotonic(), self._suspected, dict[tuple[int, str, str], float]()
+        now, before = time.monotonic(), self._suspected.get(engine, {})
+        suspected: dict[tuple[int, str, str], float] = {}
         for rank, ends in self._heard[1].items():
             for other, end in ends.items():
                 if rank == self._rank or (other != engine and not end.idle):
@@ -300,7 +307,7 @@ class StatusBoard:
                     return True
                 if not self._has_ended(other, end):
                     suspected[rank, other, end.place] = before.get((rank, other, end.place), now)
-        self._suspected = suspected
+        self._suspected[engine] = suspected
         # A rank that handles its exception may yet go on.
         return any(now - since >= _GOING_ON for since in suspected.values())
 

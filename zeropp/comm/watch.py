@@ -137,9 +137,7 @@ class Watch:
         """Speak if the wait of this moment has become long; on the watching thread."""
         # Read once: the main thread may begin or end a wait at any moment.
         wait, now = self._current, time.monotonic()
-        also = None if self._also is None else self._also()
-        if also is not None:
-            also()
+        self._look_also()
         self._board.tell_stop()
         if wait is None or self._after is None:
             return
@@ -169,6 +167,13 @@ class Watch:
         else:
             # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
             self._board.wait(self._engine, None)
+
+    def _look_also(self) -> None:
+        action = None if self._also is None else self._also()
+        # The model's thread goes on meanwhile, and may take away what is looked at.
+        with contextlib.suppress(Exception):
+            if action is not None:
+                action()
 
     def _words(self, accounts: dict[int, Account]) -> str:
         said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})

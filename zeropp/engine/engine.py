@@ -87,7 +87,7 @@ class Engine(GuardHandler):
         self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
         for each in lanes:
             agreement.on_loss(each.abandon)
-        self._cut_off = False
+        self._cut_off = 0  # how often `_look` has found that a forward was cut off
         agreement.watch.looks_also(self._look)
         self.issued = IssueHash(comm.history)
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
@@ -296,10 +296,10 @@ class Engine(GuardHandler):
     def _look(self) -> None:
         """Tell of a forward that Ctrl-C or sys.exit() has ended, which calls no hook; on the watching thread."""
         cut_off = self.phase is Phase.FORWARD and self.hooks.cut_off and self.schedule.needs_others
-        # Seen twice: the forward may have ended while this looked.
-        if cut_off and self._cut_off:
+        self._cut_off = self._cut_off + 1 if cut_off else 0
+        # The second time: the forward may have ended while this looked. And once.
+        if self._cut_off == 2:
             self.agreement.found_stopped("its forward was interrupted, as by Ctrl-C or sys.exit()")
-        self._cut_off = cut_off
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
@@ -340,17 +340,21 @@ class Engine(GuardHandler):
                 unit.hide()
 
     def end_failed_pass(self) -> None:
-        """Recover now from a pass that an exception has ended."""
-        self.running  # noqa: B018  # asking does it
+        """Recover now from a pass that an exception, which is being handled, has ended."""
+        self._recover_if_failed(known=True)
 
     @property
     def running(self) -> bool:
         """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
+        self._recover_if_failed(known=False)
+        return self.phase is not Phase.IDLE
+
+    def _recover_if_failed(self, *, known: bool) -> None:
         # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
         failed = self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None)
         if failed or (self.phase is Phase.FORWARD and self.hooks.cut_off):
-            self.recover()
-        return self.phase is not Phase.IDLE
+            # Another exception may be handled by now.
+            self.recover(known=known)
 
     def require_idle(
         self, what: str, *, lent: bool = False, averaged: bool = False, beside_step: bool = False,
@@ -370,10 +374,13 @@ class Engine(GuardHandler):
             if what != "backward" and not self.loading and (listener := self.listener) is not None:
                 listener.weights_wanted()
 
-    def recover(self) -> None:
-        """After an error in forward or backward: release everything, so that the next step can run."""
+    def recover(self, *, known: bool = True) -> None:
+        """After an error in forward or backward, being handled if ``known``: release all, so that a step can run."""
         if self.phase is not Phase.IDLE and self.schedule.needs_others:
-            self.agreement.stopped(sys.exc_info()[1])
+            if known:
+                self.agreement.stopped(sys.exc_info()[1])
+            else:
+                self.agreement.found_stopped("an exception")
         self.hooks.reset()
         self.hooks.forget_graphs()
         self._backwards += 1

@@ -158,16 +158,16 @@ class Schedule:
 
     def begin_step(self) -> int:
         """Begin a step; returns a number for its place, which no pass has, the same on every rank."""
-        self._go_on("a step")
+        self._go_on("a step", met=True)
         return self._place("step")
 
-    def _go_on(self, what: str) -> None:
+    def _go_on(self, what: str, *, met: bool = False) -> None:
         """Begin something that ranks do together: with an exchange, if this rank's last pass has failed."""
         if self._failed:
             self.agreement.exchange(_AGAIN, [], f"starting {what} after an error")
             self._failed = False
         else:
-            self.agreement.go_on()
+            self.agreement.go_on(met=met)
 
     def _place(self, of: object) -> int:
         return zlib.crc32(repr((self._ended, of)).encode())
