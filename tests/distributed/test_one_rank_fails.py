@@ -172,18 +172,26 @@ def test_memory_that_runs_out_in_a_collective(hop: str) -> None:
         assert seconds < SOON
 
 
+def actor_and_critic() -> tuple[Fails, Fails, zeropp.ZeroOptimizer]:
+    """Two models that have been trained for two steps, so that their orders are learned, and the actor's optimizer.
+
+    Rank 0 can fail at the end of the actor's forward.
+    """
+    torch.manual_seed(0)
+    models, optimizers = (Fails("late forward", [0]), Fails("", [])), []
+    for model in models:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizers.append(zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120)))
+        for _ in range(2):
+            optimizers[-1].backward(model(torch.ones(2, 64)).square().mean())
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+    return *models, optimizers[0]
+
+
 def in_another() -> tuple[str, float]:
     """The error of a rank that waits in the critic where rank 0 has one in the actor, and lives on."""
-    torch.manual_seed(0)
-    actor, critic, optimizers = Fails("late forward", [0]), Fails("", []), []
-    for model in (actor, critic):
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120))
-        optimizers.append(optimizer)
-        for _ in range(2):  # orders are learned
-            optimizer.backward(model(torch.ones(2, 64)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    actor, critic, _ = actor_and_critic()
     begun = time.monotonic()
     actor.armed = True
     with pytest.raises(RuntimeError) as caught:
@@ -209,38 +217,29 @@ def going_on(how: str) -> tuple[str, float]:
 
     Or it fails in a step, and goes on with the next batch.
     """
-    torch.manual_seed(0)
-    actor, critic = Fails("late forward", [0]), Fails("", [])
-    optimizers = []
-    for model in (actor, critic):
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizers.append(zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120)))
-        for _ in range(2):
-            optimizers[-1].backward(model(torch.ones(2, 64)).square().mean())
-            optimizers[-1].step()
-            optimizers[-1].zero_grad()
+    actor, critic, optimizer = actor_and_critic()
     begun = time.monotonic()
     actor.armed = how != "next batch"
     with pytest.raises(RuntimeError) as caught:
         if how == "next batch":
-            optimizers[0].inner.register_step_pre_hook(actor.error)
-            optimizers[0].backward(actor(torch.ones(2, 64)).square().mean())
+            optimizer.inner.register_step_pre_hook(actor.error)
+            optimizer.backward(actor(torch.ones(2, 64)).square().mean())
             actor.armed = True
             with contextlib.suppress(torch.OutOfMemoryError):
-                optimizers[0].step()
+                optimizer.step()
             actor.armed = False
         try:
             loss = actor(torch.ones(2, 64)).square().mean()
         except torch.OutOfMemoryError:
             actor.armed = False
             if how == "step":
-                optimizers[0].step()
+                optimizer.step()
             else:
                 model = actor if how == "evaluation" else critic
                 with torch.no_grad():
                     model(torch.ones(2, 64))
                 model(torch.ones(2, 64))
-        optimizers[0].backward(loss)
+        optimizer.backward(loss)
     return str(caught.value), time.monotonic() - begun
 
 

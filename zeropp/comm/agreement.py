@@ -78,10 +78,10 @@ class Agreement:
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost: list[Callable[[], None]] = []
-        # gloo's own waits end with their time or with a connection, so it is closed.
         self.board, self._code = board_of(comm.ranks, comm.rank), code_of(comm.job)
         if not alone:
             self.board.join()
+        # gloo's own waits end with their time or with a connection, so it is closed.
         hang_up = partial(comm.hang_up, hops=self.at_once)
         self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, hang_up, alone=alone)
         failed = partial(self.board.some_rank_failed, self._code)

@@ -83,7 +83,7 @@ class Watch:
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._asked = 0.0  # when it was last asked whether a rank has failed
-        self._also: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._on_look: weakref.WeakMethod[Callable[[], None]] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # The thread holds the event and not the watch, so that a dropped watch ends it.
@@ -109,9 +109,9 @@ class Watch:
             if wait.told:
                 self._board.wait(self._engine, None)
 
-    def looks_also(self, action: Callable[[], None]) -> None:
+    def on_look(self, action: Callable[[], None]) -> None:
         """Call a method, which is not kept alive, every second on the watching thread."""
-        self._also = weakref.WeakMethod(action)
+        self._on_look = weakref.WeakMethod(action)
 
     def end(self) -> None:
         """Write a status that has not been written yet, as the program ends; on the watching thread."""
@@ -137,7 +137,7 @@ class Watch:
         """Speak if the wait of this moment has become long; on the watching thread."""
         # Read once: the main thread may begin or end a wait at any moment.
         wait, now = self._current, time.monotonic()
-        self._look_also()
+        self._call_on_look()
         self._board.tell_stop()
         if wait is None or self._after is None:
             return
@@ -168,8 +168,8 @@ class Watch:
             # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
             self._board.wait(self._engine, None)
 
-    def _look_also(self) -> None:
-        action = None if self._also is None else self._also()
+    def _call_on_look(self) -> None:
+        action = None if self._on_look is None else self._on_look()
         # The model's thread goes on meanwhile, and may take away what is looked at.
         with contextlib.suppress(Exception):
             if action is not None:

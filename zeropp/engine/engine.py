@@ -87,8 +87,8 @@ class Engine(GuardHandler):
         self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
         for each in lanes:
             agreement.on_loss(each.abandon)
-        self._cut_off = 0  # how often `_look` has found that a forward was cut off
-        agreement.watch.looks_also(self._look)
+        self._cut_off = 0  # how often `_look_for_interrupt` has found that a forward was cut off
+        agreement.watch.on_look(self._look_for_interrupt)
         self.issued = IssueHash(comm.history)
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
         self.hooks = ModuleHooks(self)
@@ -293,7 +293,7 @@ class Engine(GuardHandler):
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
             self.agreement.found_stopped("its backward failed")
 
-    def _look(self) -> None:
+    def _look_for_interrupt(self) -> None:
         """Tell of a forward that Ctrl-C or sys.exit() has ended, which calls no hook; on the watching thread."""
         cut_off = self.phase is Phase.FORWARD and self.hooks.cut_off and self.schedule.needs_others
         self._cut_off = self._cut_off + 1 if cut_off else 0

@@ -136,7 +136,7 @@ class Schedule:
         self.key, self._then = key, then
         phase = describe_phase(key)
         # What ranks say in one phase must not be taken for what others say in another, which may look alike.
-        self.agreement.enter(phase, self._place(key))
+        self.agreement.enter(phase, self._phase_code(key))
         self.silent = self.known.note_silent(key)
         if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
@@ -159,7 +159,7 @@ class Schedule:
     def begin_step(self) -> int:
         """Begin a step; returns a number for its place, which no pass has, the same on every rank."""
         self._go_on("a step", met=True)
-        return self._place("step")
+        return self._phase_code("step")
 
     def _go_on(self, what: str, *, met: bool = False) -> None:
         """Begin something that ranks do together: with an exchange, if this rank's last pass has failed."""
@@ -169,7 +169,7 @@ class Schedule:
         else:
             self.agreement.go_on(met=met)
 
-    def _place(self, of: object) -> int:
+    def _phase_code(self, of: object) -> int:
         return zlib.crc32(repr((self._ended, of)).encode())
 
     def use(self, unit: Unit, call: str | None = None) -> None:
