@@ -46,7 +46,6 @@ FAST = (
     "tests/unit/test_house.py::test_dependencies",
     "tests/unit/test_house.py::test_rooms",
     "tests/unit/test_house.py::test_modules",
-    "tests/unit/test_house.py::test_ruff",
     # partition, config, plan
     "tests/unit/test_topology.py",
     "tests/unit/test_layout.py",
@@ -64,7 +63,7 @@ FAST = (
     "tests/unit/test_accounts.py",
     "tests/unit/test_encoding.py",
     "tests/kernels/test_statement.py",
-    "tests/distributed/test_quantized.py::test_every_rank_computes_with_the_decoded_weights[1-stage 3]",
+    "tests/distributed/wire/test_quantized.py::test_every_rank_computes_with_the_decoded_weights[1-stage 3]",
     # order, engine, params
     "tests/unit/test_prefetch.py",
     "tests/unit/test_window.py",
@@ -72,30 +71,30 @@ FAST = (
     "tests/order/test_order.py::test_two_ranks_two_steps[first0]",
     "tests/order/test_programs.py",
     "tests/order/test_live_units.py",
-    "tests/distributed/test_refresh.py::test_weights_of_an_older_version_are_never_used",
-    "tests/distributed/test_refresh.py::test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own[stage 2]",
-    "tests/distributed/test_refresh.py::test_a_hook_after_the_step_may_edit_weights[hpz]",
-    "tests/distributed/test_guard_backward.py::test_a_backward_through_changed_weights_is_refused",
-    "tests/distributed/test_ranks_differ.py::test_random_parts_on_every_rank",
-    "tests/distributed/test_waiting.py::test_a_rank_that_waits_says_so_once",
-    "tests/distributed/test_parity_state.py::test_partial_load",
-    "tests/distributed/test_bytes.py::test_each_placement_sends_what_its_levels_say",
-    "tests/distributed/test_walk.py::test_the_way_from_a_hook_to_a_collective_is_short[stage 3]",
-    "tests/distributed/test_golden.py::test_configurations",
+    "tests/distributed/engine/test_refresh.py::test_weights_of_an_older_version_are_never_used",
+    "tests/distributed/engine/test_refresh.py::test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own",
+    "tests/distributed/engine/test_refresh.py::test_a_hook_after_the_step_may_edit_weights[hpz]",
+    "tests/distributed/engine/test_guard_backward.py::test_a_backward_through_changed_weights_is_refused",
+    "tests/distributed/order/test_ranks_differ.py::test_random_parts_on_every_rank",
+    "tests/distributed/comm/test_waiting.py::test_a_rank_that_waits_says_so_once",
+    "tests/distributed/access/test_parity_state.py::test_partial_load",
+    "tests/distributed/wire/test_bytes.py::test_each_placement_sends_what_its_levels_say",
+    "tests/distributed/engine/test_walk.py::test_the_way_from_a_hook_to_a_collective_is_short[stage 3]",
+    "tests/distributed/engine/test_golden.py::test_configurations",
     # offload
     "tests/unit/test_offload_division.py",
     "tests/unit/test_offload_directory.py::test_another_rank_makes_the_path_between_two_looks",
     "tests/unit/test_tiles.py",
-    "tests/distributed/test_offload_gradients.py::test_forgetting_waits_for_the_step",
-    "tests/distributed/test_offload_ratio.py::test_the_border_lies_where_the_fraction_says",
+    "tests/distributed/offload/test_offload_gradients.py::test_forgetting_waits_for_the_step",
+    "tests/distributed/offload/test_offload_ratio.py::test_the_border_lies_where_the_fraction_says",
     # optimizer, access, setup, fsdp2
-    "tests/distributed/test_parity_steps.py::test_optimizers[AdamW]",
-    "tests/distributed/test_group_settings.py::test_settings_that_differ[betas]",
-    "tests/distributed/test_gradient_norms.py::test_norms_of_each_gradient[mics]",
-    "tests/distributed/test_gathered.py::test_values_are_those_of_the_main_weights",
-    "tests/distributed/test_contributing.py",
-    "tests/distributed/test_warnings.py",
-    "tests/distributed/test_fsdp2.py::test_the_divide_factor_replaces_the_mean",
+    "tests/distributed/optimizer/test_parity_steps.py::test_optimizers[AdamW]",
+    "tests/distributed/optimizer/test_group_settings.py::test_settings_that_differ[betas]",
+    "tests/distributed/optimizer/test_gradient_norms.py::test_norms_of_each_gradient[mics]",
+    "tests/distributed/access/test_gathered.py::test_values_are_those_of_the_main_weights",
+    "tests/distributed/docs/test_contributing.py",
+    "tests/distributed/engine/test_warnings.py",
+    "tests/distributed/fsdp2/test_fsdp2.py::test_the_divide_factor_replaces_the_mean",
 )
 
 
@@ -133,6 +132,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_unconfigure() -> None:
     """Runs after the last test, also after an interrupt."""
-    harness = sys.modules.get("tests.distributed.harness")
-    if harness is not None:
-        harness.shutdown()
+    rank_pool = sys.modules.get("tests.support.rank_pool")
+    if rank_pool is not None:
+        rank_pool.shutdown()

@@ -2,7 +2,7 @@
 
 zeropp's BufferMaker puts together what each rank has of each flat buffer; only the transport is another. A rank is a
 thread while gradients are reduced, and a hop's members meet at a barrier and copy from each other's messages. So the
-bits are those of as many processes (tests/distributed/test_virtual_ranks.py), on CPU and on a card.
+bits are those of as many processes (bench/tests/test_virtual_ranks.py), on CPU and on a card.
 """
 
 from __future__ import annotations

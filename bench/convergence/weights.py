@@ -1,6 +1,6 @@
 """What the model computes with: main weights as they arrive at every rank, after each optimizer step.
 
-All ranks hold the same decoded values (tests/distributed/test_quantized.py), so one copy stands for all of them.
+All ranks hold the same decoded values (tests/distributed/wire/test_quantized.py), so one copy stands for all of them.
 Buffers are whole: pieces of ranks lie one behind the other, in the order in which their messages do.
 """
 

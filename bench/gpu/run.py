@@ -19,7 +19,7 @@ from bench.gpu.part import Ended, Outcome, State, Step
 __all__ = ["Runner", "digest"]
 
 ROOT = Path(__file__).resolve().parents[2]
-_SOURCES = ("zeropp", "kernels", "bench", "tests/gpu", "tests/kernels", "tests/distributed", "examples")
+_SOURCES = ("zeropp", "kernels", "bench", "tests/gpu", "tests/kernels", "tests/support", "examples")
 _ENDING = 3.0  # seconds for a process to end by itself
 _LEAST = 5.0  # seconds under which starting a step makes no sense
 

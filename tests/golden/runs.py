@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import zeropp
-from tests.distributed.harness import run_ranks
-from tests.distributed.parity import Recipe, build, continue_zero, make_optimizer
+from tests.support.parity import Recipe, build, continue_zero, make_optimizer
+from tests.support.rank_pool import run_ranks
 
 __all__ = ["CASES", "EQUAL", "differences", "run"]
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.shapes import make_config
+from tests.support.branching_models import make_config
 from zeropp.comm import events
 from zeropp.comm.events import Event
 from zeropp.comm.streams import Lanes, make_stream

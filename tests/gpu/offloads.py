@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.offloaded import host_apart
-from tests.distributed.shapes import make_config
 from tests.gpu.delays import Block, Trained
+from tests.support.branching_models import make_config
+from tests.support.offload_pairs import host_apart
 from zeropp.offload import homes
 from zeropp.offload.ring import Ring
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.offloaded import delayed, host_apart
 from tests.gpu.delays import Delays, train
+from tests.support.offload_pairs import delayed, host_apart
 
 BF16 = {"bf16": {"enabled": True}}
 CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}

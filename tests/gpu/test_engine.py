@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeropp
-from tests.owned import owned_bytes
+from tests.support.owned_memory import owned_bytes
 from zeropp.comm.cuda_streams import CudaStream
 from zeropp.comm.stalls import make_stalls
 

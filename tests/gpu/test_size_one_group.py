@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from bench.common import staged
-from tests.distributed.harness import run_ranks
 from tests.gpu.delays import Delays, Trained, train
+from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Comm, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.params import build

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
-from tests.distributed.routes import BRANCHES, follow
-from tests.distributed.staged import SETTINGS, STEPS, over, weights
+from tests.support.branch_routes import BRANCHES, follow
+from tests.support.rank_pool import run_ranks
+from tests.support.staged_worlds import SETTINGS, STEPS, over, weights
 
 pytestmark = [
     pytest.mark.gpu,

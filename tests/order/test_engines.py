@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.parity import Recipe, make_optimizer
-from tests.distributed.shapes import WIDTH, Block
 from tests.golden.runs import CASES
 from tests.order.engines import run_engines
+from tests.support.branching_models import WIDTH, Block
+from tests.support.parity import Recipe, make_optimizer
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.distributed.harness import some
 from tests.order.rank import Rank
 from tests.order.trial import repeated
 from tests.order.world import Deadlock, World
+from tests.support.rank_pool import some
 from zeropp.order.prefetch import Limits
 
 Uses = tuple[int, ...]

@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 import zeropp
-from tests.distributed.parity import Recipe, make_optimizer
 from tests.golden.runs import CASES as GOLDEN
 from tests.gpu.delays import Block
 from tests.streams.card import Card, pretended_card
+from tests.support.parity import Recipe, make_optimizer
 from zeropp import fsdp2
 from zeropp.access.resting import RestingWeights
 from zeropp.training import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param

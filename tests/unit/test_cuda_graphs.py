@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeropp
-from tests.distributed.shapes import Routed, make_config
+from tests.support.branching_models import Routed, make_config
 from zeropp._compat import replays_cuda_graphs
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
 

@@ -12,7 +12,7 @@ from gpt import GPT, GPTConfig
 from torch import nn
 
 import zeropp
-from tests.owned import owned_bytes
+from tests.support.owned_memory import owned_bytes
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import BLOCK
 

@@ -70,7 +70,7 @@ HANDED_ON: dict[str, Any] = {
     "process_group_backend": "gloo",
     "timeout": datetime.timedelta(seconds=5),
 }
-# What these do is seen where Trainers run: tests/distributed/test_lightning*.py.
+# What these do is seen where Trainers run: tests/distributed/integrations.
 ON_RANKS = {"remote_device", "logging_level", "load_full_weights", "exclude_frozen_parameters"}
 ELSEWHERE = {"zero_optimization", "config"}
 

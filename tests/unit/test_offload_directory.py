@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.tmpfs import tmpfs
+from tests.support.tmpfs import tmpfs
 from zeropp.offload import directory
 from zeropp.offload.directory import SwapDirectory
 from zeropp.offload.errors import SwapError

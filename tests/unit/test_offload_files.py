@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.offload import open_descriptors
-from tests.tmpfs import tmpfs
+from tests.support.disk_faults import open_descriptors
+from tests.support.tmpfs import tmpfs
 from zeropp.offload import memory, swap
 from zeropp.offload.errors import SwapError
 from zeropp.offload.memory import aligned

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.offloaded import host_apart
-from tests.distributed.shapes import make_config
+from tests.support.branching_models import make_config
+from tests.support.offload_pairs import host_apart
 from zeropp.offload.straight import StraightReads
 from zeropp.optimizer.host_step import HostStep
 

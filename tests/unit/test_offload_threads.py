@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.offload import Calls, offload_threads, wait_until
+from tests.support.disk_faults import Calls, offload_threads, wait_until
 from zeropp.comm.streams import ThreadEvent
 from zeropp.config.runtime import AioConfig
 from zeropp.offload import transfer

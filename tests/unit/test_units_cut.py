@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.trees import FREE, Layer, Model, Net, cut, floating, options
+from tests.support.module_trees import FREE, Layer, Model, Net, cut, floating, options
 from zeropp.partition.units import Owner, UnitOptions, UnitSpec, form_units, have_tensors
 
 # The default cut.

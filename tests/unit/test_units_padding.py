@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.trees import Model, Net
+from tests.support.module_trees import Model, Net
 from zeropp.partition.layout import build_layout, dense_strides
 from zeropp.partition.units import UnitOptions, form_units
 

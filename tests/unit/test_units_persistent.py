@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.unit.trees import Model, Net, floating, options
+from tests.support.module_trees import Model, Net, floating, options
 from zeropp.partition.layout import BLOCK
 from zeropp.partition.units import form_units
 

@@ -1,0 +1,398 @@
+"""``load_foreign``: weights and optimizer states of other programs' files, straight into the shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import zeropp
+from tests.support.checkpoint_training import Went, make_optimizer, states_of, train, wrap
+from tests.support.checkpoint_training import went as state_of_rank
+from tests.support.deepspeed_files import write_deepspeed
+from tests.support.quantized_model import Model
+from tests.support.rank_pool import run_ranks
+from tests.support.torch_and_fsdp2_jobs import FLAT, Other, Shardable, fsdp2_saves, other, plain, train_plain
+from zeropp import checkpoint
+from zeropp.checkpoint.errors import CheckpointError
+
+
+def reads(path: Path, name: str, states: bool, prefix: str | None = None, make: type[Model] = Model) -> Went:
+    model, optimizer = wrap(name, make)
+    train(model, optimizer, range(90, 91))
+    found = checkpoint.load_foreign(path, model, optimizer if states else None, prefix=prefix)
+    result = state_of_rank(model, optimizer)
+    result.found = found
+    result.drawn = [group["lr"] for group in optimizer.param_groups]
+    result.losses = train(model, optimizer, range(4, 8))
+    return result
+
+
+def check(found: list[Went], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Weights, states and settings of all ranks are the plain ones, to the bit."""
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[0].state[name], value), name
+    if optimizer is not None:
+        assert found[0].drawn == [group["lr"] for group in optimizer.param_groups]
+        states = states_of(found)
+        for name, parameter in model.named_parameters():
+            assert optimizer.state[parameter].keys() == states[name].keys()
+            for key, value in optimizer.state[parameter].items():
+                assert torch.equal(states[name][key], value), (name, key)
+
+
+def saved(path: Path, how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    state: dict[str, Any] = dict(model.state_dict())
+    # As it is stored for a product from the other side, and as a view of a larger row.
+    state["head.weight"] = state["head.weight"].t().contiguous().t()
+    row = torch.zeros(500)
+    row[100:400] = state["head.bias"]
+    state["head.bias"] = row[100:400]
+    if how == "nested":
+        around = {f"module.{name}": value for name, value in state.items()}
+        torch.save({"epoch": 3, "model": around, "optimizer": optimizer.state_dict()}, path / "all.pt")
+        return path / "all.pt"
+    if how == "prefix":
+        torch.save({f"module.{name}": value for name, value in state.items()}, path / "state.pth")
+        return path / "state.pth"
+    if how == "folder":
+        names = sorted(state)
+        shards = {"pytorch_model-1.bin": names[:5], "pytorch_model-2.bin": names[5:]}
+        for file, own in shards.items():
+            torch.save({name: state[name] for name in own}, path / file)
+        index = {"weight_map": {name: file for file, own in shards.items() for name in own}}
+        (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        return path
+    dcp.save({"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("how", "world", "name"),
+    [("nested", 3, "stage 3"), ("prefix", 2, "hpz loco bf16"), ("folder", 2, "stage 1"), ("dcp", 2, "stage 3")],
+)
+def test_plain_torch(how: str, world: int, name: str, tmp_path: Path) -> None:
+    """Nested with numbered states, with a prefix, in several files, and by DCP of one process; transposed, too."""
+    model, optimizer = plain()
+    place, states = saved(tmp_path, how, model, optimizer), how in ("nested", "dcp")
+    local = world if world == 3 else 2
+    found = run_ranks(world, reads, place, name, states, local_world_size=local)
+    check(found, model, optimizer if states else None)
+    assert found[0].found is not None and found[0].found.missing == []
+
+
+def test_training_goes_on_as_plain_torch_s(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    losses = reads(tmp_path / "all.pt", "stage 3", True).losses
+    assert losses == pytest.approx(train_plain(model, optimizer, range(4, 8)), rel=1e-6)
+
+
+def test_the_model_twice(tmp_path: Path) -> None:
+    """Under a usual name it is taken, with a warning; where none says which is meant, prefix has to."""
+    model, _ = wrap("stage 3")
+    state, other = ({name: value + add for name, value in Model().state_dict().items()} for add in (1, 2))
+
+    def reads_one(prefix: str | None = None, **saved: object) -> bool:
+        torch.save(saved, tmp_path / "all.pt")
+        checkpoint.load_foreign(tmp_path / "all.pt", model, prefix=prefix)
+        return torch.equal(zeropp.full_state(model)["head.bias"], state["head.bias"])
+
+    for name in ("model", "model_state_dict"):
+        with pytest.warns(UserWarning, match=rf"under each of the prefixes \['ema\.', '{name}\.'\]; .* are taken"):
+            assert reads_one(**{name: state, "ema": other})
+    around = {f"module.{name}": value for name, value in state.items()}
+    with pytest.warns(UserWarning, match=r"'model\.module\.'"):
+        assert reads_one(model=around, ema={f"module.{name}": value for name, value in other.items()})
+    for names in (("disc", "generator"), ("model", "state_dict")):
+        with pytest.raises(CheckpointError, match=rf"\['{names[0]}\.', '{names[1]}\.'\]; say which are meant"):
+            reads_one(**dict(zip(names, (other, state), strict=True)))
+    assert reads_one("generator.", generator=state, disc=other)
+
+
+def test_groups_that_list_names(tmp_path: Path) -> None:
+    """In another order and other groups than here, with a learning rate that is a tensor."""
+    model, optimizer = plain()
+    named = torch.optim.AdamW(list(model.named_parameters())[::-1], lr=torch.tensor(0.25))
+    named.state.update(optimizer.state)
+    torch.save({"model": model.state_dict(), "optimizer": named.state_dict()}, tmp_path / "all.pt")
+    found = reads(tmp_path / "all.pt", "stage 3", True)
+    assert found.drawn == [0.25, 0.25]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+    check([found], model, optimizer)
+
+
+def saves_titan(path: Path) -> dict[str, torch.Tensor]:
+    """As torchtitan does: names of weights at the top, states flattened under "optimizer"."""
+    model = Shardable()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = make_optimizer(model)
+    train_plain(model, optimizer, range(4))
+    states = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    counts = {"step": torch.tensor(4, dtype=torch.int32), "tokens": 100}
+    dcp.save({**get_model_state_dict(model), "optimizer": states, "train_state": counts}, checkpoint_id=path)
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def test_torchtitan_s_names(tmp_path: Path) -> None:
+    state = run_ranks(2, saves_titan, tmp_path)[0]
+    found = run_ranks(2, reads, tmp_path, "stage 3", True, None, Shardable, local_world_size=2)
+    assert all(torch.equal(found[0].state[name], value) for name, value in state.items())
+    assert all(rank.found is not None and rank.found.fresh == [] for rank in found)
+
+
+def test_fsdp2_goes_on_here(tmp_path: Path) -> None:
+    """With its weights, states and settings; to the rounding of sums, whose order differs."""
+    before = run_ranks(2, fsdp2_saves, tmp_path)
+    after = run_ranks(2, reads, tmp_path, "stage 3", True, None, Shardable, local_world_size=2)
+    for losses, rank in zip(before, after, strict=True):
+        assert rank.losses == pytest.approx(losses, rel=1e-5)
+
+
+def saves_state(path: Path) -> Went:
+    model, optimizer = wrap("stage 3")
+    train(model, optimizer, range(4))
+    dcp.save({"app": checkpoint.state(model, optimizer)}, checkpoint_id=path)
+    return state_of_rank(model, optimizer)
+
+
+def test_what_was_saved_by_torch_of_zeropp(tmp_path: Path) -> None:
+    """Boxes of any shape, under a prefix of their own, with a convolution in channels_last."""
+    before = run_ranks(4, saves_state, tmp_path, local_world_size=2)
+    after = run_ranks(2, reads, tmp_path, "stage 1", True, local_world_size=2)
+    assert all(torch.equal(after[0].state[name], value) for name, value in before[0].state.items())
+    left, right = states_of(after), states_of(before)
+    assert all(torch.equal(left[n][k], v) for n in right for k, v in right[n].items())
+
+
+@pytest.mark.parametrize(
+    ("stage", "written", "world", "name"),
+    [
+        (3, 3, 2, "stage 3"),
+        (3, 4, 1, "stage 1"),
+        (2, 3, 2, "hpz loco bf16"),
+        (1, 2, 3, "stage 3"),
+        (0, 2, 2, "stage 3"),
+    ],
+)
+def test_deepspeed(stage: int, written: int, world: int, name: str, tmp_path: Path) -> None:
+    """Written by more, fewer and as many ranks; stage 0 stands for its optimizer for bfloat16."""
+    model, optimizer = plain()
+    write_deepspeed(tmp_path, model, optimizer, written, stage or 1, bf16=not stage)
+    check(run_ranks(world, reads, tmp_path, name, True, local_world_size=world), model, optimizer)
+
+
+@pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+@pytest.mark.parametrize("written", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_s_folders_on_any_ranks(stage: int, written: int, world: int, tmp_path: Path) -> None:
+    """More ranks than some parameters have elements, too; sub-groups of one parameter and of all."""
+    model, optimizer = plain()
+    for number, size in enumerate((1, 100)):
+        root = tmp_path / str(number)
+        write_deepspeed(root, model, optimizer, written, stage or 1, bf16=not stage, per_sub_group=size)
+        check(run_ranks(world, reads, root, "stage 3", True, local_world_size=world), model, optimizer)
+
+
+def reads_other(path: Path) -> dict[str, torch.Tensor]:
+    model = Other()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = {"zero_optimization": {"stage": 3}, "zeropp": {"unit_min_blocks": 0}}
+    wrapped = zeropp.ZeroOptimizer(optimizer, model, config)
+    checkpoint.load_foreign(path, model, wrapped)
+    return zeropp.full_state(model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_s_frozen_and_tied_weights(stage: int, tmp_path: Path) -> None:
+    """Frozen ones are there in 16 bits, as DeepSpeed has them."""
+    model, optimizer = other()
+    folder = write_deepspeed(tmp_path, model, optimizer, 2, stage)
+    for found in run_ranks(2, reads_other, folder):
+        for name, value in model.state_dict().items():
+            assert torch.equal(found[name], value.bfloat16().float() if name.startswith("frozen") else value), name
+
+
+class Large(nn.Module):
+    """Two matrices of 16 MB, so that a page more or less does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+
+def reads_large(paths: list[Path]) -> list[int]:
+    model = Large()
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, config)
+    return [
+        checkpoint.load_foreign(path, model, optimizer if states else None).nbytes_read
+        for path in paths
+        for states in ((False, True) if path.name == "zero" else (False,))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
+    """That is, its share of the weights, and with states three times as much."""
+    model = Large()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    write_deepspeed(tmp_path / "zero", model, optimizer, 3, 3)
+    share = sum(tensor.nbytes for tensor in model.state_dict().values()) / 4
+    for found in run_ranks(
+        4, reads_large, [tmp_path / each for each in ("model.pt", "dcp", "zero")], local_world_size=2
+    ):
+        assert [share <= nbytes <= 1.02 * share for nbytes in (*found[:3], found[3] / 3)] == [True] * 4
+
+
+class Evil:
+    """Runs a command where it is loaded by pickle."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+def refused(paths: list[Path]) -> list[str]:
+    model, optimizer = wrap("stage 3")
+    told = []
+    for path in paths:
+        try:
+            checkpoint.load_foreign(path, model, optimizer)
+            told.append("")
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_crafted_pickle_runs_nothing(tmp_path: Path) -> None:
+    """In each format and each of its files: an error on every rank that names the file and what it would have run."""
+    mark, (model, optimizer) = tmp_path / "mark", plain()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "more": Evil(mark)}, tmp_path / "model.pt")
+    for name in ("metadata", "item", "value"):
+        dcp.save(state, checkpoint_id=tmp_path / name)
+    (tmp_path / "metadata" / ".metadata").write_bytes(b"cposix\nsystem\n(S'touch " + bytes(mark) + b"'\ntR.")
+    _put_in_place(tmp_path / "item", "model.head.weight", mark)
+    _put_in_place(tmp_path / "value", "optimizer.param_groups.0.lr", mark)
+    for name, pattern in (("optim", "*optim_states.pt"), ("states", "*model_states.pt")):
+        folder = write_deepspeed(tmp_path / name, model, optimizer, 2, 3)
+        file = sorted(folder.glob(pattern))[1]
+        torch.save(
+            {**torch.load(file, weights_only=False), "more": Evil(mark)} if name == "states" else Evil(mark), file
+        )
+    names = ["model.pt", "metadata", "item", "value", "optim", "states"]
+    files = ["model.pt", ".metadata", ".distcp", ".distcp", "rank_1_mp_rank_00_optim", "rank_1_mp_rank_00_model"]
+    for told in run_ranks(2, refused, [tmp_path / name for name in names], local_world_size=2):
+        for each, file in zip(told, files, strict=True):
+            assert file in each and ".system" in each and "is refused" in each, each
+            assert "nothing was changed" in each
+        assert "'model.head.weight' lies" in told[2] and "'optimizer.param_groups.0.lr' lies" in told[3]
+    assert not mark.exists()
+
+
+def _put_in_place(folder: Path, name: str, mark: Path) -> None:
+    """Put a crafted file in the place of one item of a folder of DCP."""
+    metadata = FileSystemReader(folder).read_metadata()
+    item = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+    torch.save(Evil(mark), folder / "crafted")
+    data = (folder / "crafted").read_bytes()
+    path = folder / item.relative_path
+    begin = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(data)
+    item.offset, item.length = begin, len(data)
+    # As torch's writer does it.
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def compressed(path: Path) -> None:
+    with zipfile.ZipFile(path) as old:
+        entries = {info.filename: old.read(info) for info in old.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in entries.items():
+            new.writestr(name, data)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_that_cannot_be_read_so(tmp_path: Path) -> None:
+    """The error says what is there and what was expected."""
+    model, optimizer = wrap("stage 3")
+    state = Model().state_dict()
+
+    def told(path: Path, states: bool = False) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load_foreign(path, model, optimizer if states else None)
+        assert str(path) in str(caught.value)
+        return str(caught.value)
+
+    assert "there is nothing at" in told(tmp_path / "none")
+    assert "is of no format that is known here" in told(tmp_path)
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert "before 1.6" in told(tmp_path / "old.pt")
+    torch.save(state, tmp_path / "a.pt")
+    assert "has no optimizer states" in told(tmp_path / "a.pt", states=True)
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(data[: len(data) // 2])
+    assert "is damaged" in told(tmp_path / "cut.pt")
+    compressed(tmp_path / "a.pt")
+    assert "compressed" in told(tmp_path / "a.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    assert "holds a list" in told(tmp_path / "list.pt")
+    itself: dict[str, object] = {}
+    itself["again"] = itself
+    torch.save(itself, tmp_path / "itself.pt")
+    assert "contains itself" in told(tmp_path / "itself.pt")
+    torch.save({"other": torch.zeros(3)}, tmp_path / "other.pt")
+    assert "has none of the model's tensors" in told(tmp_path / "other.pt")
+    checkpoint.save(tmp_path / "own", model, optimizer)
+    assert "zeropp.checkpoint.load" in told(tmp_path / "own")
+    numbered = torch.optim.AdamW(model.parameters()).state_dict()
+    torch.save({"model": state, "optimizer": numbered}, tmp_path / "groups.pt")
+    assert "the same groups in the same order" in told(tmp_path / "groups.pt", states=True)
+
+
+def test_deepspeed_s_folders_that_are_incomplete(tmp_path: Path) -> None:
+    model, optimizer = plain()
+    wrapped, _ = wrap("stage 3")
+    folder = write_deepspeed(tmp_path, model, optimizer, 3, 2)
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(folder / "kept")
+    with pytest.raises(CheckpointError, match="has no file of rank 1"):
+        checkpoint.load_foreign(tmp_path, wrapped)
+    (folder / "kept").rename(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="was written by 3 ranks and has the files of 2"):
+        checkpoint.load_foreign(tmp_path, wrapped)
+    (tmp_path / "latest").write_text("global_step5")
+    with pytest.raises(CheckpointError, match="has no folder 'global_step5'"):
+        checkpoint.load_foreign(tmp_path, wrapped)

@@ -1,0 +1,354 @@
+"""Ranks that lose each other over a checkpoint, or come to it after other errors: nothing complete is lost by that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeropp
+from tests.support.checkpoint_training import CONFIGS, train
+from tests.support.quantized_model import Model
+from tests.support.rank_pool import run_ranks
+from zeropp import checkpoint
+from zeropp.checkpoint import attempt, background
+from zeropp.checkpoint.background import Background
+from zeropp.checkpoint.metadata import Metadata
+from zeropp.checkpoint.tasks import in_threads
+from zeropp.comm.agreement import SAVED
+
+TIMEOUT = 1.0
+
+
+def impatient() -> tuple[Model, zeropp.ZeroOptimizer]:
+    """A model whose ranks do not wait long for each other."""
+    torch.manual_seed(0)
+    model = Model()
+    config = {**CONFIGS["stage 3"], "zeropp": {"unit_min_blocks": 0, "hang_timeout": TIMEOUT}}
+    dist.barrier()  # they may have begun further apart
+    return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, config)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Have a function replaced by what ``make`` makes of it."""
+    function = getattr(owner, name)
+    setattr(owner, name, make(function))
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def late(seconds: float) -> Callable[[Any], Any]:
+    """Something that takes longer than it does."""
+
+    def make(function: Any) -> Any:
+        def instead(*arguments: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return function(*arguments, **named)
+
+        return instead
+
+    return make
+
+
+def loses_at_the_end(path: Path, way: str) -> str:
+    """Rank 1 goes when all is written; rank 0, on a slow disk, is about to put it in place."""
+    model, optimizer = impatient()
+    checkpoint.save(path, model, optimizer, file_nbytes=1 << 16)
+    train(model, optimizer, [0])
+    second, told = dist.get_rank() == 1, ""
+    gone = threading.Event()
+
+    def goes(function: Any) -> Any:
+        def instead(self: Any, meeting: Any, doing: str, work: Any) -> Any:
+            if doing.startswith("completing"):
+                gone.wait(30)
+                raise RuntimeError("it was lost")
+            return function(self, meeting, doing, work)
+
+        return instead
+
+    slow = replaced(Metadata, "write", late(TIMEOUT + 0.5)), replaced(os, "unlink", late(0.3))
+    here = replaced(attempt, "exchanges_names", (lambda f: lambda folder: False) if way == "here" else lambda f: f)
+    lost = replaced(attempt.Attempt, "_together", goes if second else lambda function: function)
+    try:
+        with slow[0], slow[1], here, lost:
+            checkpoint.save(path, model, optimizer, asynchronous=True, file_nbytes=1 << 16)
+            try:
+                if not second:
+                    checkpoint.wait()
+            except checkpoint.CheckpointError as error:
+                told = str(error)
+            dist.barrier()
+            gone.set()
+            if second:
+                with pytest.raises(checkpoint.CheckpointError):
+                    checkpoint.wait()
+    finally:
+        optimizer.close()
+    return told
+
+
+@pytest.mark.parametrize("way", ["beside", "here"])
+def test_a_rank_that_goes_while_another_completes(way: str, tmp_path: Path) -> None:
+    """What has its name stays whole: it is removed neither while it gets it nor afterwards."""
+    told, _ = run_ranks(2, loses_at_the_end, tmp_path / "there", way)
+    assert "some rank has failed, ended or not come to completing" in told
+    found = Metadata.read(tmp_path / "there")
+    assert all((tmp_path / "there" / file.name).stat().st_size == file.nbytes for file in found.files)
+    checkpoint.consolidate(tmp_path / "there", tmp_path / "out")  # verifies every byte
+    assert "It is complete all the same" in told
+
+
+def one_by_one(root: Path) -> list[str]:
+    """Errors of saves that only some ranks have had, or asked for, and whether all go on together."""
+    model, optimizer = impatient()
+    second, told = dist.get_rank() == 1, []
+
+    def told_by(act: Callable[[], object]) -> str:
+        try:
+            act()
+        except (checkpoint.CheckpointError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def save() -> None:
+        checkpoint.save(root / "there", model, optimizer, asynchronous=True)
+
+    # Rank 1 alone has no memory for the copy.
+    def full(*_: object) -> Any:
+        raise MemoryError("no memory")
+
+    with replaced(Background, "_copied", lambda function: full if second else function):
+        told.append(told_by(save))
+    train(model, optimizer, [0])
+
+    # Rank 1's disk fails, and rank 0 alone has asked.
+    def broken(*_: object) -> Any:
+        raise OSError("the disk is broken")
+
+    with replaced(os, "pwrite", lambda function: broken if second else function):
+        save()
+        background.backgrounds[optimizer.engine]._task.wait()  # type: ignore[union-attr]
+    if not second:
+        told_by(checkpoint.wait)
+    told.append(told_by(save))
+    train(model, optimizer, [1])
+    # Rank 1's thread was late once.
+    save()
+    checkpoint.wait()
+    with replaced(background, "gather_rows", late(2.5 * TIMEOUT) if second else lambda function: function):
+        save()
+        told.append(told_by(checkpoint.wait))
+    dist.barrier()
+    save()
+    checkpoint.wait()
+    # Its group is destroyed under it, as at the end of a program.
+    with replaced(os, "pwrite", late(0.2)):
+        checkpoint.save(root / "last", model, optimizer, asynchronous=True)
+        dist.destroy_process_group(background.backgrounds[optimizer.engine]._meeting._group)
+        told.append(told_by(checkpoint.wait))
+    assert (root / "last" / "metadata.json").exists(), "\n".join(told)
+    checkpoint.load(root / "last", model, optimizer)
+    return told
+
+
+def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
+    """Every rank has them at the same call, and later saves are none the worse."""
+    first, second = run_ranks(2, one_by_one, tmp_path)
+    assert first[0].startswith("CheckpointError: copying") and "rank 1: MemoryError" in first[0]
+    assert second[0] == "MemoryError: no memory"
+    assert all("the disk is broken" in told and "not begun" in told for told in (first[1], second[1]))
+    assert all("not come to making a folder" in told for told in (first[2], second[2]))
+    assert first[3] == second[3] == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_handler_that_waits_too(fails: bool, tmp_path: Path) -> None:
+    """It is told in the place of the wait that it interrupts."""
+    model, told = torch.nn.Linear(8, 8), []
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def waits(*_: object) -> None:
+        try:
+            checkpoint.wait()
+        except checkpoint.CheckpointError as error:
+            told.append(str(error))
+
+    def slow(function: Any) -> Any:
+        def instead(*arguments: Any) -> Any:
+            time.sleep(0.5)
+            if fails:
+                raise OSError("the disk is broken")
+            return function(*arguments)
+
+        return instead
+
+    kept = signal.signal(signal.SIGALRM, waits)
+    try:
+        with replaced(os, "pwrite", slow):
+            checkpoint.save(tmp_path / "here", model, optimizer, asynchronous=True)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            checkpoint.wait()
+    finally:
+        signal.signal(signal.SIGALRM, kept)
+    assert (tmp_path / "here" / "metadata.json").exists() is not fails
+    assert ["the disk is broken" in each for each in told] == [True] * fails
+
+
+def test_threads_end_before_their_caller_goes_on() -> None:
+    """Also where a signal's handler raises: they write to descriptors that are about to be closed."""
+    done: list[int] = []
+
+    def work(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            time.sleep(0.3)
+            done.append(number)
+
+    def raises(*_: object) -> None:
+        raise InterruptedError
+
+    kept = signal.signal(signal.SIGALRM, raises)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptedError):
+            in_threads(20, work, 2)
+    finally:
+        signal.signal(signal.SIGALRM, kept)
+    there = len(done)
+    time.sleep(0.5)
+    assert len(done) == there == 2
+
+
+class Ended(BaseException):
+    """What a handler of SIGTERM raises."""
+
+
+def same(function: Any) -> Any:
+    """Nothing is replaced."""
+    return function
+
+
+def goes_on(root: Path, how: str) -> str:
+    """What the call before has said, where the next one goes on with the other rank."""
+    model, optimizer = impatient()
+    first, told, series = dist.get_rank() == 0, "", checkpoint.Series(root / "series")
+    expected = zeropp.full_state(model)
+    series.save(1, model, optimizer)
+
+    def broken(*_: object) -> Any:
+        raise OSError("the disk is broken")
+
+    def interrupted(start: Any) -> Any:
+        def instead(thread: threading.Thread) -> None:
+            start(thread)
+            if thread.name == "zeropp rounds" and not first:
+                raise Ended
+
+        return instead
+
+    slow = late(1.5 * TIMEOUT) if first else same
+    patches = {
+        "removing": [(shutil, "rmtree", slow), (os, "pwrite", same if first else lambda function: broken)],
+        "looking": [(checkpoint.Series, "latest", slow)],
+        "starting": [(threading.Thread, "start", interrupted)],
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, name, make in patches[how]:
+            stack.enter_context(replaced(owner, name, make))
+        try:
+            if how == "looking":
+                assert series.load(model, optimizer) is not None
+            else:
+                checkpoint.save(root / "there", model, optimizer)
+        except (checkpoint.CheckpointError, Ended) as error:
+            told = f"{type(error).__name__}: {error}"
+    checkpoint.save(root / "there", model, optimizer)
+    checkpoint.load(root / "there", model, optimizer)
+    found = zeropp.full_state(model)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("removing", "the disk is broken"), ("looking", ""), ("starting", "failed on rank 1: Ended")]
+)
+def test_what_takes_longer_than_ranks_wait(how: str, words: str, tmp_path: Path) -> None:
+    """Removing what a failed save has left, looking for the newest; and an error where a thread is started."""
+    first, second = run_ranks(2, goes_on, tmp_path, how)
+    assert words in first and second.startswith("Ended" if how == "starting" else "CheckpointError" if words else "")
+
+
+def by_other_links(root: Path) -> None:
+    model, optimizer = impatient()
+    checkpoint.save(root / "one", model, optimizer)
+    if dist.get_rank() == 0:
+        shutil.copytree(root / "one", root / "two")
+    dist.barrier()
+    own = root / ("one" if dist.get_rank() == 0 else "two")
+
+    def make(realpath: Any) -> Any:
+        return lambda path, **given: str(own) if Path(path).name == "link" else realpath(path, **given)
+
+    with replaced(os.path, "realpath", make):
+        checkpoint.load(root / "link", model, optimizer)
+
+
+def test_nodes_that_reach_a_disk_by_other_links(tmp_path: Path) -> None:
+    run_ranks(2, by_other_links, tmp_path)
+
+
+def at_other_places() -> str:
+    _, optimizer = impatient()
+    agreement = optimizer.engine.agreement
+    with pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 0:
+            agreement.exchange_objects("something", "comparing objects")
+        else:
+            agreement.exchange(SAVED, [1], "comparing numbers")
+    return str(caught.value)
+
+
+def test_objects_and_numbers_do_not_meet() -> None:
+    """Messages of other sizes would end the process: gloo does not report them."""
+    for told in run_ranks(2, at_other_places):
+        assert "comparing objects" in told and "comparing numbers" in told
+
+
+def test_wait_tells_all_errors(tmp_path: Path) -> None:
+    """Also those of an engine that was closed before; and a process that was forked waits for nobody's threads."""
+    pairs = []
+    for _ in range(2):
+        model = torch.nn.Linear(8, 8)
+        pairs.append((model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)))
+
+    def broken(*_: object) -> Any:
+        raise OSError("the disk is broken")
+
+    with replaced(os, "pwrite", lambda function: broken):
+        for number, pair in enumerate(pairs):
+            checkpoint.save(tmp_path / f"of {number}", *pair, asynchronous=True)
+        pairs[0][1].close()
+        with pytest.raises(checkpoint.CheckpointError, match=r"of 0'.* the disk is broken.*of 1'.* the disk is broken"):
+            checkpoint.wait()
+    checkpoint.wait()
+    with replaced(os, "pwrite", late(0.5)):
+        checkpoint.save(tmp_path / "here", *pairs[1], asynchronous=True)
+        background._forget_all()
+        checkpoint.wait()
+        assert not (tmp_path / "here").exists()
+        while not (tmp_path / "here" / "metadata.json").exists():
+            time.sleep(0.1)

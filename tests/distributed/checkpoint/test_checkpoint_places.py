@@ -1,0 +1,216 @@
+"""Where checkpoints and exports are put: what is replaced and what is not, links, mount points, what a series keeps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zeropp
+from tests.support.checkpoint_training import train, wrap
+from zeropp import checkpoint
+from zeropp.checkpoint.whole_files import WholeFiles
+
+Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Pair:
+    model, optimizer = wrap("stage 3")
+    train(model, optimizer, range(1))
+    return model, optimizer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+def a_dataset(folder: Path, trained: Pair) -> None:
+    """Someone else's: its description has the name that ours has."""
+    folder.mkdir()
+    (folder / "metadata.json").write_text('{"rows": 10}')
+    (folder / "rows.bin").write_bytes(b"rows")
+
+
+def a_description_alone(folder: Path, trained: Pair) -> None:
+    folder.mkdir()
+    (folder / "metadata.json").write_text('{"rows": 10}')
+
+
+def consolidated(folder: Path, trained: Pair) -> None:
+    """A checkpoint that has an export in it."""
+    checkpoint.save(folder, *trained)
+    checkpoint.consolidate(folder, folder / "out")
+
+
+@pytest.mark.parametrize("make", [a_dataset, a_description_alone, consolidated])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_save_replaces_checkpoints_alone(
+    make: Callable[[Path, Pair], None], exchanges: bool, trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where files are written into the checkpoint's own folder."""
+    folder = tmp_path / "there"
+    make(folder, trained)
+    before = contents(folder)
+    if not exchanges:
+        monkeypatch.setattr("zeropp.checkpoint.place.exchange_names", lambda one, other: False)
+    with pytest.raises(checkpoint.CheckpointError, match="it is left as it is"):
+        checkpoint.save(folder, *trained)
+    assert contents(folder) == before and names(tmp_path) == ["there"]
+
+
+def test_what_comes_in_while_it_is_written_stays(
+    trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, write = tmp_path / "there", os.pwrite
+    checkpoint.save(folder, *trained)
+
+    def writes(*arguments: object) -> int:
+        (folder / "notes").write_text("keep me")
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwrite", writes)
+    with pytest.raises(checkpoint.CheckpointError, match=r"has more in it, .*\['notes'\]"):
+        checkpoint.save(folder, *trained)
+    assert (folder / "notes").read_text() == "keep me" and names(tmp_path) == ["there"]
+    monkeypatch.undo()
+    (folder / "notes").unlink()
+    checkpoint.save(folder, *trained)
+
+
+def test_a_damaged_checkpoint_is_replaced(trained: Pair, tmp_path: Path) -> None:
+    """And what a network's file system keeps of files that are still open is in nobody's way."""
+    folder = tmp_path / "there"
+    checkpoint.save(folder, *trained)
+    text = (folder / "metadata.json").read_bytes()
+    (folder / "metadata.json").write_bytes(text[: len(text) // 2])
+    (folder / ".nfs0000000000a1b2c3").write_bytes(b"")
+    checkpoint.save(folder, *trained)
+    checkpoint.load(folder, *trained)
+
+
+def test_export_replaces_its_own_alone(trained: Pair, tmp_path: Path) -> None:
+    """Neither a tokenizer beside an export of ours, nor weights of another program that look like one."""
+    model, optimizer = trained
+    checkpoint.save(tmp_path / "here", model, optimizer)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    checkpoint.export(ours, model, file_nbytes=20_000)
+    (ours / "tokenizer.json").write_text("{}")
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    save_file({"weight": torch.zeros(2)}, theirs / "model.safetensors", metadata={"format": "pt"})
+    for folder in (ours, theirs):
+        before = contents(folder)
+        with pytest.raises(checkpoint.CheckpointError, match="is no export of zeropp or has more in it"):
+            checkpoint.export(folder, model)
+        with pytest.raises(checkpoint.CheckpointError, match="is no export of zeropp or has more in it"):
+            checkpoint.consolidate(tmp_path / "here", folder)
+        assert contents(folder) == before
+    assert names(tmp_path) == ["here", "ours", "theirs"]
+    (ours / "tokenizer.json").unlink()
+    (ours / "config.json").write_text("{}")
+    checkpoint.export(ours, model)
+    checkpoint.consolidate(tmp_path / "here", ours)
+    assert names(ours) == ["model.safetensors"]
+
+
+def test_links_are_followed(trained: Pair, tmp_path: Path) -> None:
+    """To a folder, and to one that is not there yet; they stay links."""
+    model, optimizer = trained
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    disk.mkdir()
+    link.symlink_to(disk / "deeper" / "run")
+    for _ in range(2):
+        checkpoint.save(link, model, optimizer)
+        checkpoint.load(link, model, optimizer)
+    out = tmp_path / "out"
+    out.symlink_to(disk / "export")
+    for _ in range(2):
+        checkpoint.export(out, model)
+        checkpoint.consolidate(link, out)
+    assert link.is_symlink() and out.is_symlink() and names(tmp_path) == ["disk", "link", "out"]
+    assert names(disk) == ["deeper", "export"] and names(disk / "deeper") == ["run"]
+
+
+def test_the_working_directory_stays(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for _ in range(2):
+        checkpoint.save(".", *trained)
+        assert os.path.samefile(os.getcwd(), folder)
+        checkpoint.load(folder, *trained)
+    assert len(names(folder)) == 2 and names(tmp_path) == ["here"]
+    with pytest.raises(checkpoint.CheckpointError, match="or the working directory, which cannot be replaced"):
+        checkpoint.export(".", trained[0])
+
+
+@pytest.mark.parametrize("how", ["disk", "bound"])
+def test_mount_points(how: str, trained: Pair, tmp_path: Path) -> None:
+    """A disk of its own, and a folder of the same disk, which only the system's table knows as one."""
+    place, source = tmp_path / "a point", tmp_path / "source"
+    for each in (place, source):
+        each.mkdir()
+    options = ["-t", "tmpfs", "none"] if how == "disk" else ["--bind", str(source)]
+    mounted = os.geteuid() == 0 and subprocess.run(["mount", *options, str(place)], capture_output=True).returncode == 0
+    if not mounted:
+        pytest.skip("cannot mount anything here")
+    try:
+        for _ in range(2):
+            checkpoint.save(place, *trained)
+            checkpoint.load(place, *trained)
+        assert len(names(place)) == 2 and names(tmp_path) == ["a point", "source"]
+        with pytest.raises(checkpoint.CheckpointError, match="choose a folder in it"):
+            checkpoint.consolidate(place, place)
+        checkpoint.consolidate(place, place / "out")
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_names_that_look_like_patterns(trained: Pair, tmp_path: Path) -> None:
+    """What a job that was killed has left of them goes, too; what is only called alike stays."""
+    for name in (".q[1].saving-01234567", ".q1.saving-01234567"):
+        (tmp_path / name).mkdir()
+    checkpoint.save(tmp_path / "q[1]", *trained)
+    assert names(tmp_path) == [".q1.saving-01234567", "q[1]"]
+
+
+def test_exports_that_were_cut_off(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one to the same place removes what they have left; what was about to be replaced gets its name back."""
+    (tmp_path / ".out.saving-01234567").mkdir()
+    checkpoint.export(tmp_path / "out", trained[0])
+    assert names(tmp_path) == ["out"]
+    (tmp_path / "out").rename(tmp_path / ".out.saving-replaced")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeFiles, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.export(tmp_path / "out", trained[0])
+    assert names(tmp_path) == ["out"]
+    checkpoint.load_safetensors(trained[0], tmp_path / "out")
+
+
+def test_a_series_that_goes_back(trained: Pair, tmp_path: Path) -> None:
+    """The steps that it has left go first, then the earliest; what others have put into their folders stays."""
+    series = checkpoint.Series(tmp_path, keep=2)
+    left = []
+    for step in (200, 300, 250, 260):
+        series.save(step, *trained)
+        left.append(series.steps())
+        if step == 300:
+            checkpoint.consolidate(series.path(300), series.path(300) / "out")
+    assert left == [[200], [200, 300], [200, 250], [250, 260]] and series.latest() == 260
+    assert names(series.path(300)) == ["out"] and not series.path(200).exists()

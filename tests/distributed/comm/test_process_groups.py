@@ -1,0 +1,293 @@
+"""Who takes part: the lines of docs/using.md on a plain process group, and nodes where no launcher tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import socket
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import zeropp
+import zeropp.fsdp2
+from bench.common import staged
+from tests.support.branching_models import make_config
+from tests.support.rank_pool import RankFailure, run_ranks
+from zeropp.comm import groups
+from zeropp.comm.groups import HOST
+from zeropp.comm.members import find_members, is_fake, send_to_all
+
+USING = Path(__file__).resolve().parents[3] / "docs" / "using.md"
+
+
+START = "zeropp.init_distributed()"
+
+
+class Regression(nn.Module):
+    """Returns a loss, as the page's model does; large enough that its layers are not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - batch).square().mean()
+
+
+def examples() -> list[str]:
+    """The Python blocks of the page as they stand: training, accumulating, saving, editing weights, averaging."""
+    found = re.findall(r"```python\n(.*?)```", USING.read_text(), re.DOTALL)
+    assert len(found) == 5
+    return found
+
+
+def using(folder: str, start: str) -> tuple[list[bool], set[str], int, float, float]:
+    """Run the blocks; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
+    os.chdir(folder)
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 400)] * 12
+    space: dict[str, object] = {"Model": Regression, "loader": batches[:1], "validation": batches[:2]}
+    training, *others = examples()
+    assert START in training
+    training = training.replace(START, start)
+    exec(compile(training, "using.md", "exec"), space)
+    first = space["loss"]
+    for block in others:
+        exec(compile(block, "using.md", "exec"), space)
+    optimizer, model = space["optimizer"], space["model"]
+    assert isinstance(optimizer, zeropp.ZeroOptimizer) and isinstance(model, Regression)
+    for batch in batches:
+        last = model(batch)
+        optimizer.backward(last)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(first, Tensor)
+    comm = optimizer.engine.comm
+    hops = [hop for buffer in optimizer.engine.buffers for hop in buffer.paths.main.hops]
+    backends = {dist.get_backend(hop.group) for hop in hops} | {comm.backend}
+    sent = sum(row.bytes for row in zeropp.comm_report(model).rows if row.kind == "gather")
+    return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
+
+
+@pytest.mark.parametrize("start", [START, "torch.distributed.init_process_group()"])
+def test_the_page_as_it_stands(start: str, tmp_path: Path) -> None:
+    """Neither call names a backend; the fast way over gloo is taken all the same."""
+    results = run_ranks(2, using, str(tmp_path), start, init=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "runs"}
+    assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == ["latest", "step-00000100"]
+    for pairwise, backends, sent, first, last in results:
+        assert pairwise and all(pairwise)
+        assert backends == {"gloo"}
+        assert sent > 3 * 400 * 400  # each layer at least once, half of it in bf16
+        assert last < 0.9 * first
+
+
+def wrapped_alone() -> list[str]:
+    """Warnings of an engine that is made where a launcher has set WORLD_SIZE, and nobody joined a group."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.Linear(64, 64)
+        zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    return [str(each.message) for each in caught]
+
+
+def test_ranks_that_forgot_to_join_are_warned() -> None:
+    """Each would train a model of its own, and nothing else would say so."""
+    for told in run_ranks(2, wrapped_alone, init=False):
+        assert any("WORLD_SIZE is 2 and there is no process group" in text for text in told), told
+    (told,) = run_ranks(1, wrapped_alone, init=False)
+    assert not any("WORLD_SIZE" in text for text in told)
+
+
+def placed(hosts: list[str], launcher: str | None, claimed: int | None) -> tuple[int, set[str]]:
+    """Ranks per node and classes of links of an engine, with host names and LOCAL_WORLD_SIZE as given."""
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    if launcher is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = launcher
+    model = nn.Linear(64, 64)
+    with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
+        optimizer = zeropp.ZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(local_world_size=claimed)
+        )
+    optimizer.backward(model(torch.ones(1, 64)).sum())
+    optimizer.step()
+    links = {row.link for row in zeropp.comm_report(model).rows if row.kind != "control"}
+    return optimizer.engine.comm.local, links
+
+
+NODES: dict[str, tuple[list[str], str | None, int | None, int, set[str]]] = {
+    "one host": (["a"] * 4, None, None, 4, {"local"}),
+    "two hosts": (["a", "a", "b", "b"], None, None, 2, {"local", "cross"}),
+    "four hosts": (["a", "b", "c", "d"], None, None, 1, {"cross"}),
+    "the launcher wins": (["a"] * 4, "2", None, 2, {"local", "cross"}),
+    "the config wins": (["a"] * 4, "4", 1, 1, {"cross"}),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_from_host_names(name: str) -> None:
+    hosts, launcher, claimed, local, links = NODES[name]
+    assert run_ranks(4, placed, hosts, launcher, claimed) == [(local, links)] * 4
+
+
+WRONG: dict[str, tuple[list[str], str | None, int | None, str]] = {
+    "uneven": (["a", "a", "a", "b"], None, None, "same number of ranks"),
+    "one after the other": (["a", "b", "b", "a"], None, None, "one node after the other"),
+    "cyclic": (["a", "b", "a", "b"], None, None, "cyclic placement.*srun --distribution=block.*mpirun --map-by slot"),
+    "cyclic under a launcher": (["a", "b", "a", "b"], "2", None, "cyclic placement.*--distribution=block"),
+    "a node on two hosts": (["a", "a", "b", "b"], "4", None, "rank 0 on host 'a' and rank 2 on host 'b'"),
+    "a node on two hosts in the config": (["a", "b", "c", "d"], "1", 2, "rank 0 on host 'a' and rank 1 on host 'b'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nodes_that_host_names_contradict(name: str) -> None:
+    *given, pattern = WRONG[name]
+    for failure in run_ranks(4, placed, *given, catch=True, timeout=40):
+        assert isinstance(failure, RankFailure) and failure.type_name == "ValueError"
+        assert re.search(pattern, failure.message), failure.message
+
+
+def adapted(hosts: list[str]) -> set[str]:
+    """Classes of links that the FSDP2 adapter sends over, with host names as given and no launcher."""
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    model = fully_shard(nn.Linear(64, 64))
+    with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
+        adapter = zeropp.fsdp2.apply(model)
+    model(torch.ones(1, 64)).sum().backward()
+    return {row.link for row in adapter.ledger.rows}
+
+
+def test_nodes_of_the_fsdp2_adapter_from_host_names() -> None:
+    assert run_ranks(4, adapted, ["a", "a", "b", "b"]) == [{"local", "cross"}] * 4
+    assert run_ranks(4, adapted, ["a"] * 4) == [{"local"}] * 4
+
+
+def sockets() -> int:
+    """Sockets that this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own is gone by now
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def connections(many: int) -> tuple[int, list[int], str]:
+    """Sockets that a group for rows takes if more than ``many`` ranks are many; its rows; what one rank gives all."""
+    with patch.object(groups, "_MANY", many):
+        before, timeout = sockets(), timedelta(seconds=60)
+        group = groups.make_group(range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True)
+        made = sockets() - before
+        rows = groups.gather_rows(torch.tensor([dist.get_rank()]), group, timeout)
+        assert sockets() - before == made, "members that gather rows had not connected"
+        said = send_to_all(f"rank {dist.get_rank()}", 5, group, 60.0)
+        groups.free_groups([group])
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    return made, rows.view(-1).tolist(), said
+
+
+def test_of_many_ranks_those_connect_that_send_to_each_other() -> None:
+    """Each of 8 ranks sends to those 1, 2 and 4 places away, over 5 connections, and one socket listens."""
+    for made, *found in run_ranks(8, connections, 7):
+        assert found == [list(range(8)), "rank 5"] and made <= 6
+    for made, *found in run_ranks(8, connections, 8):
+        assert found == [list(range(8)), "rank 5"] and made >= 7
+
+
+def test_sockets_of_many_ranks_fit_the_process() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        groups.allow_files(8)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, before[1]), "raised without need"
+        groups.allow_files(1023)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1023 + len(os.listdir("/proc/self/fd"))
+        groups.allow_files(2 * before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def on_a_card(backends: str) -> tuple[str, str, bool]:
+    """What carries the weights of a model on CUDA, what is said of one on the CPU, and whether a group is shared."""
+    staged.register()
+    dist.init_process_group(backends)
+    group = dist.group.WORLD
+    assert group is not None and not is_fake(group)
+    said = ""
+    try:
+        # All ranks, each for itself: what it says has gone through an exchange that no device carries.
+        zeropp.ZeroOptimizer(torch.optim.SGD((model := nn.Linear(4, 4)).parameters(), lr=0.1), model, make_config())
+    except ValueError as error:
+        said = str(error)
+    members = find_members(group, torch.device("cuda", 0), None, {})
+    return members.backend, said, members.shared is group
+
+
+CARDS = {
+    "cuda:staged": ("staged", r"on cpu.*\['cuda'\] only", True),
+    "cpu:gloo,cuda:staged": ("staged", "^$", True),
+    "cpu:gloo": ("nccl", "^$", False),
+    "gloo": ("nccl", "^$", False),
+    None: ("nccl", "^$", False),
+}
+
+
+@pytest.mark.parametrize("backends", CARDS, ids=str)
+def test_what_carries_a_model_on_a_card(backends: str) -> None:
+    """A backend of the device where the user has one; never gloo, which cannot; and agreement needs none."""
+    backend, pattern, shared = CARDS[backends]
+    for found, said, is_shared in run_ranks(2, on_a_card, backends, init=False):
+        assert (found, is_shared) == (backend, shared)
+        assert re.search(pattern, said), said
+
+
+def wrapped_twice() -> tuple[list[str], int]:
+    """Groups that are left after two engines on one group without host memory, and one engine closed."""
+    staged.register()
+    dist.init_process_group("cpu:staged")
+    optimizers = []
+    for _ in range(2):
+        model = nn.Linear(400, 400)
+        optimizers.append(zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config()))
+    world = dist.group.WORLD
+    assert all(each.engine.comm.world_group is world for each in optimizers)
+    optimizers[0].engine.close()
+    names = [name for name in dist.distributed_c10d._world.pg_names.values() if name.startswith("zeropp host")]
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the user's group outlives the engine
+    return names, int(total)
+
+
+def test_the_group_of_agreement_is_made_once() -> None:
+    for names, total in run_ranks(2, wrapped_twice, init=False):
+        assert len(names) == 1 and total == 2
+
+
+def off_the_network() -> str:
+    """What is said where gloo is told to use an interface that does not exist."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonesuch0"
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            zeropp.ZeroOptimizer(torch.optim.SGD((model := nn.Linear(4, 4)).parameters(), lr=0.1), model, make_config())
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    return str(caught.value)
+
+
+def test_a_network_that_is_not_there_is_named_with_the_variable() -> None:
+    for message in run_ranks(2, off_the_network):
+        assert "GLOO_SOCKET_IFNAME" in message and "nonesuch0" in message and "multinode.md" in message

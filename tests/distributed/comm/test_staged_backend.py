@@ -1,0 +1,42 @@
+"""Backends that have collectives but no cheap sends: the code that runs with NCCL, here over a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.common import staged
+from tests.support.branch_routes import BRANCHES, follow
+from tests.support.rank_pool import run_ranks
+from tests.support.staged_worlds import SETTINGS, STEPS, over, weights
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"overlap_comm": False}, {"persist": 1000}])
+@pytest.mark.parametrize("steps", STEPS)
+def test_collectives_in_one_order(steps: str, settings: dict[str, object]) -> None:
+    run_ranks(2, over, follow, STEPS[steps], settings, init=False)
+
+
+def test_two_nodes() -> None:
+    run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, init=False, local_world_size=2)
+
+
+ONE_HOP = ("fp32", "zero++", "both hops", "delta4")  # without a level of nodes; the others in the campaign
+ROUTES = [(2, name) for name in SETTINGS] + [(4, name) for name in ONE_HOP]
+ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTINGS if name not in ONE_HOP]
+
+
+@pytest.mark.every(8)
+@pytest.mark.parametrize(("local", "name"), ROUTES)
+def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
+    """For every hop and codec, over one hop and two."""
+    settings = SETTINGS[name]
+    if local == 4:
+        settings = {key: value for key, value in settings.items() if key != "zero_hpz_partition_size"}
+        settings = {**settings, "stage": 1} if "weight_codec" in settings else settings
+    (backend, expected), *_ = run_ranks(4, weights, torch.float32, settings, local_world_size=local)
+    (other, found), *_ = run_ranks(4, over, weights, torch.float32, settings, init=False, local_world_size=local)
+    assert (backend, other) == ("gloo", staged.NAME)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key

@@ -1,0 +1,156 @@
+"""A host that is stuck in a launch, beyond Python's reach: the monitor ends it, with the error that says why.
+
+As on a card: work is queued and no event is waited for on the host, whose queue is short here, and a collective that
+misses a rank never ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from bench.common import staged
+from tests.support.branch_routes import ALL
+from tests.support.branching_models import Routed, make_config
+from tests.support.rank_pool import run_ranks
+from tests.support.sharded_and_plain import Pair
+from zeropp.comm import monitor, streams
+from zeropp.comm.events import Event, Stream
+
+HANG_TIMEOUT = 2.0
+GRACE = 5.0
+ERRORS: list[str] = []  # logged
+LOGGED_FIRST: list[bool] = []  # whether that was before each abort
+KEPT: list[object] = []  # gloo's groups wait at their end for what is under way, which the other rank's end ends
+
+
+class DeviceEvent:
+    """Where a host that computes what a card would has to wait for it: without a limit, as a card does."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self, timeout: float) -> bool:
+        self.over.wait()
+        return True
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+class DeviceStream(streams.InlineStream):
+    """A queue of two; what does not fit keeps the host in the launch."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.Queue[tuple[tuple[Callable[[], object], ...], Event | None, DeviceEvent]]
+        self.tasks = queue.Queue(2)
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        torch.set_grad_enabled(False)
+        while True:
+            works, after, event = self.tasks.get()
+            if after is not None:
+                after.wait(0.0)
+            for work in works:
+                with contextlib.suppress(RuntimeError):  # aborted: a card goes on with whatever is in its memory
+                    work()
+            event.over.set()
+
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        event = DeviceEvent()
+        self.tasks.put((works, after, event))
+        return event
+
+
+class Endless:
+    """gloo without a timeout, as NCCL's kernels have none; only an abort ends what is under way."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(hours=1))
+        self.aborted = False
+        KEPT.append(self.gloo)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.gloo, name)
+        return lambda *arguments: Pending(self, call(*arguments))
+
+    def abort(self) -> None:
+        LOGGED_FIRST.append(bool(ERRORS))
+        self.aborted = True
+
+
+class Pending:
+    def __init__(self, group: Endless, work: dist.Work) -> None:
+        self.group, self.work = group, work
+
+    def wait(self) -> None:
+        while not self.work.is_completed():
+            if self.group.aborted:
+                raise RuntimeError("aborted")
+            time.sleep(0.001)
+
+
+def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool) -> Stream:
+    return DeviceStream()
+
+
+class Noting(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        ERRORS.append(record.getMessage())
+
+
+def stuck() -> tuple[str, float, bool, list[str], list[bool]]:
+    """The error where another rank stays away, seconds until then, and whether it comes again at once; what was logged.
+
+    And, for each group that was aborted, whether that was after the log.
+    """
+    staged.register()
+    noting = Noting(logging.ERROR)
+    logging.getLogger("zeropp").addHandler(noting)
+    with (
+        mock.patch.object(streams, "make_stream", make_stream),
+        mock.patch.object(monitor, "BLIND", {"cpu"}),
+        mock.patch.object(staged, "GLOO", Endless),
+    ):
+        dist.init_process_group(staged.NAME)
+        pair = Pair(Routed(8), make_config(hang_timeout=HANG_TIMEOUT, warn_after=None, prefetch=0, reuse=0))
+        for _ in range(3):
+            pair.train(ALL)
+        dist.barrier()
+        if pair.rank == 1:
+            time.sleep(HANG_TIMEOUT + GRACE + 1)
+            return "", 0.0, True, [], []
+        start, said = time.monotonic(), ""
+        try:
+            pair.train(ALL)
+        except RuntimeError as error:
+            said = str(error)
+        seconds = time.monotonic() - start
+        again = ""
+        try:
+            pair.train(ALL)
+        except RuntimeError as error:
+            again = str(error)
+        pair.optimizer.close()
+    logging.getLogger("zeropp").removeHandler(noting)
+    return said, seconds, again == said, ERRORS, LOGGED_FIRST
+
+
+def test_a_host_that_is_stuck_in_a_launch() -> None:
+    said, seconds, again, errors, logged_first = run_ranks(2, stuck, init=False, timeout=60)[0]
+    assert "rank 0 was waiting for the gather of unit " in said and "no longer in step" in said
+    assert f"hang_timeout, {HANG_TIMEOUT:g} s, was reached" in said and "No weight was changed" in said
+    assert HANG_TIMEOUT <= seconds < HANG_TIMEOUT + GRACE and again
+    # An abort may take the process down with it: the log has the error by then.
+    assert errors == [f"rank 0: {said}"] and logged_first and all(logged_first)

@@ -1,0 +1,340 @@
+"""Waiting: early warnings, errors that begin with the likely cause, and whose timeout counts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from tests.support.branching_models import Routed, logged, make_config
+from tests.support.rank_pool import RankFailure, run_ranks
+from zeropp.comm.hops import Comm, Hop
+
+BATCH = torch.ones(2, 8)
+
+
+def wrapped(**settings: object) -> tuple[Routed, zeropp.ZeroOptimizer]:
+    model = Routed()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    for _ in range(2):
+        train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model(BATCH).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def late(seconds: float, warn_after: float | None) -> tuple[list[str], float]:
+    """What a rank says of waiting for another that computes for long, twice; and how long its first wait took."""
+    model, optimizer = wrapped(warn_after=warn_after)
+    with logged() as messages:
+        start = time.monotonic()
+        for _ in range(2):
+            if dist.get_rank() == 1:
+                time.sleep(seconds)
+            train(model, optimizer)
+    return [message for message in messages if "waiting" in message], time.monotonic() - start
+
+
+def test_a_rank_that_waits_says_so_once() -> None:
+    (said, seconds), (silent, _) = run_ranks(2, late, 2.0, 0.4)
+    assert len(said) == 2 and silent == [] and seconds < 10, said  # once for each of two waits
+    for message in said:
+        assert message.startswith("rank 0 has been waiting for 0.4 s, ")
+        assert "in a forward with gradients; rank 1 waits for nobody. Perhaps rank 1 does not wait" in message
+
+
+def test_a_wait_that_is_short_or_unwatched_is_not_told() -> None:
+    assert [said for said, _ in run_ranks(2, late, 0.3, 30)] == [[], []]
+    assert [said for said, _ in run_ranks(2, late, 1.0, None)] == [[], []]
+
+
+def wraps_late(seconds: float) -> list[str]:
+    """What a rank says of waiting for another that wraps the model later."""
+    with logged() as messages, mock.patch("zeropp.comm.collective._SILENCE", 0.4):
+        if dist.get_rank() == 1:
+            time.sleep(seconds)
+        wrapped()
+    return [message for message in messages if "waiting" in message]
+
+
+def test_a_rank_that_waits_to_wrap_says_so() -> None:
+    said, silent = run_ranks(2, wraps_late, 1.0)
+    assert silent == [] and len(said) == 1
+    assert said[0].startswith("rank 0 has been waiting at preparing ZeroOptimizer for 0.4 s; some rank has not come")
+    assert run_ranks(2, wraps_late, 0.0) == [[], []]
+
+
+def both() -> tuple[list[str], str]:
+    """Rank 0 saves alone while rank 1 trains on: what each says in time, and in the end."""
+    model, optimizer = wrapped(warn_after=0.5, hang_timeout=4)
+    with logged() as messages, pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 0:
+            model.state_dict()
+        train(model, optimizer)
+    return messages, str(caught.value)
+
+
+def test_ranks_that_wait_for_each_other_name_each_other_in_time() -> None:
+    for rank, (messages, error) in enumerate(run_ranks(2, both, timeout=40)):
+        said = [message for message in messages if "has been waiting" in message]
+        assert len(said) == 1 and said[0].startswith(f"rank {rank} has been waiting for 0.5 s, "), messages
+        cause = "rank 0 called state_dict() of a Routed alone; it is collective: every rank calls it"
+        assert f"Perhaps {cause}" in said[0]
+        accounts = "The ranks are no longer in step: rank 0 was at state_dict() of a Routed; rank 1 "
+        assert error.startswith(f"{cause}. {accounts}")
+        assert "hang_timeout, 4 s, was reached" in error
+
+
+def alone_full_state(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    zeropp.full_state(model)
+
+
+def alone_gathered(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    with zeropp.zero.GatheredParameters(model):
+        pass
+
+
+def alone_evaluation(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(BATCH)
+
+
+def alone_step(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.step()
+
+
+def nothing(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    time.sleep(6)
+
+
+ALONE: dict[str, tuple[Callable[[nn.Module, zeropp.ZeroOptimizer], None], str]] = {
+    "full_state": (alone_full_state, r"rank 0 called full_state\(\) alone; it is collective"),
+    "GatheredParameters": (alone_gathered, "rank 0 called GatheredParameters of .* alone; it is collective"),
+    "evaluation": (
+        alone_evaluation,
+        "different forwards, backwards or steps.*: rank 0 in a forward without gradients, in eval",
+    ),
+    "step": (
+        alone_step,
+        r"different forwards, backwards or steps.*: rank 0 in step\(\), rank 1 in a forward with gradients",
+    ),
+    "nothing": (nothing, "rank 0 does not wait for others: failed or ended"),
+}
+
+
+def alone(name: str) -> str:
+    """The error of rank 1 when rank 0 does something else before it trains on."""
+    model, optimizer = wrapped(hang_timeout=2, warn_after=None)
+    if dist.get_rank() == 0:
+        try:
+            ALONE[name][0](model, optimizer)
+        except RuntimeError as error:
+            return str(error)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            train(model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", ALONE)
+def test_the_error_begins_with_the_likely_cause(name: str) -> None:
+    _, message = run_ranks(2, alone, name, timeout=40)
+    assert re.match(f".*?{ALONE[name][1]}", message.split(". The ranks")[0]), message
+    for noise in ("gloo", "transport", "('forward'", "Timed out", "0x"):
+        assert noise not in message, message
+
+
+def ended() -> str:
+    """The error of a rank that waits for one that has raised an error of its own."""
+    model, optimizer = wrapped(hang_timeout=30, warn_after=None)
+    if dist.get_rank() == 1:
+        raise ValueError("of its own")
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            train(model, optimizer)
+    return str(caught.value)
+
+
+def test_hang_timeout_is_named_only_where_it_was_reached() -> None:
+    message, failure = run_ranks(2, ended, catch=True, timeout=60)
+    assert isinstance(failure, RankFailure) and isinstance(message, str)
+    assert message.startswith("rank 1 does not wait for others: failed or ended") and "hang_timeout" not in message
+
+
+def hasty(group_timeout: float | None, hang_timeout: float) -> tuple[str, float]:
+    """The error of a wait, and how long it took, with a timeout of the user's own group."""
+    given = {} if group_timeout is None else {"timeout": timedelta(seconds=group_timeout)}
+    dist.init_process_group("gloo", **given)
+    model, optimizer = wrapped(hang_timeout=hang_timeout, warn_after=None)
+    if dist.get_rank() == 0:
+        time.sleep(3.5)
+        return "", 0.0
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(model, optimizer)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("group", "own"), [(1.0, 60), (None, 1.0), (60, 1.0)])
+def test_the_shorter_timeout_counts(group: float | None, own: float) -> None:
+    _, (message, seconds) = run_ranks(2, hasty, group, own, init=False, timeout=40)
+    assert "hang_timeout, 1 s, was reached" in message and seconds < 5, (message, seconds)
+
+
+# Errors of collectives: what the ranks were doing when it struck.
+
+
+def uses_gradients(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model(BATCH).square().mean().backward()
+    optimizer.grad_norms()
+
+
+def clips_by_hand(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model(BATCH).square().mean().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def edits(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    with zeropp.zero.GatheredParameters(model, modifier_rank=0):
+        pass
+
+
+def resumes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def loads(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.load_state_dict(Routed().state_dict())
+
+
+def adds(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.add_param_group({"params": []})
+
+
+def saves(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.state_dict()
+
+
+def averages(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    train(model, optimizer)
+    with zeropp.ema(model).applied():
+        pass
+
+
+def twice(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    train(model, optimizer)
+    train(model, optimizer)
+
+
+SHOWN: dict[str, object] = {"stage": 1, "overlap_comm": True}
+STOPPED: dict[str, object] = {"overlap_comm": False}
+LOSSLESS: dict[str, object] = {"stage": 1, "weight_codec": "lossless", "bf16": {"enabled": True}, **STOPPED}
+GATHER, EXCHANGE, SUM = (Hop, "all_gather"), (Hop, "all_to_all"), (Comm, "sum")
+INTS, OBJECTS = (Comm, "all_gather_ints"), (Comm, "all_gather_sized")
+FORWARD = "in a forward with gradients"
+EVALUATION = "a forward without gradients, in eval mode"
+Use = Callable[[nn.Module, zeropp.ZeroOptimizer], None]
+# What is done under which settings, the collective that fails, how many of it pass before, and the words.
+STRUCK: dict[str, tuple[Use, dict[str, object], tuple[type, str], int, str]] = {
+    "gather": (train, {}, GATHER, 0, f"waiting for the gather of unit 'blocks.0' {FORWARD}"),
+    "gather at once": (train, STOPPED, GATHER, 0, f"gathering blocks.0 {FORWARD}"),
+    "reduction": (train, {}, EXCHANGE, 0, "waiting for a gradient to be reduced in a backward"),
+    "reduction at once": (train, STOPPED, EXCHANGE, 0, "reducing blocks.3 in a backward"),
+    "refresh": (averages, SHOWN, GATHER, 0, "waiting for the refresh of unit 'blocks.0'"),
+    "refresh at a use": (twice, SHOWN, GATHER, 0, f"waiting for the refresh of unit 'blocks.0' {FORWARD}"),
+    "refresh at once": (train, {"stage": 1, **STOPPED}, GATHER, 0, "refreshing blocks.0"),
+    "sizes": (train, LOSSLESS, (Comm, "largest"), 0, "agreeing on the sizes of refreshes"),
+    "overflow": (train, {}, SUM, 0, "sharing whether gradients are finite in a backward"),
+    "flags": (train, {}, SUM, 1, "adding up norms and flags in step()"),
+    "norms": (uses_gradients, {}, SUM, 2, "adding up norms of parameters"),
+    "settings": (clips_by_hand, {}, INTS, 0, "comparing the settings of parameter groups"),
+    "edits": (edits, {}, (Comm, "broadcast"), 0, "sharing edits made inside GatheredParameters"),
+    "state": (alone_full_state, {}, GATHER, 0, "gathering unit 'blocks.0' for a state dict"),
+    "call": (alone_full_state, {}, INTS, 0, "at full_state()"),
+    "saving": (saves, {}, INTS, 0, "at state_dict() of a Routed"),
+    "loading": (loads, {}, INTS, 0, "at load_state_dict() of a Routed"),
+    "resuming": (resumes, {}, INTS, 0, "at load_state_dict() of the ZeroOptimizer"),
+    "states": (resumes, {}, INTS, 1, "checking saved states"),
+    "groups of states": (resumes, {}, INTS, 3, "checking saved states"),
+    "carried errors": (resumes, {}, INTS, 4, "checking carried errors"),
+    "a group": (adds, {}, INTS, 0, "at add_param_group()"),
+    "leaving": (edits, {}, INTS, 1, "leaving GatheredParameters"),
+    "an average": (averages, {}, INTS, 0, "at applied() of an average"),
+    "a new pass": (alone_evaluation, {}, INTS, 0, f"starting {EVALUATION}"),
+    "a round": (alone_evaluation, {}, INTS, 1, f"asking for unit 'blocks.0' in {EVALUATION}"),
+    "the last round": (alone_evaluation, {}, INTS, 5, f"at the end of {EVALUATION}"),
+    "what was learned": (alone_evaluation, {}, OBJECTS, 0, f"at the end of {EVALUATION}"),
+    "state at once": (alone_full_state, STOPPED, GATHER, 0, "gathering blocks.0"),
+}
+
+
+def struck() -> dict[str, str]:
+    """The error of each case."""
+    found = {}
+    for name, (use, settings, (cls, method), passing, _) in STRUCK.items():
+        model, optimizer = wrapped(warn_after=None, **settings)
+        optimizer.engine.refresh.wait()  # it is under way on a lane
+        working, calls = getattr(cls, method), itertools.count()
+
+        def fail(*args: Any, working: Any = working, calls: Any = calls, passing: int = passing, **kwargs: Any) -> Any:
+            if next(calls) >= passing:
+                raise RuntimeError("the wire is cut\nin several places")
+            return working(*args, **kwargs)
+
+        with mock.patch.object(cls, method, fail):
+            try:
+                use(model, optimizer)
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_an_error_of_a_collective_says_what_it_was_for() -> None:
+    for said in run_ranks(2, struck):
+        wrong = {
+            name: said.get(name, "")
+            for name, (*_, words) in STRUCK.items()
+            if f"The ranks are no longer in step: ranks 0 and 1 were {words} (the wire is cut). "
+            + ("This rank has stepped" if "refresh" in name or name == "sizes" else "No weight")
+            not in said.get(name, "")
+        }
+        assert not wrong, wrong
+
+
+def cut_while_stepping() -> tuple[str, bool, str]:
+    """What is said of weights where the wire is cut behind the update, whether any was changed, and before it."""
+    model, optimizer = wrapped(stage=1, overlap_comm=False)
+    before = [buffer.shard.clone() for buffer in optimizer.engine.buffers]
+    model(BATCH).square().mean().backward()
+    cut = RuntimeError("the wire is cut")
+    with mock.patch.object(Hop, "all_gather", side_effect=cut), pytest.raises(RuntimeError) as behind:
+        optimizer.step()
+    changed = any(not torch.equal(a, b.shard) for a, b in zip(before, optimizer.engine.buffers, strict=True))
+    model, optimizer = wrapped(stage=1, overlap_comm=False)
+    with mock.patch.object(Hop, "all_to_all", side_effect=cut), pytest.raises(RuntimeError) as ahead:
+        model(BATCH).square().mean().backward()
+    return str(behind.value), changed, str(ahead.value)
+
+
+def test_an_error_says_whether_weights_were_stepped() -> None:
+    for behind, changed, ahead in run_ranks(2, cut_while_stepping):
+        assert changed and "has stepped weights" in behind and "No weight was changed" not in behind, behind
+        assert "No weight was changed by this step" in ahead, ahead

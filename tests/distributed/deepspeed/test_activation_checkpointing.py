@@ -1,0 +1,280 @@
+"""``zeropp.training.checkpointing``: gradients are those of plain torch without checkpoints, wherever inputs lie.
+
+On the CPU everything is in the host's memory; `moved` has inputs taken for a GPU's, so that they are copied there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zeropp
+from tests.support.branching_models import WIDTH, Block, logged, make_config, worst
+from tests.support.rank_pool import run_ranks
+from zeropp.training import checkpointing, kept_inputs
+from zeropp.training.checkpointing import checkpoint, configure
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "host": {"checkpoint_in_cpu": True},
+    "one buffer": {"contiguous_checkpointing": True, "num_checkpoints": 3},
+    "one buffer on the host": {"contiguous_checkpointing": True, "num_checkpoints": 3, "checkpoint_in_cpu": True},
+}
+
+
+@contextlib.contextmanager
+def moved(way: dict[str, Any]) -> Iterator[None]:
+    lies, kept_inputs._lies_on_host = kept_inputs._lies_on_host, lambda tensor: False
+    configure(None, **way)
+    try:
+        yield
+    finally:
+        kept_inputs._lies_on_host = lies
+        configure(None)
+
+
+class Layers(nn.Module):
+    """Segments that take all kinds of arguments, in each other, with dropout, a frozen block and a loss of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen, self.last = (Block() for _ in range(4))
+        self.scale = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.recompute = False
+
+    def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return (checkpoint if self.recompute else lambda f, *a, **k: f(*a, **k))(function, *args, **kwargs)
+
+    def outer(self, x: Tensor, mask: Tensor | None, *, how: str, bias: Tensor) -> tuple[Tensor, str, Tensor]:
+        x = functional.dropout(self.run(self.second, x), 0.3)
+        if mask is not None:
+            x = x * mask
+        return self.frozen(x) + bias, how, x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(lambda value: functional.dropout(self.first(value), 0.5), x.t().contiguous().t())
+        mask = torch.arange(WIDTH, dtype=x.dtype) % 2
+        a, how, b = self.run(self.outer, x, mask, how="a word", bias=x.sum(0))
+        assert how == "a word"
+        c, _, _ = self.run(self.outer, a, None, how="", bias=b)
+        # A parameter as an argument, whose values are gone until it is used again.
+        d = self.run(lambda value, weight: functional.linear(value, weight), b, self.scale.weight)
+        result: Tensor = self.last(c) + d * self.scale(b)
+        return result
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    # Masks of dropout follow from it.
+    torch.manual_seed(100 * step + rank)
+    loss: Tensor = model(data(step, rank)).square().mean()
+    return loss
+
+
+def built() -> Layers:
+    torch.manual_seed(3)
+    return Layers().double()
+
+
+def trained(way: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after three steps on two ranks, and losses without gradients after each."""
+    model, rank = built(), torch.distributed.get_rank()
+    model.recompute = True
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(stage=stage))
+    losses = []
+    with moved(WAYS[way]):
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(loss_of(model, step, 0).item())
+        return zeropp.full_state(model), losses
+
+
+def plain() -> tuple[dict[str, Tensor], list[float]]:
+    model, losses = built(), []
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for step in range(3):
+        for rank in range(2):
+            (loss_of(model, step, rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss_of(model, step, 0).item())
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [*((way, 3) for way in WAYS), pytest.param("one buffer on the host", 1, marks=pytest.mark.campaign)],
+)
+def test_segments_train_as_plain_torch_without_them(way: str, stage: int) -> None:
+    """To the bit: dividing by two ranks is exact, and a sum of two is the same in either order."""
+    weights, losses = plain()
+    for found, again in run_ranks(2, trained, way, stage):
+        assert worst(found, weights) == 0 and again == losses
+
+
+def test_inputs_leave_and_come_back() -> None:
+    """Nobody holds what a segment was given, once its forward is over; a graph gives the buffer back as it goes."""
+    for way in ("host", "one buffer", "one buffer on the host"):
+        with moved(WAYS[way]):
+            store = checkpointing._process.store
+            assert store is not None
+            leaf = torch.randn(4, WIDTH, requires_grad=True)
+            gone = []
+
+            def segments(leaf: Tensor = leaf, gone: list[Any] = gone) -> Tensor:
+                x = leaf * 1
+                for _ in range(3):
+                    gone.append(weakref.ref(x))
+                    x = checkpoint(torch.tanh, x)
+                return x.sum()
+
+            loss = segments()
+            gc.collect()
+            assert [each() for each in gone] == [None] * 3, way
+            buffer = store._buffer
+            if way != "host":
+                # Of 3 segments, each with 4 x 8 numbers of 4 bytes, in places of 256 bytes.
+                assert buffer is not None and buffer.nbytes == 3 * 256 and not store._free
+            loss.backward()
+            del loss
+            segments()  # a graph without a backward
+            gc.collect()
+            assert store._buffer is buffer and len(store._free) == (0 if way == "host" else 3)
+            checkpointing.reset()
+            assert store._buffer is None
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, torch.autograd.grad(leaf.tanh().tanh().tanh().sum(), leaf)[0])
+
+
+def test_a_buffer_that_is_too_small_is_named_and_grows_with_inputs() -> None:
+    with moved({"contiguous_checkpointing": True, "num_checkpoints": 1}):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        with pytest.warns(UserWarning, match=r"one buffer for 1 segments of 256 bytes.*raise num_checkpoints"):
+            loss = checkpoint(torch.exp, checkpoint(torch.tanh, x)).sum()
+        loss.backward()
+        assert torch.equal(x.grad, torch.autograd.grad(x.tanh().exp().sum(), x)[0])
+        del loss
+        checkpoint(torch.tanh, torch.randn(100, WIDTH, requires_grad=True)).sum().backward()
+        store = checkpointing._process.store
+        assert store is not None and store._buffer is not None and store._buffer.nbytes == 3328
+
+
+def test_only_activations_of_outer_segments_take_room() -> None:
+    """Not parameters, nor the inputs of what is nested, which the outer one's recomputation has at hand."""
+    with moved({"contiguous_checkpointing": True, "num_checkpoints": 1}), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, weight = torch.randn(4, WIDTH, requires_grad=True), nn.Parameter(torch.randn(100, WIDTH))
+
+        def outer(value: Tensor, weight: Tensor) -> Tensor:
+            return checkpoint(torch.tanh, functional.linear(value, weight))
+
+        checkpoint(outer, x, weight=weight).sum().backward()
+        store = checkpointing._process.store
+        assert store is not None and store._buffer is not None and store._buffer.nbytes == 256
+        wanted = torch.autograd.grad(functional.linear(x, weight).tanh().sum(), [x, weight])
+        for tensor, gradient in zip([x, weight], wanted, strict=True):
+            assert tensor.grad is not None and torch.equal(tensor.grad, gradient)
+
+
+@pytest.mark.parametrize("way", ["plain", "host"])
+def test_an_input_edited_before_backward(way: str) -> None:
+    """What was moved has the values of the forward; what stays where it is, is found out."""
+    with moved(WAYS[way]):
+        leaf, mask = torch.randn(2, WIDTH, requires_grad=True), torch.ones(WIDTH)
+        x = leaf * 1
+        loss = checkpoint(torch.mul, torch.tanh(x), mask).sum()
+        mask.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
+            loss.backward()
+
+
+def drawn(recompute: bool) -> Tensor:
+    tracker = checkpointing.get_cuda_rng_tracker()
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    x = torch.ones(4, WIDTH, requires_grad=True)
+
+    def segment(value: Tensor) -> Tensor:
+        with tracker.fork():
+            value = functional.dropout(value.exp(), 0.5)
+        return functional.dropout(value, 0.5)
+
+    for _ in range(2):
+        y = checkpoint(segment, x) if recompute else segment(x)
+        with tracker.fork():
+            y = y * torch.rand(WIDTH)
+        y.square().sum().backward()
+    tracker.reset()
+    assert x.grad is not None
+    return torch.cat([x.grad.flatten(), torch.rand(1)])
+
+
+def test_named_sequences_of_random_numbers_go_on_alike() -> None:
+    assert torch.equal(drawn(True), drawn(False))
+    tracker = checkpointing.get_cuda_rng_tracker()
+    with pytest.raises(KeyError, match="no sequence 'model-parallel-rng'"), tracker.fork():
+        pass
+    tracker.add("own", 1)
+    with pytest.raises(ValueError, match="a sequence 'own' already"):
+        tracker.add("own", 2)
+    tracker.reset()
+
+
+def test_profile_and_synchronize(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(checkpointing, "_synchronize", lambda: waits.append(1))
+    caplog.set_level("INFO", "zeropp")
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    for said, count in ({}, 0), ({"synchronize": True}, 4), ({"profile": True}, 4):
+        waits.clear()
+        with moved(said), logged() as messages:
+            checkpoint(torch.tanh, x).sum().backward()
+        assert len(waits) == count
+        phases = [message.split()[2] for message in messages]
+        assert phases == (["forward", "recomputation"] if "profile" in said else [])
+
+
+class Mpu:
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.ranks
+
+
+def test_configured_by_arguments_and_files(tmp_path: Path) -> None:
+    block = {"cpu_checkpointing": True, "number_checkpoints": 4, "partition_activations": True}
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 3}, "activation_checkpointing": {"profile": true}}')
+    try:
+        configure(Mpu(1), {"zero_optimization": {"stage": 3}, "activation_checkpointing": block})
+        assert checkpointing.is_configured() and checkpointing._process.store is not None
+        configure(None, {"zero_optimization": {"stage": 3}, "activation_checkpointing": block}, checkpoint_in_cpu=False)
+        assert checkpointing._process.store is None
+        configure(None, deepspeed_config=path)
+        assert checkpointing._process.block.profile and not checkpointing._process.block.cpu_checkpointing
+        with pytest.raises(ValueError, match="model-parallel size of 2"):
+            configure(Mpu(2))
+        with pytest.raises(ValueError, match="needs num_checkpoints"):
+            configure(None, contiguous_checkpointing=True)
+        # What was refused has changed nothing.
+        assert checkpointing._process.block.profile
+    finally:
+        configure(None)

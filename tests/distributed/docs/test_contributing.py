@@ -1,0 +1,232 @@
+"""CONTRIBUTING.md's recipes, followed in a copy of the tree: a codec, a width, a placement and a key."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import zeropp
+from tests.support.branching_models import make_config
+from zeropp.config.extension import Bits, ExtensionConfig
+from zeropp.config.support import SUPPORT, Kind
+from zeropp.config.zero import ZeroConfig
+from zeropp.partition.levels import choose_mode
+from zeropp_kernels.wire import GROUPS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# The tree, copied, and each recipe followed in it.
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for room in ("zeropp", "docs", "kernels", "tests"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def python(tree: Path, *arguments: str) -> str:
+    """What Python says, with the copy's packages in place of the installed ones."""
+    path = os.pathsep.join(map(str, (tree, tree / "kernels")))
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env={**os.environ, "PYTHONPATH": path}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def insert(path: Path, before: str, text: str) -> None:
+    replace(path, before, text + before)
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    source = path.read_text()
+    assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
+    path.write_text(source.replace(old, new))
+
+
+def insert_key(tree: Path, name: str, field: str) -> None:
+    insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
+    insert(
+        tree / "zeropp/config/support.py",
+        '        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),',
+        f'        "{name}": EFFECT,\n',
+    )
+
+
+# A codec: values cut to the upper half of their float32, the sign, exponent and seven bits.
+
+CUT_CODEC = '''@dataclass(frozen=True)
+class CutCodec(PlainCodec):
+    """float32 with its lower 16 bits left out: bfloat16, rounded towards zero."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return "cut16"
+
+    def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
+        bits = values.float().view(torch.int32) & -65536
+        super().encode_(messages, bits.view(torch.float32), count=count, feedback=feedback)
+
+    def pack_(self, messages: Tensor, gradients: Sequence[Tensor | None], layout: BufferLayout,
+              table: BlockTable | None, *, count: int, feedback: Feedback | None) -> None:
+        whole = torch.empty(layout.numel, dtype=torch.float32, device=messages.device)
+        super().pack_(whole, gradients, layout, table, count=count, feedback=feedback)
+        self.encode_(messages, whole, count=count)
+
+
+'''
+
+
+def follow_codec(tree: Path) -> None:
+    insert(tree / "zeropp/wire/codecs.py", "@dataclass(frozen=True)\nclass BlockCodec", CUT_CODEC)
+    encoding = tree / "zeropp/wire/encoding.py"
+    replace(encoding, "import BlockCodec, Codec, ", "import BlockCodec, Codec, CutCodec, ")
+    insert(encoding, "    weights: Codec | None = None", "    cut: bool = False\n")
+    insert(encoding, "        if self.bits is None:", "        if self.cut:\n            return CutCodec()\n")
+    insert(encoding, "        weights=BlockCodec(8)", "        cut=extension.cut_gradients,\n")
+    # Weights in it are a value of a key that there is.
+    replace(encoding, "weights=BlockCodec(8) if", 'weights=CutCodec() if codec == "cut16" else BlockCodec(8) if')
+    insert_key(tree, "cut_gradients", '    cut_gradients: bool = False\n    """Cuts gradients."""\n\n')
+    replace(tree / "zeropp/config/extension.py", 'Literal["int8", ', 'Literal["int8", "cut16", ')
+
+
+# A placement that no configuration asks for: stage 1 within pairs of ranks, which are replicas of each other.
+
+
+def follow_placement(tree: Path) -> None:
+    chosen = "    if config.zeropp.replicated_pairs:\n        return Mode(build_chain(world, [2]), 2, 1, 1)\n"
+    insert(tree / "zeropp/partition/levels.py", "    zero = config.zero\n    states = group", chosen)
+    insert_key(tree, "replicated_pairs", '    replicated_pairs: bool = False\n    """Pairs of ranks."""\n\n')
+
+
+# A width: codes of two bits, -1, 0 and 1, four to a byte. Plain torch alone, as ranks on CPUs run it.
+
+TWO_BITS_IN = """    if bits == 2:
+        quarters = work.to(torch.int8).view(rows, 4, group // 4).bitwise_and_(3)
+        part.codes.view(torch.int8).copy_((quarters << _QUARTERS).sum(1, dtype=torch.int8))
+        return spoilt
+"""
+TWO_BITS_OUT = """    if bits == 2:
+        codes = ((part.codes.unsqueeze(1) >> _QUARTERS) & 3).view(rows, group).to(torch.int8).bitwise_xor_(2).sub_(2)
+"""
+
+
+def follow_width(tree: Path) -> None:
+    replace(tree / "kernels/zeropp_kernels/wire.py", "GROUPS = {8: 256,", "GROUPS = {2: 128, 8: 256,")
+    blocks = tree / "kernels/zeropp_kernels/reference/blocks.py"
+    insert(blocks, "_LEVELS = {", '_QUARTERS = torch.tensor([[0], [2], [4], [6]], dtype=torch.int8, device="cpu")\n')
+    replace(blocks, "_LEVELS = {", '_LEVELS = {2: torch.tensor(1.0, device="cpu"), ')
+    replace(blocks, "_LARGEST_SCALE = {", "_LARGEST_SCALE = {2: 0x7F7F, ")
+    insert(blocks, "    if bits == 8:\n", TWO_BITS_IN)
+    insert(blocks, "    if bits == 4:\n", TWO_BITS_OUT)
+    replace(tree / "zeropp/config/extension.py", "Bits = Annotated[Literal[", "Bits = Annotated[Literal[2, ")
+
+
+@pytest.mark.campaign
+def test_a_codec_a_width_and_a_placement_by_their_recipes(tree: Path) -> None:
+    """No other file changes than the recipes name; :mod:`tests.support.contributing_checks` trains with the results."""
+    follow_codec(tree)
+    follow_width(tree)
+    follow_placement(tree)
+    assert python(tree, "-c", "from tests.support.contributing_checks import main; main()") == ""
+
+
+def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
+    config = zeropp.load_config(make_config(zero_hpz_partition_size=2))
+    mode = choose_mode(config, 4, 2)
+    assert choose_mode(config, 4, 2) == mode and mode.cached == 2  # a value: no state, no process
+
+
+# A key: a setting of zeropp's own.
+
+
+WRITES_AND_LOADS = """
+import zeropp
+from docs.configuration import main
+print(main(["--check"]), main([]), main(["--check"]))
+print(zeropp.load_config({"zeropp": {"patience": 4}}).zeropp.patience)
+try:
+    zeropp.load_config({"zeropp": {"patience": 0}})
+except ValueError as error:
+    print(" ".join(str(error).split()))
+"""
+
+
+def test_a_key_by_its_recipe(tree: Path) -> None:
+    field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
+    insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
+    forgotten = (
+        "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
+    )
+    assert python(tree, "-c", forgotten).strip() == "['ExtensionConfig.patience']"
+    insert(
+        tree / "zeropp/config/support.py",
+        '        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),',
+        '        "patience": EFFECT,\n',
+    )
+    told = python(tree, "-W", "ignore", "-c", f"{forgotten}\n{WRITES_AND_LOADS}").splitlines()
+    assert told[:3] == ["[]", "1 0 0", "4"] and "zeropp.patience" in told[3] and "is out of date" in told[-1]
+    row = "| `patience` | integer | `3` | >= 1 | Seconds to be patient for. | works |"
+    assert row in (tree / "docs/configuration.md").read_text()
+
+
+def names_read() -> set[str]:
+    """Attributes that the code outside of the configuration reads."""
+    found = set()
+    for path in (ROOT / "zeropp").rglob("*.py"):
+        if "config" not in path.relative_to(ROOT).parts[:2]:
+            found |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    return found
+
+
+@pytest.mark.parametrize("model", [ExtensionConfig, ZeroConfig])
+def test_a_key(model: type[ExtensionConfig | ZeroConfig]) -> None:
+    """It has a docstring, an entry, a row in the reference; and if it has an effect, somebody reads it."""
+    reference, read = (ROOT / "docs" / "configuration.md").read_text(), names_read()
+    assert SUPPORT[model].keys() == model.model_fields.keys()
+    for name, field in model.model_fields.items():
+        assert field.description, f"{name} has no docstring"
+        assert re.search(rf"\| `(stage3_)?{name}`", reference), f"{name} is not in docs/configuration.md"
+        if SUPPORT[model][name].kind in (Kind.EFFECT, Kind.BLOCK) and not name.startswith("offload_"):
+            assert name in read, f"{name} is said to have an effect, and nobody reads it"
+
+
+# A width of codes: what tells one from another is in few files.
+
+_BITS, _TOLD = r"(?:bits|BITS|source_bits)\b", r"(==|!=|//|%|<=?|>=?)"
+_WIDTH = re.compile(
+    rf"\b{_BITS} *(?:{_TOLD}(?![<>])|in [({{\[])|\b\d+ *{_TOLD} *(\w+\.)?{_BITS}|\}}\[(\w+\.)?{_BITS}"
+    r"|\bGROUPS\b.* = \{|Literal\[4, 8"
+)
+
+
+def test_a_configuration_has_every_width() -> None:
+    widths = {width for part in get_args(Bits) for width in get_args(part)}
+    assert widths == {16, 32, *GROUPS}  # plain values, and codes
+
+
+@pytest.mark.parametrize(
+    "line", ["{4:1,8:2}[bits]", "8 // bits", "bits < 8", "if self.bits <= 4:", "BITS == 4", "source_bits in (4, 8)"]
+)
+def test_a_line_that_tells_widths_apart_is_seen(line: str) -> None:
+    assert _WIDTH.search(line)
+
+
+def test_few_files_tell_widths_apart() -> None:
+    sources = [path for room in ("zeropp", "kernels") for path in (ROOT / room).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in sources if _WIDTH.search(path.read_text())}
+    recipe = (ROOT / "CONTRIBUTING.md").read_text().split("### A width of codes")[1].split("###")[0]
+    named = set(re.findall(r"`((?:zeropp|kernels)/[\w/.]+\.py)`", recipe))
+    assert found <= named and len(named) <= 5, f"widths are told apart in {found}, the recipe names {named}"

@@ -1,0 +1,380 @@
+"""README's commands and code blocks, each of which is run, and compared with what README says that it replaces.
+
+tests/unit/test_readme_figures.py has its figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import Dataset
+
+import zeropp
+from tests.support.deepspeed_stand_in import standing_in
+from tests.support.rank_pool import run_ranks
+from zeropp.config import load_config, require_supported
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = dict(reversed(each) for each in re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL))
+"""Language by content of a fenced block."""
+# Which block a test is about, by something that only that block has.
+FIRST, FEWER_BYTES, FSDP2 = "Model().to(device)", '"zero_quantized_weights"', "fully_shard(model"
+DEEPSPEED, TRAINER, LIGHTNING = "import deepspeed", "zeropp.compat.deepspeed", "L.Trainer"
+TRAIN, TESTS = "train_gpt.py", "pytest"
+# So wide that weights are partitioned: smaller ones stay whole.
+WIDTH, BATCH, STEPS = 400, 8, 5
+
+
+def block(mark: str, language: str) -> str:
+    (found,) = (body for body in BLOCKS if mark in body)
+    assert BLOCKS[found] == language
+    return found
+
+
+def sides(mark: str) -> tuple[str, str]:
+    """The program before and after a diff."""
+    lines = [(line[:1], line[2:]) for line in block(mark, "diff").splitlines()]
+    assert {mark for mark, _ in lines} <= {"", " ", "+", "-"}
+    return tuple("\n".join(text for mark, text in lines if mark != left) for left in "+-")  # type: ignore[return-value]
+
+
+class Data(Dataset):
+    """Random inputs and targets."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.pairs = torch.randn(2, STEPS * 2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def __len__(self) -> int:
+        return self.pairs.size(1)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.pairs[0, index], self.pairs[1, index].tanh()
+
+
+class Model(nn.Module):
+    """Blocks in a list, as transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(x)
+        return self.head(x)
+
+
+class Losses(nn.MSELoss):
+    """The loss, which also keeps its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def forward(self, found: Tensor, wanted: Tensor) -> Tensor:
+        loss = super().forward(found.to(wanted.dtype), wanted)
+        self.values.append(loss.item())
+        return loss
+
+
+def trained(program: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """Run the script of README's first screen; this rank's losses, and the weights in the end."""
+    given: dict[str, Any] = {"Model": lambda: Model().to(dtype), "data": Data(dtype), "loss_fn": Losses()}
+    exec(program, given)
+    if isinstance(given["optimizer"], zeropp.ZeroOptimizer):
+        # Stage 3: between steps a rank has no values of large weights.
+        assert type(given["model"].head.weight) is not nn.Parameter
+        return given["loss_fn"].values, zeropp.full_state(given["model"])
+    return given["loss_fn"].values, given["model"].state_dict()
+
+
+def every(text: str, *replaced: tuple[str, str]) -> str:
+    """The text with each (old, new), which it must have."""
+    for old, new in replaced:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-6), ("bf16", 2e-2)])
+def test_the_first_diff_trains_like_the_script_that_it_changes(dtype: str, tolerance: float) -> None:
+    plain, ours = sides(FIRST)
+    # In order, so that ranks together have the plain script's batches.
+    plain = every(plain, ("batch_size=8, shuffle=True", "batch_size=16"))
+    ours = every(ours, ("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"))
+    given = torch.float32
+    if dtype == "fp64":  # in fewer bits the last ones of small gradients decide steps of Adam's
+        given = torch.float64
+        ours = every(ours, ('"bf16": {"enabled": True}', '"bf16": {"enabled": False}'))
+    expected, weights = trained(plain, given)
+    ranks = run_ranks(2, trained, ours, given)
+    assert len(expected) == STEPS
+    losses = [sum(each) / 2 for each in zip(*(losses for losses, _ in ranks), strict=True)]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    if dtype == "fp64":
+        for _, found in ranks:
+            for name, weight in weights.items():
+                torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+
+
+def test_the_first_diff_adds_five_lines() -> None:
+    lines = block(FIRST, "diff").splitlines()
+    assert sum(line.startswith("+") and len(line) > 1 for line in lines) <= 5
+
+
+def sent_between_nodes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Counter[str]:
+    """Bytes that this rank has sent so far, by kind and codec, once nothing is on its way."""
+    optimizer.engine.refresh.wait()
+    found: Counter[str] = Counter()
+    for row in zeropp.comm_report(model).rows:
+        found[f"{row.kind} {row.codec}"] += row.bytes * (row.link == "cross")
+    return +found
+
+
+def bytes_by_codec(config: dict[str, Any]) -> tuple[float, dict[str, float], list[float]]:
+    """Train with a configuration; parameters, bytes that this rank sends between nodes in a step, and losses."""
+    config["zero_optimization"]["zero_hpz_partition_size"] //= 4  # two ranks a node, where README has eight
+    model, losses, data = Model(), Losses(), Data()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model, config)
+    index = dist.get_rank()
+    x, y = data.pairs[:, index * BATCH : index * BATCH + BATCH]
+    for step in range(4):
+        optimizer.backward(losses(model(x), y.tanh()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            first = sent_between_nodes(model, optimizer)
+    sent = sent_between_nodes(model, optimizer) - first
+    return (
+        sum(p.numel() for p in model.parameters()),
+        {name: nbytes / 3 for name, nbytes in sent.items()},
+        losses.values,
+    )
+
+
+def test_the_configuration_sends_int8_weights_and_int4_gradients_between_nodes() -> None:
+    config = json.loads(block(FEWER_BYTES, "json"))
+    assert config["bf16"] == {"enabled": True} and config["gradient_clipping"] == 1.0
+    for numel, sent, losses in run_ranks(4, bytes_by_codec, config, local_world_size=2):
+        assert set(sent) == {"reduce int4", "refresh int8"}
+        # A node sends 0.76 of M (n-1)/n by the ledger, which is a byte a parameter here; a rank sends half of it.
+        assert 0.74 < 2 * sum(sent.values()) / numel < 0.79
+        assert losses[-1] < losses[0]
+
+
+def fsdp2_losses(shard: str) -> list[float]:
+    """Train with lines of README that shard a model; losses of this rank."""
+    policy = MixedPrecisionPolicy()
+    given: dict[str, Any] = {"model": Model(), "policy": policy, "fully_shard": fully_shard, "zeropp": zeropp}
+    given |= {"torch": torch, "config": {"zero_optimization": {"stage": 3}}}
+    exec(shard, given)
+    model, losses, data = given["model"], Losses(), Data()
+    optimizer = given["optimizer"]
+    for step in range(STEPS):
+        index = step * dist.get_world_size() + dist.get_rank()
+        x, y = data.pairs[:, index * BATCH : index * BATCH + BATCH]
+        losses(model(x), y.tanh()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses.values
+
+
+def test_one_line_quantizes_what_fsdp2_sends() -> None:
+    (line,) = re.findall(r"`(zeropp\.fsdp2\.[^`]*)`", TEXT)
+    before = sides(FSDP2)[0]
+    plain, quantized = (run_ranks(2, fsdp2_losses, each) for each in (before, f"{before}\n{line}"))
+    assert plain != quantized
+    for one, other in zip(plain, quantized, strict=True):
+        assert other == pytest.approx(one, rel=2e-2)
+
+
+def test_zeropp_alone_is_imported_for_that_line() -> None:
+    """``zeropp.fsdp2`` is there without an import of its own; names of DeepSpeed's say where they are."""
+    program = "import zeropp; zeropp.fsdp2.apply; zeropp.add_config_arguments"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100)
+    assert done.stderr.splitlines()[-1] == (
+        "AttributeError: module 'zeropp' has no attribute 'add_config_arguments'; for scripts that use it: "
+        "python -m zeropp.compat.deepspeed COMMAND"
+    )
+
+
+def test_without_fully_shard_zeropp_trains_the_same() -> None:
+    before, after = sides(FSDP2)
+    for one, other in zip(run_ranks(2, fsdp2_losses, before), run_ranks(2, fsdp2_losses, after), strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+def accumulated(config: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Weights after three steps of two micro-batches each, in the loop that FSDP2 has; plain torch without config."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if config is not None else (1, 0)
+    model, data, rows = Model(), Data(), 8 // world
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    if config is not None:
+        optimizer = zeropp.ZeroOptimizer(optimizer, model, {"zero_optimization": {"stage": 3}, **config})
+    for micro in range(6):
+        begin = (micro * world + rank) * rows
+        x, y = data.pairs[:, begin : begin + rows]
+        (nn.functional.mse_loss(model(x), y.tanh()) / 2).backward()
+        if micro % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return zeropp.full_state(model, rank0_only=True) if config is not None else model.state_dict()
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_a_loop_that_accumulates_stays(config: dict[str, Any]) -> None:
+    """As the table says of ``set_requires_gradient_sync``: without it, and with or without the key."""
+    expected = accumulated(None)
+    first, second = run_ranks(2, accumulated, config)
+    assert second == {}
+    for name, weight in expected.items():
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=1e-6)
+
+
+def test_the_keys_of_the_table_are_accepted() -> None:
+    """Those marked * beside the stage, the others at the top."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", TEXT.split("| in FSDP2 |")[1].split("##")[0], re.MULTILINE)
+    inner: dict[str, Any] = {}
+    outer: dict[str, Any] = {}
+    for row in rows:
+        for key, value, mark in re.findall(r'`"([a-z0-9_]+)": ([^`]+)`( \*)?', row):
+            (inner if mark else outer)[key] = json.loads(value.replace("N", "4"))
+    assert set(outer) == {"bf16", "gradient_clipping", "gradient_accumulation_steps"}
+    hpz = inner.pop("zero_hpz_partition_size")
+    assert (hpz, set(inner)) == (8, {"mics_shard_size", "offload_optimizer", "offload_param"})
+    for zero in ({"zero_hpz_partition_size": hpz}, inner):
+        require_supported(load_config({**outer, "zero_optimization": {"stage": 3, **zero}}))
+
+
+def engine_losses(program: str, folder: str) -> list[float]:
+    """Train with the JSON of a file, and with README's import or, by the stand-in, with DeepSpeed's."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    }
+    path = Path(folder) / f"zero3-{dist.get_rank()}.json"
+    path.write_text(json.dumps(config))
+    given: dict[str, Any] = {"model": Model()}
+    with standing_in():
+        exec(every(program, ("zero3.json", str(path))), given)
+    engine, losses, (x, y) = given["engine"], Losses(), Data().pairs[:, :4]
+    for _ in range(STEPS):
+        engine.backward(losses(engine(x), y.tanh()))
+        engine.step()
+    assert given["scheduler"].last_batch_iteration > 0
+    return losses.values
+
+
+def test_the_deepspeed_import(tmp_path: Path) -> None:
+    before, after = sides(DEEPSPEED)
+    unchanged, changed = (run_ranks(2, engine_losses, each, str(tmp_path)) for each in (before, after))
+    assert unchanged == changed and changed[0] == changed[1] and changed[0][-1] < changed[0][0]
+
+
+def test_the_lightning_strategy() -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    before, after = sides(LIGHTNING)
+    (known,) = re.findall(r'strategy="(\w+)"', before)
+    assert known in StrategyRegistry.available_strategies() and known.startswith("deepspeed")
+    given: dict[str, Any] = {"L": lightning}
+    exec(every(after, ("devices=8", 'devices=8, accelerator="cpu", logger=False')), given)
+    from zeropp.integrations.lightning import ZeroStrategy
+
+    strategy = given["trainer"].strategy
+    assert isinstance(strategy, ZeroStrategy)
+    assert strategy.config["zero_optimization"]["stage"] == 3 == int(known[-1])
+
+
+# -- commands
+
+
+def run(command: str, folder: Path, *flags: str) -> str:
+    """A command of README in a shell, with programs of this environment first on the path."""
+    programs = Path(sys.executable).parent
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RANK", "WORLD_"))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{programs}:{env['PATH']}"}
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    done = subprocess.run(
+        " ".join([command.strip(), *flags]),
+        shell=True,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
+    """As a file of its own: it ends well, although nothing is closed and units may still be on their way."""
+    (command,) = re.findall(r"`(torchrun --nproc-per-node 8 train\.py)`", TEXT)
+    source = "from tests.distributed.docs.test_readme import Data, Losses, Model\ndata, loss_fn = Data(), Losses()\n"
+    (tmp_path / "train.py").write_text(f"{source}{sides(FIRST)[1]}\nprint('trained', flush=True)\n")
+    assert run(every(command, ("node 8", "node 2 --standalone")), tmp_path).count("trained") == 2
+
+
+def test_the_training_command(tmp_path: Path) -> None:
+    """But for the virtual environment, which the test command has made in the same words."""
+    setup, train = block(TRAIN, "sh").split(" '.[examples]' && ")
+    assert setup == INSTALL
+    small = ("--layers=2", "--d-model=64", "--heads=2", "--steps=4", "--log-every=1", "--sample=0", "--data=LICENSE")
+    run(every(train, (".venv/bin/", "")), ROOT, *small, f"--metrics={tmp_path / 'metrics'}")
+    records = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert records[0]["world"] == 2 and records[-1] == {"event": "end", "finished": True}
+
+
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e"
+
+
+def test_the_test_command_is_what_ci_runs() -> None:
+    """CI takes it from README, and so shows that it works."""
+    said = subprocess.run(["bash", str(ROOT / ".ci" / "run"), "--show"], capture_output=True, text=True, check=True)
+    assert said.stdout == block(TESTS, "sh") == f"{INSTALL} '.[dev]' && .venv/bin/pytest -n 2 --dist worksteal\n"
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {"dev", "examples"} <= set(extras) and "`pip install .`" in TEXT
+
+
+@pytest.mark.timeout(240)
+def test_the_trainer_s_command(tmp_path: Path) -> None:
+    """With the example's script as train.py, which knows nothing of zeropp."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for name in ("hf_trainer.py", "text_data.py"):
+        (tmp_path / name.replace("hf_trainer", "train")).write_text((ROOT / "examples" / name).read_text())
+    (tmp_path / "zero3.json").write_text((ROOT / "examples" / "zero3_auto.json").read_text())
+    with contextlib.suppress(FileExistsError):
+        (tmp_path.parent / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+    command = every(block(TRAINER, "sh"), ("--nproc-per-node 8", "--standalone --nproc-per-node 2"))
+    assert "parameters in" in run(command, tmp_path, "--folder=runs", "--steps=2")
+
+
+def test_every_block_has_a_test_and_the_page_fits() -> None:
+    run_by_tests = (FIRST, FEWER_BYTES, FSDP2, DEEPSPEED, TRAINER, LIGHTNING, TRAIN, TESTS)
+    assert len(BLOCKS) == TEXT.count("\n```") / 2 == len(run_by_tests)
+    for body in BLOCKS:
+        assert sum(mark in body for mark in run_by_tests) == 1, body
+    assert len(TEXT.splitlines()) <= 150

@@ -1,0 +1,104 @@
+"""Number formats by name: each is seen in what is computed with, kept, summed and sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.branching_models import WIDTH, Routed, make_config, worst
+from tests.support.rank_pool import run_ranks
+
+MASTER = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+class Seeing(Routed):
+    """Takes note of the dtypes that it computes in."""
+
+    def forward(self, x: Tensor, route: Any = None) -> Tensor:
+        self.seen = {x.dtype, self.blocks[0].lin.weight.dtype}
+        return super().forward(x, route)
+
+
+def kinds(built: torch.dtype, settings: dict[str, Any]) -> tuple[set[torch.dtype], torch.dtype, torch.dtype, int]:
+    """Dtypes computed in, of main weights and of gradient sums; bytes of a step's gradients that a rank sends."""
+    torch.manual_seed(0)
+    with zeropp.zero.Init(dtype=built):
+        model = Seeing(2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+    optimizer.backward(model(torch.ones(2, WIDTH, dtype=built)).float().sum())
+    optimizer.step()
+    (buffer,) = optimizer.engine.units[0].trainable_buffers
+    rows = optimizer.engine.comm.ledger.rows
+    sent = sum(row.bytes for row in rows if row.kind == "reduce")
+    assert buffer.gradient is not None
+    return model.seen, buffer.main_dtype, buffer.gradient.dtype, sent
+
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+# Of a unit with 8 x 8 weights and 8 biases: a block of 256 for each parameter on each rank, half of which is sent.
+NUMEL = 2 * 512
+
+
+@pytest.mark.parametrize(
+    ("built", "settings", "computed", "main", "itemsize"),
+    [
+        (F32, {}, F32, F32, 4),
+        (BF16, {}, BF16, F32, 2),
+        (F64, {}, F64, F64, 8),
+        (BF16, {"data_types": {"param_dtype": "fp32"}}, F32, F32, 4),
+        (F32, {"data_types": {"param_dtype": "bf16"}}, BF16, F32, 2),
+        (F32, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, BF16, F32, 2),
+        (F32, {"bf16": MASTER, "data_types": {"grad_accum_dtype": "bf16"}}, BF16, BF16, 2),
+        (F32, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}, BF16, F32, 4),
+        (F32, {"communication_data_type": "bf16"}, F32, F32, 2),
+    ],
+    ids=str,
+)
+def test_each_type_is_seen(built: Any, settings: dict[str, Any], computed: Any, main: Any, itemsize: int) -> None:
+    for found in run_ranks(2, kinds, built, settings):
+        assert found == ({computed}, main, main, NUMEL // 2 * itemsize)
+
+
+# Exact in float16, and so is their mean; their sum is beyond 65504.
+SLOPES = 40_000.0, 60_032.0
+
+
+class Steep(nn.Module):
+    """Its gradient is the rank's slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(300))
+
+    def forward(self) -> Tensor:
+        return (self.weight.float() * SLOPES[dist.get_rank()]).sum()
+
+
+def stepped(settings: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
+    fp16 = {"enabled": True, "loss_scale": 1}
+    model = Steep()
+    inner = torch.optim.SGD(model.parameters(), lr=2.0**-16)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(fp16=fp16, **settings))
+    optimizer.backward(model())
+    optimizer.step()
+    return optimizer.skipped_steps, zeropp.full_state(model)
+
+
+@pytest.mark.parametrize("sums", ["exchange", "backend"])
+def test_what_dividing_before_the_sum_is_for_is_so_without_it(sums: str) -> None:
+    """Two gradients overflow float16 when they are added; their mean does not, with any of the keys."""
+    plain, *others = [
+        run_ranks(2, stepped, {"reduce_scatter": sums, **keys})
+        for keys in ({}, {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0})
+    ]
+    for skipped, weights in plain:
+        assert skipped == 0
+        torch.testing.assert_close(weights["weight"], torch.full((300,), 1 - 50_016 * 2.0**-16), rtol=1e-6, atol=0)
+    for found in others:
+        assert [worst(weights, plain[0][1]) for _, weights in found] == [0.0, 0.0]

@@ -1,0 +1,67 @@
+"""``torch.set_default_device``: what the engine makes for the host is on the host.
+
+"meta" stands for a card: what is made there by mistake can be neither sent, nor read or written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeropp
+from tests.support.checkpoint_training import CONFIGS
+from tests.support.quantized_model import Model, tokens
+from tests.support.rank_pool import run_ranks
+from zeropp import checkpoint
+
+
+class Own(torch.optim.AdamW):
+    """One that is tried out before it is believed to be elementwise."""
+
+
+def trains(folder: Path, name: str, device: str | None) -> list[dict[str, Tensor]]:
+    """Whole weights after everything that makes tensors: wrapping, steps, saving and loading in each way."""
+    model, other = Model(), Model()
+    model.head.weight.requires_grad_("frozen" not in name)
+    # Fused: torch's other optimizers count steps on the default device.
+    inner = Own([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    batches = [tokens(step, dist.get_rank()) for step in range(4)]
+
+    def step(index: int) -> None:
+        optimizer.backward(model(batches[index]))
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # As users do, once and at the beginning, and not around some lines.
+    torch.set_default_device(device)
+    try:
+        optimizer = zeropp.ZeroOptimizer(inner, model, CONFIGS[name])
+        optimizer.boundary.reads_late = True
+        step(0)
+        step(1)
+        assert optimizer.grad_norm
+        optimizer.load_state_dict(optimizer.state_dict())
+        for asynchronous in (False, True):
+            checkpoint.save(folder, model, optimizer, asynchronous=asynchronous)
+            checkpoint.wait()
+            step(2)
+            checkpoint.load(folder, model, optimizer)
+        step(3)
+        # Where none of it is in codes.
+        zeropp.ZeroOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other, CONFIGS["stage 3"])
+        checkpoint.load(folder, other)
+        return [zeropp.full_state(model), zeropp.full_state(other)]
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", ["stage 3", "frozen codes", pytest.param("hpz loco bf16", marks=pytest.mark.campaign)])
+def test_the_default_device_changes_nothing(name: str, tmp_path: Path) -> None:
+    there, here = (run_ranks(2, trains, tmp_path / str(d), name, d, local_world_size=2)[0] for d in ("meta", None))
+    for one, two in zip(there, here, strict=True):
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)

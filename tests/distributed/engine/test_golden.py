@@ -1,0 +1,34 @@
+"""The golden run: configurations that change nothing but the way give the same bits, and so does running them again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.runs import CASES, EQUAL, differences, run
+from tests.support.rank_pool import some
+
+BITS = ("losses", "norms", "weights")
+
+
+@pytest.mark.parametrize("pair", some(EQUAL, 2), ids=" = ".join)
+def test_configurations_that_lose_nothing_are_bit_equal(pair: tuple[str, str]) -> None:
+    found = run(pair)
+    one, other = ([{key: rank[key] for key in BITS} for rank in found[name]] for name in pair)
+    assert differences(one, other) == []
+
+
+def test_differences_are_named() -> None:
+    before = {"stage 3": [{"losses": "ab", "bytes": {"unit 0": [1, 20]}}]}
+    after = {"stage 3": [{"losses": "cd", "bytes": {"unit 0": [1, 21], "unit 1": [1, 4]}}]}
+    assert differences(before, before) == []
+    assert differences(before, after) == [
+        "/stage 3/0/losses: ab before, cd now",
+        "/stage 3/0/bytes/unit 0/1: 20 before, 21 now",
+        "/stage 3/0/bytes/unit 1: None before, [1, 4] now",
+    ]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_run_is_the_same_twice() -> None:
+    assert differences(run(CASES), run(CASES)) == []

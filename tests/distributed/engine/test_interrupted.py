@@ -1,0 +1,139 @@
+"""Ctrl-C and the like in a forward, for which torch calls no hooks: training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.branching_models import WIDTH, Routed, make_config, worst
+from tests.support.rank_pool import run_ranks
+from zeropp import checkpoint
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 1": {"stage": 1},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "offloaded": {"offload_optimizer": {"device": "cpu"}},
+}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def step(model: nn.Module, optimizer: zeropp.ZeroOptimizer, number: int) -> float:
+    loss = model(batch(number)).square().mean()
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def interrupt(model: nn.Module, kind: type[BaseException], *, before: bool, graph: bool) -> None:
+    """One forward that is cut off in its third block."""
+
+    def stop(*_: object) -> None:
+        raise kind("in the middle")
+
+    block = model.blocks[2]
+    handle = (block.register_forward_pre_hook if before else block.register_forward_hook)(stop)
+    with pytest.raises(kind, match="in the middle"), torch.set_grad_enabled(graph):
+        model(batch(99))
+    handle.remove()
+
+
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+def trained(settings: dict[str, Any], kind: type[BaseException] | None, before: bool, graph: bool) -> Run:
+    torch.manual_seed(0)
+    model = Routed(4)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+    losses = []
+    for number in range(4):
+        if kind is not None and number % 2:
+            interrupt(model, kind, before=before, graph=graph)
+            # With the next forward, or whatever else is called.
+            if number == 3:
+                optimizer.zero_grad(now=True)
+        losses.append(step(model, optimizer, number))
+    return losses, zeropp.full_state(model)
+
+
+CASES: list[tuple[str, type[BaseException], bool, bool]] = [
+    ("stage 3", KeyboardInterrupt, False, True),
+    ("stage 3", SystemExit, True, True),
+    ("stage 3", KeyboardInterrupt, False, False),
+    ("stage 1", KeyboardInterrupt, True, True),
+    ("hpz", GeneratorExit, False, True),
+    ("offloaded", KeyboardInterrupt, False, True),
+]
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("name", "kind", "before", "graph"), CASES)
+def test_training_goes_on_with_the_same_bits(name: str, kind: type[BaseException], before: bool, graph: bool) -> None:
+    plain = run_ranks(2, trained, SETTINGS[name], None, before, graph)
+    for (wanted, state), (losses, found) in zip(
+        plain, run_ranks(2, trained, SETTINGS[name], kind, before, graph), strict=True
+    ):
+        assert losses == wanted and worst(found, state) == 0
+
+
+def gathered(model: nn.Module) -> None:
+    with zeropp.zero.GatheredParameters(model):
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def saved(folder: Path) -> list[str]:
+    """What a program does that catches Ctrl-C to save its state."""
+    model = Routed(4)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, make_config())
+    step(model, optimizer, 0)
+    calls: dict[str, Callable[[], object]] = {
+        "full_state": lambda: zeropp.full_state(model),
+        "save": lambda: checkpoint.save(folder / "here", model, optimizer),
+        "gathered": lambda: gathered(model),
+    }
+    refused = []
+    for name, call in calls.items():
+        interrupt(model, KeyboardInterrupt, before=False, graph=True)
+        try:
+            call()
+        except RuntimeError as error:
+            refused.append(f"{name}: {error}")
+    return refused
+
+
+def test_the_state_can_be_saved(tmp_path: Path) -> None:
+    assert run_ranks(2, saved, tmp_path) == [[], []]
+    assert (tmp_path / "here" / "metadata.json").is_file()
+
+
+def inside() -> list[str]:
+    """What is refused in a forward is refused all the same, and in one that computes gradients on another thread."""
+    model = Routed(4)
+    zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    found: list[str] = []
+
+    def ask(*_: object) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            zeropp.full_state(model)
+        found.append(str(caught.value))
+
+    model.blocks[1].register_forward_hook(ask)
+    model(batch(0))
+    return found
+
+
+def test_a_forward_that_runs_is_not_taken_for_one_that_is_over() -> None:
+    for messages in run_ranks(2, inside):
+        assert len(messages) == 1 and "full_state was called in the middle of a forward" in messages[0]

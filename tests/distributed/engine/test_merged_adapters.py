@@ -1,0 +1,228 @@
+"""PEFT's merge of adapters into frozen weights below stage 3: between passes, without a context, as under DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeropp
+from tests.support.branching_models import worst
+from tests.support.rank_pool import run_ranks
+
+TOKENS = torch.arange(8).view(1, 8)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"zero_optimization": {"stage": 0}},
+    "stage 1": {"zero_optimization": {"stage": 1}},
+    "stage 2": {"zero_optimization": {"stage": 2}},
+    "stage 2, bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "stage 2, states on the host": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 4, "init_lora_weights": False},
+    "IA3Config": {"feedforward_modules": ["v_proj"], "init_ia3_weights": False},
+    "LoHaConfig": {"r": 2, "init_weights": False},
+}
+
+
+def adapted(kind: str = "LoraConfig", **more: Any) -> Any:
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **KINDS[kind], **more}
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), getattr(peft, kind)(**settings))
+
+
+def wrapped(name: str, model: Any) -> Any:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    return zeropp.initialize(model=model, config={**CONFIGS[name], "optimizer": optimizer, "gradient_clipping": 1.0})[0]
+
+
+def train(engine: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        engine.backward(engine(input_ids=TOKENS + dist.get_rank(), labels=TOKENS).loss)
+        engine.step()
+
+
+def twin(model: Any, made: Any, name: str) -> Any:
+    """The plain model with the same weights, in the dtype that is computed with."""
+    full = zeropp.full_state(model)
+    made.load_state_dict(full)
+    return made.bfloat16() if "bf16" in name else made
+
+
+@torch.no_grad()
+def outputs(model: Any) -> Tensor:
+    found: Tensor = model(input_ids=TOKENS).logits
+    return found
+
+
+def merged(name: str, kind: str, safe: bool, folder: Path) -> list[float]:
+    """Distances from plain PEFT's merge: state dict, output, main weights, and the file."""
+    import transformers
+
+    more = {"use_dora": True} if kind == "LoraConfig" and safe else {}
+    model = adapted(kind, **more)
+    engine = wrapped(name, model)
+    train(engine, 2)
+    wanted = twin(model, adapted(kind, **more), name).merge_and_unload(safe_merge=safe)
+    found = model.merge_and_unload(safe_merge=safe)
+    state = wanted.state_dict()
+    assert found.state_dict().keys() == state.keys()
+    distances = [worst(found.state_dict(), state), worst({"": outputs(found)}, {"": outputs(wanted)})]
+    full = zeropp.full_state(found)
+    distances.append(worst({key: value.to(state[key].dtype) for key, value in full.items()}, state))
+    if dist.get_rank() == 0:
+        found.save_pretrained(folder)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
+        distances.append(worst(loaded.state_dict(), state))
+    return distances
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "safe"),
+    [
+        *((name, "LoraConfig", False) for name in CONFIGS),
+        ("stage 2", "LoraConfig", True),
+        ("stage 1", "IA3Config", False),
+        ("stage 2, bf16", "LoHaConfig", True),
+    ],
+)
+def test_merge_and_unload_below_stage_3(name: str, kind: str, safe: bool, tmp_path: Path) -> None:
+    for state, output, *rest in run_ranks(2, merged, name, kind, safe, tmp_path):
+        assert state == max(rest) == 0.0
+        # The plain model has cast its buffers, too.
+        assert output < (0.01 if "bf16" in name else 1e-6)
+
+
+def goes_on(name: str) -> float:
+    """As TRL does to generate: merged for a while between steps; distance from a run that was never merged."""
+    model, other = adapted(), adapted()
+    engine, beside = wrapped(name, model), wrapped(name, other)
+    for _ in range(3):
+        train(engine)
+        train(beside)
+        before = outputs(engine)
+        model.merge_adapter()
+        assert torch.allclose(outputs(engine), before, rtol=0, atol=1e-5)
+        model.unmerge_adapter()
+    return worst(zeropp.full_state(model), zeropp.full_state(other))
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 2"])
+def test_training_goes_on_after_a_merge_that_was_undone(name: str) -> None:
+    assert max(run_ranks(2, goes_on, name)) < 1e-6
+
+
+def one_rank_alone(name: str, folder: Path) -> list[str]:
+    """The first rank merges and saves, which takes no other; what ranks have together is refused from then on."""
+    model = adapted()
+    engine = wrapped(name, model)
+    train(engine)
+    wanted = twin(model, adapted(), name).merge_and_unload().state_dict()
+    if dist.get_rank() == 0:
+        model.merge_adapter()
+        state = model.get_base_model().state_dict()
+        found = {key.replace(".base_layer", ""): value for key, value in state.items() if "lora_" not in key}
+        assert worst(found, wanted) == 0.0
+    calls: list[Callable[[], object]] = [
+        lambda: zeropp.full_state(model),
+        lambda: engine.save_checkpoint(folder),
+        lambda: zeropp.checkpoint.export(folder / "out", model),
+        lambda: train(engine),
+    ]
+    said = []
+    for call in calls:
+        if len(said) == 3 and dist.get_rank() == 0:
+            # Else its loss would not lead to adapters. The weights are not to the bit what they were.
+            model.unmerge_adapter()
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 2"])
+def test_a_merge_by_one_rank_alone_is_not_mixed_with_others(name: str, tmp_path: Path) -> None:
+    for *collective, step in run_ranks(2, one_rank_alone, name, tmp_path):
+        assert all("different edits of frozen weights, as by merge_and_unload()" in text for text in collective)
+        assert "No weight was changed by this step" in step
+
+
+def plain_merge() -> dict[str, Tensor]:
+    """Two steps of plain torch on the batches of both ranks, and PEFT's merge."""
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        for rank in range(dist.get_world_size()):
+            (model(input_ids=TOKENS + rank, labels=TOKENS).loss / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Tensor] = model.merge_and_unload().state_dict()
+    return found
+
+
+def merged_under_accelerate(stage: int) -> tuple[float, float, float]:
+    """Distances from plain torch: weights merged for a while, those merged for good, and what the model has of them."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from zeropp.integrations.accelerate import prepare
+
+    AcceleratorState._reset_state(True)
+    accelerator, model = Accelerator(cpu=True), adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = {"zero_optimization": {"stage": stage}}
+    model, optimizer = prepare(accelerator, model, optimizer, config=config)
+    for _ in range(2):
+        before = outputs(model)
+        model.merge_adapter()
+        between = worst({"": outputs(model)}, {"": before})
+        model.unmerge_adapter()
+        accelerator.backward(model(input_ids=TOKENS + dist.get_rank(), labels=TOKENS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = plain_merge()
+    found = accelerator.unwrap_model(model).merge_and_unload()
+    AcceleratorState._reset_state(True)
+    return between, worst(found.state_dict(), wanted), worst(zeropp.full_state(found), wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_accelerate_s_models_are_merged_as_in_plain_torch(stage: int) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    for distances in run_ranks(2, merged_under_accelerate, stage):
+        assert max(distances) < 1e-5
+
+
+def bare(stage: int) -> list[float]:
+    """Distances from plain torch of a bare optimizer's model, merged inside GatheredParameters."""
+    model = adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = {"zero_optimization": {"stage": stage}}
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(trained, lr=1e-2), model, config)
+    for _ in range(2):
+        optimizer.backward(model(input_ids=TOKENS + dist.get_rank(), labels=TOKENS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"zeropp\.zero\.GatheredParameters"):
+        model.merge_adapter()
+    wanted = plain_merge()
+    with zeropp.zero.GatheredParameters(list(model.parameters())):
+        found = model.merge_and_unload()
+        inside = worst({key: value.clone() for key, value in found.state_dict().items()}, wanted)
+    return [inside, worst(zeropp.full_state(found), wanted)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bare_optimizer_s_model_is_merged_while_it_is_gathered(stage: int) -> None:
+    for distances in run_ranks(2, bare, stage):
+        assert max(distances) < 1e-5

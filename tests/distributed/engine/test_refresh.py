@@ -1,0 +1,308 @@
+"""Weights cached between uses: renewed once a step, never used at an older version, not waited for too early."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.branching_models import Block, apart, make_config
+from tests.support.parity import assert_close
+from tests.support.rank_pool import RankFailure, run_ranks, some
+from zeropp.order.refresh import Refresh
+from zeropp.params.flat_buffer import FlatBuffer
+
+KEPT: dict[str, dict[str, object]] = {
+    "hpz": {"zero_hpz_partition_size": 2},
+    "stage 2": {"stage": 2, "overlap_comm": True},
+    "persistent": {"persist": 10_000},
+}
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def wrapped(settings: dict[str, object], **more: object) -> tuple[Stack, zeropp.ZeroOptimizer]:
+    model = Stack().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, zeropp.ZeroOptimizer(inner, model, make_config(**{**settings, **more}))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+
+
+def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, list[float]]:
+    """Time of ``step()``, of the forward after it, and when in it each block began; each refresh takes ``seconds``."""
+    model, optimizer = wrapped(settings)
+    train(model, optimizer, 3)
+    original = FlatBuffer.refresh
+    began: list[float] = []
+
+    def refresh(buffer: FlatBuffer, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
+        time.sleep(seconds)
+        yield from original(buffer, differs)
+
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: began.append(time.monotonic()))
+    optimizer.zero_grad()
+    model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
+    FlatBuffer.refresh = refresh  # type: ignore[method-assign]
+    try:
+        start = time.monotonic()
+        optimizer.step()
+        stepped = time.monotonic()
+        began.clear()
+        with torch.no_grad():
+            model(torch.ones(2, 16, dtype=torch.float64))
+        done = time.monotonic()
+    finally:
+        FlatBuffer.refresh = original  # type: ignore[method-assign]
+        optimizer.engine.refresh.wait()
+    return stepped - start, done - stepped, [moment - stepped for moment in began]
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+def test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own(name: str) -> None:
+    """Four units whose refreshes take 0.3 s each: the first block has run long before the last unit has arrived."""
+    for stepped, forward, began in run_ranks(4, slowly, KEPT[name], 0.3, local_world_size=2):
+        assert stepped < 0.25, "step() waited for a refresh"
+        assert forward > 0.9, "forward did not wait for the last refresh"
+        assert began[0] < 0.8 < 0.9 < began[3], began
+
+
+def skipping(settings: dict[str, object], skip: str) -> None:
+    """A refresh is missing: once after a step, a load or an edit."""
+    model, optimizer = wrapped(settings)
+    train(model, optimizer, 2)
+    state = model.state_dict()
+    Refresh.start = lambda self: None  # type: ignore[method-assign]
+    if skip == "step":
+        train(model, optimizer, 1)
+    else:
+        model.load_state_dict(state)
+    model(torch.ones(2, 16, dtype=torch.float64))
+
+
+def skip_and_restore(settings: dict[str, object], skip: str) -> None:
+    original = Refresh.start
+    try:
+        skipping(settings, skip)
+    finally:
+        Refresh.start = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("skip", ["step", "load"])
+@pytest.mark.parametrize("name", KEPT)
+def test_weights_of_an_older_version_are_never_used(name: str, skip: str) -> None:
+    for failure in run_ranks(4, skip_and_restore, KEPT[name], skip, local_world_size=2, catch=True):
+        assert isinstance(failure, RankFailure) and "caches weights of old versions" in failure.message
+
+
+def values_after_a_load(settings: dict[str, object]) -> tuple[Tensor, Tensor, list[int]]:
+    """What the model gives after a load, and what it should; refreshes of wrapping, the load and twenty evaluations."""
+    model, optimizer = wrapped(settings)
+    ledger = optimizer.engine.comm.ledger
+
+    def refreshes() -> int:
+        optimizer.engine.refresh.wait()
+        return sum(row.calls for row in ledger.rows if row.kind == "refresh")
+
+    wrapping = refreshes()
+    train(model, optimizer, 2)
+    trained = refreshes()
+    other = Stack().double()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.25)
+    model.load_state_dict(other.state_dict())
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
+    with torch.no_grad():
+        found = model(x)
+        loaded = refreshes()
+        for _ in range(20):
+            assert torch.equal(model(x), found)
+    return found, other(x).detach(), [wrapping, loaded - trained, refreshes() - loaded]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_load_is_seen_and_evaluation_renews_nothing(name: str) -> None:
+    for found, expected, sent in run_ranks(4, values_after_a_load, KEPT[name], local_world_size=2):
+        assert_close(found, expected, 1e-12, "output after a load")
+        assert sent[0] == sent[1] > 0 and sent[2] == 0, "a load renews everything once"
+
+
+class Interrupted(torch.optim.SGD):
+    """Fails after it has updated, if told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.fails:
+            raise KeyboardInterrupt("during the step")
+
+
+class Failing(nn.Linear):
+    """Cannot be loaded."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        raise KeyError("the user's own")
+
+
+def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
+    """A step or a load fails when weights have changed: how far the model is off its own weights."""
+    model = nn.Sequential(Stack(), Failing(16, 16)).double()
+    inner = Interrupted(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+    train(model, optimizer, 2)
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
+    old = model(x).sum()
+    if what == "step":
+        model(x).square().mean().backward()
+        old = model(x).sum()
+        inner.fails = only is None or dist.get_rank() == only
+        failure = pytest.raises(KeyboardInterrupt, match="during the step") if inner.fails else contextlib.nullcontext()
+        with failure:
+            optimizer.step()
+        inner.fails = False
+    else:
+        other = {key: value + 0.25 for key, value in model.state_dict().items()}
+        with pytest.raises(KeyError, match="the user's own"):
+            model.load_state_dict(other)
+    whole = nn.Sequential(Stack(), nn.Linear(16, 16)).double()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        found = model(x)
+        whole.load_state_dict(zeropp.full_state(model))
+        difference = apart(found, whole(x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # a graph of older weights
+        old.backward()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    return difference
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("what", "only"), [("step", None), ("step", 1), ("load", None)])
+@pytest.mark.parametrize("name", some([*KEPT, "stage 3"], 2))
+def test_weights_that_changed_before_an_error_are_new_ones(name: str, what: str, only: int | None) -> None:
+    for difference in run_ranks(4, half_way, KEPT.get(name, {}), what, only, local_world_size=2):
+        assert difference < 1e-12, "the model runs with older weights than it has"
+
+
+def clamped(settings: dict[str, object]) -> float:
+    """Weights that a hook after each step clamps; the largest difference to plain torch."""
+    model, optimizer = wrapped(settings)
+    plain = Stack().double()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def clamp(each: torch.optim.Optimizer, *_: object) -> None:
+        time.sleep(0.01)  # a refresh under way would be done
+        with torch.no_grad():
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.1, 0.1)
+
+    off = 0.0
+    optimizer.register_step_post_hook(clamp)
+    reference.register_step_post_hook(clamp)
+    for _ in range(4):
+        train(model, optimizer, 1)
+        train(plain, reference, 1)
+        x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
+        with torch.no_grad():
+            off = max(off, apart(model(x), plain(x)))
+    return off
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", [*KEPT, "stage 3"])
+def test_a_hook_after_the_step_may_edit_weights(name: str) -> None:
+    assert max(run_ranks(4, clamped, KEPT.get(name, {}), local_world_size=2)) < 1e-12
+
+
+class Unknown(torch.optim.AdamW):
+    """An optimizer of which nobody knows that it treats each parameter by itself."""
+
+
+def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], dict[str, Tensor], bool]:
+    """What a step does, in order: updates and refreshes; weights after four; whether gradients are all there again."""
+    model = Stack().double()
+    optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
+    train(model, optimizer, 3)
+    optimizer.engine.refresh.wait()
+    done: list[str] = []
+    update, refresh = torch.optim.AdamW.step, FlatBuffer.refresh
+    inner = getattr(update, "__wrapped__", update)
+
+    def step(own: torch.optim.Optimizer, *args: Any) -> None:
+        optimizer.engine.refresh.wait()
+        stepped = [p for group in own.param_groups for p in group["params"] if p.grad is not None]
+        done.append(f"step {sum(p.numel() for p in stepped)}")
+        inner(own, *args)
+
+    def renew(buffer: FlatBuffer, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
+        done.append(f"refresh {buffer.unit}")
+        yield from refresh(buffer, differs)
+
+    torch.optim.AdamW.step, FlatBuffer.refresh = step, renew  # type: ignore[method-assign]
+    try:
+        train(model, optimizer, 1)
+        optimizer.engine.refresh.wait()
+    finally:
+        torch.optim.AdamW.step, FlatBuffer.refresh = update, refresh  # type: ignore[method-assign]
+    whole = all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return done, zeropp.full_state(model), whole
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+def test_first_weights_travel_while_the_last_are_stepped(name: str) -> None:
+    results = run_ranks(4, portions, KEPT[name], torch.optim.AdamW, local_world_size=2)
+    others = run_ranks(4, portions, KEPT[name], Unknown, local_world_size=2)
+    for (done, weights, whole), (at_once, expected, _) in zip(results, others, strict=True):
+        assert [what.split()[0] for what in at_once] == ["step"] + ["refresh"] * 4
+        steps = [index for index, what in enumerate(done) if what.startswith("step")]
+        assert steps == [0, 2, 4] and done[1] == "refresh blocks.0" and done[3] == "refresh blocks.1", done
+        assert len({what for what in done if what.startswith("refresh")}) == 4
+        assert whole and all(torch.equal(value, expected[key]) for key, value in weights.items())
+
+
+def long_pieces(settings: dict[str, object], kind: type[Any]) -> tuple[dict[str, Tensor], int]:
+    """Weights after four steps; the most slices of one unit that are on this rank."""
+    model = Stack(64).double()
+    optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((2, 64), 1.0 + step + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    units = [piece.unit for piece in optimizer.slices.stepped]
+    return zeropp.full_state(model), max(units.count(unit) for unit in units)
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+def test_all_slices_of_a_unit_are_stepped_once(name: str) -> None:
+    results = run_ranks(4, long_pieces, KEPT[name], torch.optim.AdamW, local_world_size=2)
+    others = run_ranks(4, long_pieces, KEPT[name], Unknown, local_world_size=2)
+    assert max(count for _, count in results) > 1
+    for (weights, _), (expected, _) in zip(results, others, strict=True):
+        assert all(torch.equal(value, expected[key]) for key, value in weights.items())

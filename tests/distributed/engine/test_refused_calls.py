@@ -1,0 +1,165 @@
+"""Calls in the middle of a pass, inside GatheredParameters or after close are refused by name, and training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.branching_models import Routed, make_config, share, worst
+from tests.support.rank_pool import run_ranks
+from tests.support.refused_arguments import sgd
+from zeropp.access.average import Average
+
+
+class Stepping(nn.Module):
+    """Calls something of its optimizer inside its own forward, or in a hook of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.inside: Callable[[], object] = lambda: None
+        self.in_backward: Callable[[], object] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        self.inside()
+        y.register_hook(lambda _: (self.in_backward(), None)[1])
+        return self.lin(y)
+
+
+CALLS: dict[str, Callable[[zeropp.ZeroOptimizer, nn.Module], object]] = {
+    "step": lambda o, m: o.step(),
+    "zero_grad": lambda o, m: o.zero_grad(),
+    "clip_grad_norm_": lambda o, m: o.clip_grad_norm_(1.0),
+    "no_sync": lambda o, m: o.no_sync().__enter__(),
+    "state_dict": lambda o, m: m.state_dict(),
+    "load_state_dict": lambda o, m: m.load_state_dict(Stepping().state_dict()),
+    "full_state": lambda o, m: zeropp.full_state(m),
+}
+
+
+def call_inside(name: str) -> list[str]:
+    """The message of one call inside forward, one inside backward; then a step that works."""
+    model = Stepping()
+    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
+    messages = []
+    for place in ("inside", "in_backward"):
+        setattr(model, place, lambda: CALLS[name](optimizer, model))
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+        setattr(model, place, lambda: None)
+        optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return messages
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_in_the_middle_of_a_pass(name: str) -> None:
+    for forward, backward in run_ranks(2, call_inside, name, timeout=40):
+        assert "in the middle of a forward" in forward, forward
+        assert "in the middle of a backward" in backward, backward
+
+
+def every_call(optimizer: zeropp.ZeroOptimizer, model: nn.Module, average: Average) -> dict[str, Callable[[], object]]:
+    """By what it is called in messages."""
+    return {
+        "step": optimizer.step,
+        "zero_grad": optimizer.zero_grad,
+        "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
+        "grad_norms": optimizer.grad_norms,
+        "no_sync": lambda: optimizer.no_sync().__enter__(),
+        "add_param_group": lambda: optimizer.add_param_group({"params": []}),
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict({}),
+        "state_dict()": model.state_dict,
+        "load_state_dict()": lambda: model.load_state_dict(Stepping().state_dict()),
+        "full_state": lambda: zeropp.full_state(model),
+        "ema()": lambda: zeropp.ema(model),
+        "update() of an average": average.update,
+        "applying an average": lambda: average.applied().__enter__(),
+        "state_dict() of an average": average.state_dict,
+        "load_state_dict() of an average": lambda: average.load_state_dict({}),
+    }
+
+
+def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
+    """What each call says at each place where it may not be made; and how far training is from plain torch after it."""
+    model = Stepping().double()
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
+    calls = every_call(optimizer, model, zeropp.ema(model))
+    said: dict[str, dict[str, str]] = {}
+
+    def try_all(place: str) -> None:
+        for name, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:
+                said.setdefault(place, {})[name] = str(error)
+
+    model.inside = lambda: try_all("in the middle of a forward; call it between passes")
+    model.in_backward = lambda: try_all("in the middle of a backward; call it between passes")
+    for each, stepper in ((model, optimizer), (plain, sgd(plain))):
+        each(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        stepper.step()
+    far = worst(zeropp.full_state(model), plain.state_dict())
+    with zeropp.zero.GatheredParameters(model):
+        # What is lent is each rank's own, to be saved and loaded.
+        taken = {name: calls.pop(name) for name in ("state_dict()", "load_state_dict()")}
+        try_all("inside GatheredParameters; leave that first")
+        calls |= taken
+        model.load_state_dict(plain.state_dict())  # the same on both, and so kept
+    for taken_off in ("state_dict()", "load_state_dict()", "full_state", "ema()"):
+        del calls[taken_off]  # the model is plain again
+    optimizer.close()
+    try_all(
+        "after close(), engine.destroy() or another wrapping of the model had ended this engine; Accelerate's "
+        "free_memory() destroys, and with it transformers' Trainer.train() at its start. Wrap the model again, or "
+        "after close() one that has its values"
+    )
+    return said, far
+
+
+def test_every_call_is_refused_where_it_may_not_be_made() -> None:
+    for said, far in run_ranks(2, try_every_call, timeout=40):
+        assert far <= 1e-12 and [len(each) for each in said.values()] == [16, 16, 14, 12]
+        for place, messages in said.items():
+            assert messages == {name: f"{name} was called {place}" for name in messages}
+
+
+def late_calls() -> list[str]:
+    model = Routed()
+    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config())
+    messages = []
+    for call in (
+        lambda: model.to(torch.float64),
+        lambda: model.load_state_dict({**model.state_dict(), "blocks.0.lin.bias": torch.ones(3)}),
+        lambda: model.load_state_dict({}),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return messages
+
+
+def test_calls_that_come_too_late() -> None:
+    for move, shape, missing in run_ranks(2, late_calls):
+        assert "before wrapping" in move
+        assert "size mismatch for blocks.0.lin.bias" in shape
+        assert "Missing key" in missing

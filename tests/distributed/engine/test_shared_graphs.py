@@ -1,0 +1,140 @@
+"""Losses that lead through two engines' models: divided and scaled once, by whoever takes them to backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.rank_pool import run_ranks
+
+WIDTH, MICRO, STEPS = 6, 2, 3
+
+
+def models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 1)
+
+
+def rows(number: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def chain(first: Any, second: Any, x: Tensor) -> Tensor:
+    """An encoder's outputs are a decoder's inputs."""
+    return second(first(x)).float().square().mean()
+
+
+def joint(first: Any, second: Any, x: Tensor) -> Tensor:
+    """An actor's loss and a critic's, added up."""
+    return first(x).float().square().mean() + 0.5 * second(x).float().square().mean()
+
+
+LOSSES = {"chain": chain, "joint": joint}
+
+
+def together(name: str, config: dict[str, Any]) -> float:
+    """How far weights are from plain torch on all ranks' batches."""
+    loss_of, own, twins = LOSSES[name], models(), models()
+    half = config.get("fp16", {}).get("enabled", False)
+    first, second = (
+        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
+        for model in own
+    )
+    plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], lr=0.2)
+    for step in range(STEPS):
+        plain.zero_grad()
+        for micro in range(MICRO):
+            number = step * MICRO + micro
+            x = rows(number, dist.get_rank())
+            # The second engine takes the loss to backward; the first one only steps.
+            second.backward(loss_of(first, second, x.half() if half else x))
+            second.step()
+            first.step()
+            for rank in range(2):
+                (loss_of(*twins, rows(number, rank)) / (2 * MICRO)).backward()
+        plain.step()
+    return max(
+        float((zeropp.full_state(model)[name] - value).abs().max())
+        for model, twin in zip(own, twins, strict=True)
+        for name, value in twin.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
+    """In windows of two; float32 adds up in another order, which is 1e-6 here."""
+    config = {"gradient_accumulation_steps": MICRO, "zero_optimization": {"stage": stage}}
+    assert max(run_ranks(2, together, name, config)) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [0, 512])
+def test_a_loss_of_two_engines_is_scaled_once(scale: float) -> None:
+    """Weights and activations are rounded to float16, 1e-3 of them; scales are not the same in both."""
+    fp16 = {"enabled": True, "loss_scale": scale, "initial_scale_power": 9}
+    config = {"gradient_accumulation_steps": MICRO, "fp16": fp16, "zero_optimization": {"stage": 2}}
+    assert max(run_ranks(2, together, "chain", config)) < 3e-3
+
+
+def adversaries(config: dict[str, Any]) -> list[float]:
+    """The usual loop: the discriminator steps on two losses, then the generator's goes through it."""
+    generator, discriminator = models()
+    makes, judges = (
+        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
+        for model in (generator, discriminator)
+    )
+    losses = []
+    for step in range(STEPS):
+        judges.zero_grad()
+        x = rows(step, dist.get_rank())
+        x = x.half() if config["fp16"]["enabled"] else x
+        judges.backward((judges(x).float() - 1).square().mean())
+        made = makes(x)
+        judges.backward(judges(made.detach()).float().square().mean())
+        judges.step()
+        loss = (judges(made).float() - 1).square().mean()
+        makes.backward(loss)
+        makes.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_generator_and_a_discriminator() -> None:
+    """In float16 as in float32, but for rounding; with scales that differ, which the one takes out of the other's."""
+    plain, half = (
+        run_ranks(
+            2, adversaries, {"fp16": {"enabled": on, "initial_scale_power": 8}, "zero_optimization": {"stage": 3}}
+        )
+        for on in (False, True)
+    )
+    for wanted, found in zip(plain, half, strict=True):
+        assert found == pytest.approx(wanted, rel=0.02) and wanted[-1] != wanted[0]
+
+
+def one_after_the_other() -> str:
+    """A loss that was scaled, and whose backward never came, is not taken for the next one."""
+    first, second = models()
+    config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    one, two = (
+        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
+        for model in (first, second)
+    )
+    x = rows(0, dist.get_rank()).half()
+    loss = one(x).float().sum()
+    loss.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        one.backward(loss)
+    try:
+        two(x).float().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plain_loss_after_a_failed_one_is_refused() -> None:
+    assert all("not scaled" in said for said in run_ranks(2, one_after_the_other))

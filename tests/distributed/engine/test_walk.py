@@ -1,0 +1,80 @@
+"""How long the way is: own frames and files between a hook and the collective it leads to, in the steady state."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeropp
+from tests.support.branching_models import Routed, make_config
+from tests.support.rank_pool import run_ranks
+from zeropp.comm.streams import ThreadStream
+
+FRAMES, FILES = 9, 6
+OWN = Path(zeropp.__file__).parent
+PLACED: dict[str, dict[str, object]] = {
+    "stage 3": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "quantized": {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+    "nothing overlapped": {"overlap_comm": False},
+}
+
+
+def own_frames() -> list[str]:
+    """File and function of each own frame on the calling stack, outermost first."""
+    frames = [(Path(frame.filename), frame.name) for frame in traceback.extract_stack()]
+    return [f"{path.relative_to(OWN)} {name}" for path, name in frames if path.is_relative_to(OWN)]
+
+
+def walks(settings: dict[str, object]) -> list[list[str]]:
+    """Stacks at each call of torch.distributed in a step after five others; of both threads where work changes them."""
+    submitted, found = threading.local(), []
+    queue, send = ThreadStream.run, dist.batch_isend_irecv
+
+    def run(self: ThreadStream, *works: Callable[[], object], **more: Any) -> Any:
+        outer = [*own_frames(), "comm/streams.py run"]  # this stands for it
+
+        def carry() -> None:
+            submitted.by = outer
+
+        def drop() -> None:
+            submitted.by = []
+
+        return queue(self, carry, *works, drop, **more)
+
+    def record(swap: list[dist.P2POp]) -> Any:
+        found.append([*getattr(submitted, "by", []), *own_frames()])
+        return send(swap)
+
+    model = Routed()
+    optimizer = zeropp.ZeroOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**{"overlap_comm": True, **settings})
+    )
+    for step in range(6):
+        with mock.patch.object(ThreadStream, "run", run), mock.patch.object(dist, "batch_isend_irecv", record):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step < 5:
+            found.clear()
+    return found
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("placement", PLACED)
+def test_the_way_from_a_hook_to_a_collective_is_short(placement: str) -> None:
+    for found in run_ranks(4, walks, PLACED[placement], local_world_size=2):
+        weights = [frames for frames in found if any("schedule" in frame for frame in frames)]
+        gradients = [frames for frames in found if any("gradient_ready" in frame for frame in frames)]
+        assert weights and gradients, "nothing was seen on its way"
+        for frames in (*weights, *gradients):
+            files = {frame.split()[0] for frame in frames}
+            assert len(frames) <= FRAMES and len(files) <= FILES, "\n".join(frames)

@@ -1,0 +1,354 @@
+"""Hops of different units of zeropp.fsdp2 run beside each other: shown by hops that wait for those of another unit.
+
+Two nodes of two ranks where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.fsdp2_models import PLAIN, buffers, gradients, hooks, sharded
+from tests.support.fsdp2_reference import tokens
+from tests.support.rank_pool import run_ranks
+from zeropp import fsdp2
+from zeropp.comm.accounts import CollectiveError
+from zeropp.comm.hops import Hop
+from zeropp.fsdp2.shards import parameter_groups
+from zeropp.wire import paths
+
+PATIENCE = 8.0  # seconds for a hop that never begins where nothing overlaps
+SIZE = 700
+
+
+class Gate:
+    """Holds the hop of one unit until that of another begins."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.begun = threading.Event()
+
+    def opened_by(self, hop: Hop, unit: str) -> None:
+        """By the begin of this unit's hop."""
+
+        def before(name: str) -> None:
+            if name == unit:
+                self.begun.set()
+
+        self._watch(hop, before)
+
+    def holds(self, hop: Hop, unit: str) -> None:
+        """This unit's hop."""
+
+        def before(name: str) -> None:
+            if name == unit and not self.begun.wait(PATIENCE):
+                raise AssertionError(f"hops do not overlap: {unit} waited {PATIENCE:g} s for the other; {self.log}")
+
+        self._watch(hop, before)
+
+    def _watch(self, hop: Any, before: Any) -> None:
+        for kind in ("all_gather", "all_to_all"):
+            setattr(hop, kind, self._watched(getattr(hop, kind), hop, before))
+
+    def _watched(self, send: Any, hop: Hop, before: Any) -> Any:
+        def sent(*args: Any, **options: Any) -> Any:
+            unit = args[-2]
+            self.log.append(f"{unit} {hop.spec.link} begins")
+            before(unit)
+            result = send(*args, **options)
+            self.log.append(f"{unit} {hop.spec.link} ends")
+            return result
+
+        return sent
+
+
+def gathers_ahead(settings: dict[str, Any]) -> bool:
+    """Both blocks are gathered ahead; the first one's hop inside the node waits for the second's between nodes."""
+    losses = []
+    for gated in (False, True):
+        model = sharded()
+        model.set_modules_to_forward_prefetch(list(model.blocks))
+        fsdp2.apply(model, **settings)
+        if gated:
+            gather, _, group = hooks(model)
+            cross, local = gather.routes[group].hops
+            gate = Gate()
+            gate.opened_by(cross, "blocks.1")
+            gate.holds(local, "blocks.0")
+        losses.append(model(tokens(0, dist.get_rank())).detach())
+    return torch.equal(*losses)
+
+
+@pytest.mark.parametrize("settings", [{}, PLAIN], ids=["coded", "plain"])
+def test_gathers_of_two_units_overlap(settings: dict[str, Any]) -> None:
+    assert run_ranks(4, gathers_ahead, settings, local_world_size=2) == [True] * 4
+
+
+def reductions_at_once(settings: dict[str, Any], gated: bool) -> list[Tensor]:
+    """As FSDP2 calls them on a device: it goes on to the next unit before the result of the first is there."""
+    rank, model = dist.get_rank(), sharded()
+    fsdp2.apply(model, **settings)
+    comms = [hooks(block)[1] for block in model.blocks]
+    _, _, group = hooks(model.blocks[0])
+    if gated:
+        local, cross = comms[0].route.hops
+        gate = Gate()
+        gate.opened_by(local, "blocks.1")
+        gate.holds(cross, "blocks.0")
+    outs = [torch.empty(SIZE) for _ in comms]
+    for factor, comm, out in zip((1, 2), comms, outs, strict=True):
+        comm(out, (factor * buffers(SIZE, torch.float32)[rank]).view(-1), group, dist.ReduceOp.AVG)
+        if not gated:
+            comm.finish(out)
+    for comm, out in zip(comms, outs, strict=True):
+        comm.finish(out)
+    return outs
+
+
+@pytest.mark.parametrize("settings", [{"gradient_bits": (8, 4)}, PLAIN], ids=["coded", "plain"])
+def test_reductions_of_two_units_overlap(settings: dict[str, Any]) -> None:
+    apart, together = (run_ranks(4, reductions_at_once, settings, on, local_world_size=2) for on in (False, True))
+    for one, other in zip(apart, together, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def gathered_while_reducing() -> list[str]:
+    """In backward, FSDP2's own: the gather that it starts ahead waits for the reduction of the unit behind it."""
+    found = []
+    for gated in (False, True):
+        model = sharded()
+        fsdp2.apply(model)
+        loss = model(tokens(0, dist.get_rank()))
+        if gated:
+            gather, reduce, group = hooks(model)
+            gate = Gate()
+            gate.opened_by(reduce.route.hops[0], "blocks.1")
+            gate.holds(gather.routes[group].hops[0], "blocks.0")
+        loss.backward()
+        found.append(gradients(model))
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+def test_a_gather_overlaps_with_a_reduction() -> None:
+    assert run_ranks(4, gathered_while_reducing, local_world_size=2) == [[]] * 4
+
+
+def third_in_line() -> list[bool]:
+    """Whether a third reduction is queued while the first is still between nodes."""
+    rank, model, queued, seen = dist.get_rank(), sharded(), threading.Event(), []
+    fsdp2.apply(model)
+    comms = [hooks(part)[1] for part in (*model.blocks, model)]
+    _, _, group = hooks(model)
+    cross: Any = comms[0].route.hops[1]
+    send = cross.all_to_all
+
+    def held(message: Tensor, unit: str, *args: Any, **options: Any) -> list[Tensor]:
+        if unit == "blocks.0":
+            seen.append(queued.wait(1.0))
+        return send(message, unit, *args, **options)
+
+    cross.all_to_all = held
+    outs = [torch.empty(SIZE) for _ in comms]
+    for comm, out in zip(comms, outs, strict=True):
+        comm(out, buffers(SIZE, torch.float32)[rank].view(-1), group, dist.ReduceOp.AVG)
+    queued.set()
+    for comm, out in zip(comms, outs, strict=True):
+        comm.finish(out)
+    return seen
+
+
+def test_two_reductions_are_under_way_at_most() -> None:
+    assert run_ranks(4, third_in_line, local_world_size=2) == [[False]] * 4
+
+
+def broken_hops(error: Exception) -> list[str]:
+    """What reaches the caller when a hop of one unit has failed: of a forward, of a later gather, of a backward."""
+    said, batch = [], tokens(0, dist.get_rank())
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise error
+
+    model = sharded()
+    fsdp2.apply(model)
+    gather, _, group = hooks(model)
+    gather.routes[group].hops[1].all_gather = broken
+    out = torch.ones(4 * SIZE)
+    for call in (lambda: model(batch), lambda: gather(out, out[:SIZE], group).wait()):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        said.append(str(caught.value))
+    model = sharded()
+    fsdp2.apply(model)
+    loss = model(batch)
+    hooks(model)[1].route.hops[1].all_to_all = broken
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        loss.backward()
+    return [*said, str(caught.value)]
+
+
+def test_errors_of_hops_reach_the_caller() -> None:
+    for said in run_ranks(4, broken_hops, ValueError("own"), local_world_size=2):
+        assert said == ["own"] * 3
+    for said in run_ranks(4, broken_hops, CollectiveError("Connection closed by peer"), local_world_size=2):
+        gathers, reduction = "not come to the gather of (root)", "not come to the reduction of blocks.1"
+        assert gathers in said[0] and gathers in said[1] and reduction in said[2]
+
+
+def alone() -> str:
+    """One rank of four does not run the forward."""
+    model = sharded()
+    # `apply` is collective, with the same limit; torch's first import of what shards takes seconds on a busy machine.
+    dist.barrier()
+    fsdp2.apply(model, hang_timeout=6.0)
+    if dist.get_rank() == 3:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        model(tokens(0, 0))
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_ends_the_others_wait() -> None:
+    *others, _ = run_ranks(4, alone, local_world_size=2)
+    assert all("not come to the gather of (root), which is collective" in said for said in others), others
+
+
+def message_of_the_caller() -> list[bool]:
+    """One hop of plain values sends FSDP2's own buffer, which is dropped before the hop has read it."""
+    rank, model, dropped, found = dist.get_rank(), sharded(), threading.Event(), []
+    fsdp2.apply(model, **PLAIN)
+    _, reduce, group = hooks(model)
+    (hop,) = reduce.route.hops
+    send = hop.all_to_all
+    given = buffers(SIZE, torch.float32)[rank].view(-1)
+    expected = torch.stack(buffers(SIZE, torch.float32)).mean(0)[rank]
+    watch = weakref.ref(given)
+
+    def held(*args: Any, **options: Any) -> list[Tensor]:
+        assert dropped.wait(PATIENCE)
+        found.append(watch() is not None)
+        return send(*args, **options)
+
+    hop.all_to_all = held
+    out = torch.empty(SIZE)
+    reduce(out, given, group, dist.ReduceOp.AVG)
+    del given
+    gc.collect()
+    others = [torch.full((4 * SIZE,), torch.nan) for _ in range(8)]
+    dropped.set()
+    reduce.finish(out)
+    found.append(torch.allclose(out, expected, atol=1e-6))
+    # The lane goes on to the next work, and keeps nothing of the last.
+    hop.all_to_all = send
+    reduce(out, others[0], group, dist.ReduceOp.AVG)
+    reduce.finish(out)
+    return [*found, watch() is None]
+
+
+def test_what_a_hop_reads_lives_until_it_has_ended() -> None:
+    assert run_ranks(4, message_of_the_caller, local_world_size=4) == [[True, True, True]] * 4
+
+
+class Lanes:
+    """Which memory was named as in use on which lane, and which memory the hops took there."""
+
+    def __init__(self) -> None:
+        self.named: set[tuple[str, int]] = set()
+        self.taken: list[tuple[str, int]] = []
+
+    def name(self, tensor: Tensor) -> None:
+        self.named.add((threading.current_thread().name, tensor.untyped_storage().data_ptr()))
+
+    def watch(self, hop: Any) -> None:
+        for kind in ("all_gather", "all_to_all"):
+            setattr(hop, kind, self._noting(getattr(hop, kind)))
+
+    def _noting(self, send: Any) -> Any:
+        def noted(first: Tensor, *args: Any, **options: Any) -> Any:
+            self.taken.append((threading.current_thread().name, first.untyped_storage().data_ptr()))
+            return send(first, *args, **options)
+
+        return noted
+
+
+def named_memory(settings: dict[str, Any]) -> list[bool]:
+    """As on a device: whether all that a lane reads and was not made on it is named there, and on FSDP2's stream."""
+    lanes, model, rank = Lanes(), sharded(), dist.get_rank()
+    modules = (fsdp2.gather, fsdp2.reduce, paths)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "used_here", lanes.name)
+        fsdp2.apply(model, **settings)
+        gather, reduce, group = hooks(model)
+        for hop in (*gather.routes[group].hops, *reduce.route.hops):
+            lanes.watch(hop)
+        out = gather.allocate((4 * SIZE,), dtype=torch.float32, device=torch.device("cpu"))
+        whole = out.fill_(1.0).untyped_storage().data_ptr()
+        gather(out, out[rank * SIZE : (rank + 1) * SIZE], group).wait()
+        (_, column), *inside = lanes.taken
+        found = [("zeropp fsdp2 gather local", column) in lanes.named]
+        # FSDP2 looks after its own result.
+        found += [taken[1] == whole or taken in lanes.named for taken in inside]
+        lanes.taken.clear()
+        out = torch.empty(SIZE)
+        reduce(out, buffers(SIZE, torch.float32)[rank].view(-1), group, dist.ReduceOp.AVG)
+        total = reduce._pending.total
+        reduce.finish(out)
+        found += [taken in lanes.named for taken in lanes.taken]
+        main = threading.current_thread().name
+        found += [(main, each.untyped_storage().data_ptr()) in lanes.named for each in (out, total)]
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, PLAIN], ids=["coded", "plain"])
+def test_memory_on_several_lanes_is_named_there(settings: dict[str, Any]) -> None:
+    """[Note: memory on several streams]; on CPU nothing follows from it, so that it is written down here."""
+    assert run_ranks(4, named_memory, settings, local_world_size=2) == [[True] * 7] * 4
+
+
+def _note_sum(sums: list[float], out: Tensor) -> None:
+    sums.append(float(out.sum()))
+
+
+def with_a_hook(when: str) -> list[str]:
+    """A hook of the user's sees finished gradients, and they are the same."""
+    found = []
+    for own in (False, True):
+        model, sums = sharded(), list[float]()
+        for stage in ("before", "after"):
+            if own and stage == when:
+                for part in (*model.blocks, model):
+                    part.set_all_reduce_hook(partial(_note_sum, sums))
+            if stage == "before":
+                adapter = fsdp2.apply(model)
+        model(tokens(0, dist.get_rank())).backward()
+        adapter.remove()
+        left = hooks(model)[1].__class__.__name__, parameter_groups(model._get_fsdp_state())[0]._all_reduce_hook
+        assert left[0] == "DefaultReduceScatter" and (left[1] is not None) == own and len(sums) == 3 * own
+        found.append(gradients(model))
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_beside_an_all_reduce_hook(when: str) -> None:
+    assert run_ranks(4, with_a_hook, when, local_world_size=2) == [[]] * 4
+
+
+def without_gradients() -> bool:
+    model = sharded()
+    fsdp2.apply(model)
+    batch = tokens(0, dist.get_rank())
+    expected = model(batch).detach()
+    with torch.inference_mode():
+        return torch.equal(model(batch), expected)
+
+
+def test_in_inference_mode() -> None:
+    assert run_ranks(4, without_gradients, local_world_size=2) == [True] * 4

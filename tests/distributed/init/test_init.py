@@ -1,0 +1,420 @@
+"""``zero.Init``: a model that is built in pieces has the values of a plain build, and no rank ever has all of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+import zeropp
+from tests.support.branching_models import make_config, worst
+from tests.support.rank_pool import run_ranks
+from tests.support.zero_init_model import Odd, limits, same_as, seeded
+from zeropp import zero
+from zeropp.comm.carrier import Carrier
+from zeropp.params import spread
+from zeropp.params.guard import is_guarded
+
+
+def hooks() -> int:
+    """How many of torch's hooks for all modules there are; one more if ``apply`` is another."""
+    tables = (torch_modules._global_parameter_registration_hooks, torch_modules._global_module_registration_hooks)
+    return sum(map(len, tables)) + (nn.Module.apply is not APPLY)
+
+
+APPLY = nn.Module.apply
+
+
+def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[str], int, list[float]]:
+    """What differs from a plain build; parameters in pieces after the block; and losses of three steps less plain's."""
+    plain = seeded(Odd)
+    with limits(nbytes, small), zero.Init(config_dict_or_path=config):
+        # Another stream of random numbers on each rank, and rank 0's are everyone's.
+        model = seeded(Odd, 3 + dist.get_rank())
+    found = ["hooks are left"] if hooks() else []
+    pieces = sum(map(is_guarded, model.parameters()))
+    with zero.GatheredParameters(model.parameters()):
+        found += same_as(model, plain)
+    found += [name for name, b in plain.named_buffers() if dist.get_rank() == 0 and not torch.equal(b, model.drift)]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model, config)
+    state = zeropp.full_state(model)
+    found += [f"wrapped {name}" for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
+    other = torch.optim.SGD(plain.parameters(), lr=1e-4)
+    losses = []
+    for step in range(3):
+        tokens = (torch.arange(32).view(2, 16) + step) % 60
+        own, wanted = model(tokens).mean(), plain(tokens).mean()
+        losses.append((own - wanted).abs().item())
+        optimizer.backward(own)
+        wanted.backward()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+    optimizer.close()
+    return found, pieces, losses
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    ("world", "nbytes", "small", "stage", "apply"),
+    [
+        pytest.param(2, 1 << 27, 1 << 16, 3, True, marks=pytest.mark.fast),
+        (2, 1 << 13, 100, 3, True),
+        (1, 1 << 13, 100, 3, True),
+        (3, 0, 0, 3, False),
+        (4, 1 << 14, 1000, 1, True),
+    ],
+)
+def test_as_a_plain_build(world: int, nbytes: int, small: int, stage: int, apply: bool) -> None:
+    """Values to the bit, however often what is waiting is cut; then training as plain torch trains it."""
+    config = {"zero_optimization": {"stage": stage, "override_module_apply": apply}}
+    rows = run_ranks(world, odd, nbytes, small, config)
+    for found, pieces, losses in rows:
+        assert found == []
+        assert (pieces > 10) == (small < 1 << 16)
+        # The model sums over ranks in another order than one process does.
+        assert max(losses) < 1e-3, losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pieces_in_files(world: int, tmp_path: Path) -> None:
+    """On one rank, too, which has nobody to share the model with; the files go when the model is wrapped."""
+    block = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    config = {"zero_optimization": {"stage": 3, "offload_param": block}, "aio": {"block_size": 1024}}
+    for found, pieces, losses in run_ranks(world, odd, 1 << 13, 100, config):
+        assert found == [] and pieces > 10 and max(losses) < 1e-3, (found, pieces, losses)
+    run_ranks(world, gc.collect)
+    assert not list(tmp_path.iterdir())
+
+
+def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
+    """What is sent while a model is built; names of what was fetched."""
+    sent: list[tuple[str, int]] = []
+    exchanged: list[str] = []
+    plain = {name: getattr(Carrier, name) for name in ("scatter", "broadcast", "all_gather", "exchange")}
+
+    def count(name: str) -> Callable[..., Any]:
+        def run(carrier: Carrier, own: Any, *args: Any) -> Any:
+            if name == "exchange":
+                exchanged.append(args[-1])
+            else:
+                sent.append((name, own.numel()))
+            return plain[name](carrier, own, *args)
+
+        return run
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(200)])
+            self.large = nn.Linear(600, 700)
+            self.large.apply(self.reset)
+
+        def reset(self, module: nn.Module) -> None:
+            nn.init.zeros_(module.weight)
+
+    with mock.patch.multiple(Carrier, **{name: count(name) for name in plain}):
+        config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
+        with limits(1 << 20, 1 << 11), zero.Init(config_dict_or_path=config):
+            Many()
+    return sent, exchanged
+
+
+def test_collectives_are_bounded() -> None:
+    """400 parameters of 17 kilobytes travel in a few messages of about the limit, biases in one at the end."""
+    (sent, exchanged), other = run_ranks(2, collectives, True)
+    assert (sent, exchanged) == other
+    scatters = [nbytes for name, nbytes in sent if name == "scatter"]
+    # 200 weights of 16 KiB: a megabyte and a bit is cut at a time; then the large one, and it again.
+    assert len(scatters) <= 7 and sum(scatters) <= 200 * 8192 + 2 * 4 * 350 * 602, scatters
+    assert [name for name, _ in sent].count("broadcast") == 1
+    assert [name for name, _ in sent].count("all_gather") == 1
+    assert len(exchanged) <= 2 * len(sent) + 2
+
+
+def test_override_module_apply() -> None:
+    """With it the function gets weight and bias together; without, what it touches."""
+    together, alone = (run_ranks(2, fetched, apply)[0] for apply in (True, False))
+    assert together == 2 and alone == 1
+
+
+def fetched(apply: bool) -> int:
+    """Parameters that are brought together by a function that sets the weight of a layer."""
+    count = 0
+    plain = spread.Spread.gather
+
+    def gather(own: spread.Spread, parameters: list[nn.Parameter], **options: bool) -> None:
+        nonlocal count
+        count += len(parameters)
+        plain(own, parameters, **options)
+
+    config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
+    with limits(0, 0), zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(30, 30))
+        with mock.patch.object(spread.Spread, "gather", gather):
+            model.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
+    return count
+
+
+def stayed_whole() -> int:
+    """Weights that were initialised, one by one, and have not been cut again."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # the backend's threads get the interpreter's lock only where this one waits
+    try:
+        with limits(0, 0), zero.Init():
+            return sum(not is_guarded(nn.Linear(40, 40).weight) for _ in range(10))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_what_was_fetched_is_cut_again_however_slow_the_backend_s_threads_are() -> None:
+    assert run_ranks(2, stayed_whole) == [0, 0]
+
+
+def blocks() -> list[str]:
+    """Nesting, an error inside, ``enabled=False``, ``module=``, ``dtype``: what is wrong."""
+    wrong = []
+    with limits(0, 0):
+        with zero.Init(), zero.Init():
+            model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        wrong += [] if all(map(is_guarded, model.parameters())) else ["nested"]
+        with zero.Init(enabled=False):
+            model = nn.Linear(40, 40)
+        wrong += ["enabled=False"] if any(map(is_guarded, model.parameters())) else []
+        torch.manual_seed(dist.get_rank())
+        model, plain = nn.Linear(40, 40), seeded(lambda: nn.Linear(40, 40), 0)
+        zero.Init(model)
+        wrong += [] if all(map(is_guarded, model.parameters())) else ["module="]
+        with zero.GatheredParameters(model):
+            wrong += [f"module={name}" for name in same_as(model, plain)]
+        with pytest.raises(ZeroDivisionError), zero.Init(dtype=torch.bfloat16):
+            nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+            1 / 0  # noqa: B018
+        wrong += ["an error"] if hooks() or torch.get_default_dtype() != torch.float32 else []
+        with zero.Init(dtype=torch.bfloat16, remote_device="cpu", mem_efficient_linear=False):
+            model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40, dtype=torch.float32))
+        wrong += [] if [p.dtype.itemsize for p in model.parameters()] == [2, 2, 4, 4] else ["dtype"]
+        group = dist.new_group([0])
+        if dist.get_rank() == 0:
+            with zero.Init(data_parallel_group=group):
+                model = nn.Linear(40, 40)
+            # As with others: what runs on one rank runs on many.
+            wrong += [] if all(map(is_guarded, model.parameters())) else ["alone"]
+    return wrong + (["hooks are left"] if hooks() else [])
+
+
+def test_blocks() -> None:
+    assert run_ranks(2, blocks) == [[], []]
+
+
+def wrapped_inside(small: int) -> tuple[float, list[str]]:
+    """How far two models, one wrapped inside the block and one after it, are from plain ones; statuses on the way."""
+    config, models, statuses = {"zero_optimization": {"stage": 3}}, [], []
+    plain = [seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), n) for n in range(2)]
+
+    def wrap(model: nn.Module) -> None:
+        models.append((model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)))
+
+    with limits(1 << 30, small), zero.Init(config_dict_or_path=config):
+        first = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), 0)
+        with zero.Init(config_dict_or_path=config):
+            second = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), 1)
+        wrap(first)
+        # A wrapped model may become a part of another, and trains inside the block.
+        nn.ModuleList([first])
+        train_beside(*models[0], plain[0])
+    statuses += [parameter.ds_status.name for parameter in second.parameters()]
+    with zero.GatheredParameters(second.parameters()):
+        statuses += [parameter.ds_status.name for parameter in second.parameters()]
+    statuses += [parameter.ds_status.name for parameter in second.parameters()]
+    wrap(second)
+    train_beside(*models[1], plain[1])
+    far = [
+        worst(zeropp.full_state(model), dict(twin.state_dict())) for (model, _), twin in zip(models, plain, strict=True)
+    ]
+    return max(far), statuses
+
+
+def train_beside(model: nn.Module, optimizer: zeropp.ZeroOptimizer, plain: nn.Module) -> None:
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.full((3, 40), 0.1 * step + 0.2)
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+        plain(x).square().mean().backward()
+        other.step()
+
+
+@pytest.mark.parametrize(("world", "small"), [(1, 0), (1, 1 << 16), (2, 0)])
+def test_a_model_may_be_wrapped_inside_the_block(world: int, small: int) -> None:
+    """Both ranks have the same batch, so each trains as one does; sums of float32 in another order differ by 1e-6."""
+    for far, statuses in run_ranks(world, wrapped_inside, small):
+        assert far < 1e-6
+        assert statuses == ["NOT_AVAILABLE"] * 4 + ["AVAILABLE"] * 4 + ["NOT_AVAILABLE"] * 4
+
+
+def lent() -> list[str]:
+    """Values before wrapping: read, edited by rank 1, refused, copied; and what a model without an engine refuses."""
+    wrong: list[str] = []
+    with limits(0, 200):
+        with zero.Init():
+            model = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40)), dist.get_rank())
+            with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
+                model[0].weight.fill_(1.0 + dist.get_rank())
+        weight, bias = model[2].weight, model[2].bias
+        with zero.GatheredParameters([weight, bias], modifier_rank=1), torch.no_grad():
+            wrong += ["own class"] if is_guarded(weight) else []
+            weight.fill_(dist.get_rank() + 5.0)
+            bias.data = torch.full((40,), dist.get_rank() + 7.0, dtype=torch.float64)
+        with zero.GatheredParameters(model.parameters()):
+            values = [p.detach().clone() for p in model.parameters()]
+        wanted = [2.0, None, 6.0, 8.0]
+        wrong += [f"value {i}" for i, (v, w) in enumerate(zip(values, wanted, strict=True)) if w and not v.eq(w).all()]
+    for doing, match in (
+        (lambda: model(torch.ones(2, 40)), "ZeroOptimizer"),
+        (lambda: weight.sum(), "GatheredParameters"),
+        (lambda: weight.data, "GatheredParameters"),
+        (lambda: copy.deepcopy(model), "GatheredParameters"),
+        (lambda: model.state_dict(), "ZeroOptimizer"),
+        (lambda: edit(weight), "edits made inside GatheredParameters on ranks"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            doing()
+    zero.register_external_parameter(model[0], bias)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, make_config())
+    state = zeropp.full_state(model)
+    wrong += [n for (n, value), v in zip(state.items(), values, strict=True) if not torch.equal(value, v)]
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    return wrong
+
+
+def edit(weight: nn.Parameter) -> None:
+    with zero.GatheredParameters(weight), torch.no_grad():
+        weight.add_(1.0 + dist.get_rank())
+
+
+def test_before_wrapping() -> None:
+    assert run_ranks(2, lent) == [[], []]
+
+
+def mics() -> list[str]:
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    with limits(0, 0), zero.MiCS_Init(config_dict_or_path=config):
+        model = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), dist.get_rank())
+    plain = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), 0)
+    wrong = [] if all(map(is_guarded, model.parameters())) else ["whole"]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    state = zeropp.full_state(model)
+    optimizer.close()
+    return wrong + [n for n, value in plain.state_dict().items() if not torch.equal(state[n], value)]
+
+
+def test_mics() -> None:
+    assert run_ranks(4, mics, local_world_size=2) == [[]] * 4
+
+
+def while_built() -> list[str]:
+    """Values lent inside the block: others' edits do not get in, nor are they cut; a second loan is refused."""
+    wrong = []
+    with limits(0, 0), zero.Init():
+        model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+        first, second = model[0].weight, model[1].weight
+        with zero.GatheredParameters([first, second], modifier_rank=1), torch.no_grad():
+            first.fill_(10.0 + dist.get_rank())
+            second.fill_(20.0 + dist.get_rank())
+            model.apply(lambda module: None)
+            model.append(nn.Linear(30, 30))
+            with pytest.raises(RuntimeError, match="gathered already"), zero.GatheredParameters(first):
+                pass
+        model.append(nn.Linear(30, 30))
+        # As a module is made of another's weight.
+        copied = nn.Parameter(second)
+        wrong += [] if type(copied) is nn.Parameter and copied.eq(21.0).all() else ["nn.Parameter"]
+    with zero.GatheredParameters(model.parameters()):
+        wrong += [] if first.eq(11.0).all() and second.eq(21.0).all() else [f"{first[0, 0]} {second[0, 0]}"]
+    return wrong
+
+
+def test_values_lent_while_building() -> None:
+    assert run_ranks(2, while_built) == [[], []]
+
+
+def normed() -> list[str]:
+    """torch's parametrizations make parameters of parameters, with whatever has been cut by then."""
+
+    def build() -> nn.Module:
+        layers = [nn.utils.parametrizations.weight_norm(nn.Linear(30, 30)) for _ in range(2)]
+        return nn.Sequential(*layers, nn.utils.parametrizations.orthogonal(nn.Linear(30, 30)))
+
+    plain = seeded(build)
+    with limits(0, 0), zero.Init():
+        model = seeded(build)
+    with zero.GatheredParameters(model.parameters()):
+        return same_as(model, plain)
+
+
+def test_parametrizations() -> None:
+    assert run_ranks(2, normed) == [[], []]
+
+
+def gathered() -> tuple[int, int]:
+    """All-gathers of a loan, and of wrapping, of 96 parameters in pieces."""
+    with limits(1 << 14, 0), zero.Init():
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(48)))
+    calls: list[int] = []
+    plain = Carrier.all_gather
+
+    def count(own: Carrier, out: Tensor, *args: Any) -> None:
+        calls.append(out.numel())
+        plain(own, out, *args)
+
+    with mock.patch.object(Carrier, "all_gather", count):
+        with zero.GatheredParameters(model):
+            pass
+        lent = len(calls)
+        config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    return lent, len(calls) - lent
+
+
+def test_gathers_are_joint() -> None:
+    for lent, wrapped in run_ranks(2, gathered):
+        assert lent == 1 and wrapped <= 2
+
+
+def unkept() -> list[str]:
+    """Edits that nobody keeps leave small parameters as they were; a module of many parameters is cut in between."""
+    wrong = []
+    with limits(1 << 12, 100), zero.Init():
+        model = nn.Linear(30, 3)
+        many = nn.ParameterList(torch.ones(40, 40) for _ in range(20))
+        wrong += [] if is_guarded(many[0]) else ["a module of many parameters is whole"]
+    before = model.bias.detach().clone()
+    with pytest.raises(RuntimeError, match="are lost"), zero.GatheredParameters(model), torch.no_grad():
+        model.bias.add_(1.0 + dist.get_rank())
+    wrong += [] if torch.equal(model.bias, before) else ["a lost edit stays"]
+    with zero.GatheredParameters([model.bias, many[0]]), torch.no_grad():
+        model.bias.add_(1.0)
+        many[0].mul_(3.0)
+    with zero.GatheredParameters([model.bias, many[0]]):
+        kept = torch.equal(model.bias, before + 1) and bool((many[0] == 3).all())
+    return wrong + ([] if kept else ["an edit that all ranks have made is lost"])
+
+
+def test_edits_that_are_not_kept() -> None:
+    assert run_ranks(2, unkept) == [[], []]

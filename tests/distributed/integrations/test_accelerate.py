@@ -1,0 +1,195 @@
+"""``zeropp.integrations.accelerate.prepare``: Accelerate's own loop, as in one process on the global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import zeropp
+from tests.support.deepspeed_stand_in import LR, Net, distance, loss_of
+from tests.support.rank_pool import run_ranks
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+CONFIG = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "zeropp": {"unit_min_blocks": 0}}
+MICRO, MAX_NORM, EPSILON = 2, 0.3, 1e-12
+
+
+class Rows(Dataset):
+    def __init__(self) -> None:
+        self.rows = torch.randint(12, (32, 5), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+@contextlib.contextmanager
+def accelerator_of(**given: Any) -> Iterator[Any]:
+    """One, whose state other calls on these ranks do not see."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    try:
+        yield Accelerator(cpu=True, **given)
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def looped(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any, first: int, last: int
+) -> list[float]:
+    """The loop of Accelerate's documentation; norms before clipping."""
+    norms = []
+    for number, ids in enumerate(loader):
+        if not first <= number < last:
+            continue
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def parts(accelerator: Any, config: Any = CONFIG) -> tuple[Any, Any, Any, Any]:
+    from zeropp.integrations.accelerate import prepare
+
+    model = Net()
+    inner = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
+    loader = accelerator.prepare(DataLoader(Rows(), batch_size=2))
+    return (*prepare(accelerator, model, inner, scheduler, config=config), loader)
+
+
+def plain(last: int) -> tuple[nn.Module, list[float]]:
+    """In one process: each window has MICRO micro-batches of both ranks."""
+    model, norms, rows = Net(), [], Rows().rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(last // MICRO):
+        optimizer.zero_grad()
+        # Accelerate steps a schedule once for each process.
+        optimizer.param_groups[0]["lr"] = LR / (1 + 2 * step)
+        for ids in rows[step * MICRO * 4 : (step + 1) * MICRO * 4].split(4):
+            (nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()) / MICRO).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return model, norms
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """A run; and one that is saved half way, and goes on in other objects."""
+    found: dict[str, Any] = {}
+    with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
+        model, optimizer, scheduler, loader = parts(accelerator)
+        found["norms"] = looped(accelerator, model, optimizer, scheduler, loader, 0, 8)
+        found["weights"] = distance(zeropp.full_state(accelerator.unwrap_model(model)), plain(8)[0])
+        # Accelerate prepares everything that it is given; what is prepared stays as it is.
+        assert accelerator.prepare(model, optimizer) == (model, optimizer)
+    with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
+        model, optimizer, scheduler, loader = parts(accelerator)
+        looped(accelerator, model, optimizer, scheduler, loader, 0, 4)
+        accelerator.save_state(str(folder))
+    with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
+        torch.manual_seed(99)
+        model, optimizer, scheduler, loader = parts(accelerator)
+        accelerator.load_state(str(folder))
+        norms = looped(accelerator, model, optimizer, scheduler, loader, 4, 8)
+        found["resumed"] = distance(zeropp.full_state(model), plain(8)[0])
+        assert norms == found["norms"][2:]
+    return found
+
+
+def test_own_loop_as_one_process(tmp_path: Path) -> None:
+    """Accumulation, clipping by the whole model's norm, a schedule; saved and resumed: in float64."""
+    _, norms = plain(8)
+    for found in run_ranks(2, trained, tmp_path):
+        assert found["norms"] == pytest.approx(norms, rel=EPSILON)
+        assert found["weights"] < EPSILON and found["resumed"] < EPSILON
+    assert (tmp_path / "zeropp").is_dir() and not list(tmp_path.glob("model*")) and not list(tmp_path.glob("optim*"))
+
+
+def in_bfloat16() -> tuple[float, str, str]:
+    """Loss under Accelerate's precision here and by itself; the dtypes of what comes out."""
+    with accelerator_of(mixed_precision="bf16") as accelerator:
+        from zeropp.integrations.accelerate import prepare
+
+        model = Net().float()
+        model, *_ = prepare(accelerator, model, torch.optim.AdamW(model.parameters()), config=CONFIG)
+        loss = loss_of(model, 0, dist.get_rank())
+        ours = str(model(torch.zeros(1, 2, dtype=torch.long)).dtype)
+        other = accelerator.prepare_model(Net().float(), device_placement=False, evaluation_mode=True)
+        wanted = loss_of(other, 0, dist.get_rank())
+        return abs(float(loss - wanted)), ours, str(other(torch.zeros(1, 2, dtype=torch.long)).dtype)
+
+
+def test_bfloat16_is_accelerates_autocast() -> None:
+    for difference, ours, theirs in run_ranks(2, in_bfloat16):
+        assert difference == 0 and ours == theirs == "torch.float32"
+
+
+def two_models() -> tuple[float, bool]:
+    """One by zeropp, one by Accelerate itself; each is clipped as it should be. Then all is let go."""
+    with accelerator_of() as accelerator:
+        model, optimizer, _, _ = parts(accelerator)
+        critic = nn.Linear(3, 1)
+        critic.weight.grad = torch.full((1, 3), 2.0)
+        norm = accelerator.clip_grad_norm_([critic.weight], 1.0)
+        gone = weakref.ref(model)
+        del model, optimizer, _
+        gc.collect()
+        return float(norm), gone() is None
+
+
+def test_beside_another_model_and_let_go() -> None:
+    assert run_ranks(2, two_models) == [(pytest.approx(12**0.5), True)] * 2
+
+
+def refusals() -> list[str]:
+    from zeropp.config import ConfigError
+    from zeropp.integrations.accelerate import prepare
+
+    said = []
+
+    def refused(kind: type[Exception], call: Any) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        said.append(str(caught.value))
+
+    with accelerator_of() as accelerator:
+        model = Net()
+        inner = torch.optim.AdamW(model.parameters())
+        for more in ({"gradient_accumulation_steps": 4}, {"gradient_clipping": 1.0}):
+            refused(ConfigError, lambda more=more: prepare(accelerator, model, inner, config={**CONFIG, **more}))
+        refused(TypeError, lambda: prepare(accelerator, model, inner, CONFIG))
+        model, *_ = prepare(accelerator, model, inner, config=CONFIG)
+        refused(ValueError, lambda: accelerator.clip_grad_norm_(model.head.parameters(), 1.0))
+        refused(ValueError, lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
+        refused(ValueError, lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
+        accelerator.state.distributed_type = type(accelerator.distributed_type).FSDP
+        refused(RuntimeError, lambda: prepare(accelerator, Net(), inner))
+    return said
+
+
+def test_what_would_be_done_twice_is_refused() -> None:
+    for said in run_ranks(2, refusals):
+        for text, part in zip(
+            said, ["leave them", "leave them", "config=", "2 of the", "norm_type 1", "value", "FSDP"], strict=True
+        ):
+            assert part in text, said

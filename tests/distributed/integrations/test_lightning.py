@@ -1,0 +1,106 @@
+"""Lightning's Trainer with zeropp's strategy on two ranks: equal to a Trainer in one process, and what it calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeropp
+from tests.support.rank_pool import run_ranks
+from zeropp.checkpoint import CheckpointError
+
+# Lightning joins ranks that torchrun describes by this, too; otherwise it would start some of its own.
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
+
+
+def alone() -> dict[str, Any]:
+    from tests.support import lightning_cases as cases
+
+    module = cases.plain(2)
+    return {"state": module.state_dict(), **module.seen}
+
+
+def stages(wanted: dict[str, Any]) -> dict[int, list[Any]]:
+    """For each stage: how far weights are, losses, rates, validation losses, and elements that this rank has."""
+    from tests.support import lightning_cases as cases
+
+    found = {}
+    for stage in (0, 1, 2, 3):
+        given = {"stage": stage} if stage else {"zero_optimization": False}
+        run, module = cases.trained(cases.strategy(**given))
+        engine = run.strategy.engine
+        assert engine.zero_optimization_stage() == stage and run.global_step == engine.global_steps == 6
+        assert engine.config["gradient_accumulation_steps"] == 2 and engine.train_batch_size() == 8
+        assert engine.global_samples == 40
+        own = sum(buffer.shard.numel() for buffer in engine.core.trainable_buffers)
+        seen = [module.seen[key] for key in ("rates", "losses", "val")]
+        found[stage] = [cases.distance(module, wanted["state"]), own, *seen]
+    return found
+
+
+def test_stages_equal_a_trainer_in_one_process() -> None:
+    """In float32, in which the order of additions differs: 1e-5, of weights and losses of about 1.
+
+    Windows of two of five batches, clipping, a scheduler of steps, validation; ranks begin with other weights.
+    """
+    (wanted,) = run_ranks(1, alone)
+    first, second = run_ranks(2, stages, wanted, env=LAUNCHED, timeout=100)
+    for stage in (0, 1, 2, 3):
+        for distance, own, rates, *_ in (first[stage], second[stage]):
+            assert distance < 1e-5 and rates == wanted["rates"] and len(set(rates)) == 3
+            # Padded to blocks; each rank has its half.
+            assert (own == first[0][1]) if stage == 0 else (own <= first[0][1] / 2)
+        for number, key in enumerate(("losses", "val"), 3):
+            both = [sum(pair) / 2 for pair in zip(first[stage][number], second[stage][number], strict=True)]
+            assert both == pytest.approx(wanted[key], abs=1e-5)
+
+
+def callbacks(folder: Path, name: str, kept: dict[str, Any]) -> list[Any]:
+    from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+
+    class Middle(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            # The third of five batches: one of the next window's two.
+            if trainer.fit_loop.epoch_loop.batch_progress.total.ready == 3:
+                trainer.save_checkpoint(folder / "middle.ckpt")
+                trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+                kept.update(zeropp.full_state(module))
+
+    saves = ModelCheckpoint(folder / name, monitor="val_loss", save_last=True, save_top_k=1)
+    return [saves, EarlyStopping("val_loss", patience=9), LearningRateMonitor(), *([Middle()] * (name == "whole"))]
+
+
+def interrupted(folder: Path) -> list[float]:
+    """How far a run that was resumed is from one that was not; and weights of another stage's that loads one."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    from tests.support import lightning_cases as cases
+
+    found: list[Any] = []
+    kept: dict[str, Any] = {}
+    for name, epochs in (("whole", (3,)), ("parts", (2, 3))):
+        for until in epochs:
+            run, module = cases.trained(
+                cases.strategy(stage=3), max_epochs=until, callbacks=callbacks(folder, name, kept), path="last",
+                logger=CSVLogger(folder / name, version=until), enable_checkpointing=True, log_every_n_steps=1,
+            )  # fmt: skip
+        found.append((zeropp.full_state(module), module.seen["val"][-5:], module.seen["rates"][-3:], run.global_step))
+    (whole, *others), (parts, *again) = found
+    assert others == again and others[-1] == 9
+    assert (folder / "parts" / "last.ckpt" / "checkpoint").is_dir()
+    assert "lr-AdamW" in (folder / "whole" / "lightning_logs" / "version_3" / "metrics.csv").read_text()
+    distances = [max(float((whole[name] - parts[name]).abs().max()) for name in whole)]
+    for path, wanted in ((folder / "parts" / "last.ckpt", parts), (folder / "middle.ckpt", kept)):
+        # Nothing is left to do but load.
+        run, module = cases.trained(cases.strategy(stage=1), max_epochs=3, max_steps=1, path=path)
+        distances.append(cases.distance(module, wanted))
+    with pytest.raises(CheckpointError, match="was saved without an optimizer"):
+        cases.trained(cases.strategy(stage=1), path=folder / "weights.ckpt")
+    return distances
+
+
+def test_resuming_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Bit for bit on the same ranks. A save inside a window changes nothing; another stage loads what was saved."""
+    assert run_ranks(2, interrupted, tmp_path, env=LAUNCHED, timeout=100) == [[0.0, 0.0, 0.0]] * 2

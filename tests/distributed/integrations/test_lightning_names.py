@@ -1,0 +1,163 @@
+"""Names in the registries of both packages, arguments that are seen where ranks are, and folders of other programs."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.deepspeed_files import write_deepspeed
+from tests.support.rank_pool import run_ranks
+from zeropp.integrations._lightning.classes import NAMES
+from zeropp.training import checkpointing
+
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
+
+
+def registered() -> list[str]:
+    """What is wrong with names, in the package ``lightning``."""
+    import inspect
+
+    import lightning.fabric
+    from lightning.fabric.strategies import DeepSpeedStrategy as OfFabric
+    from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+
+    from tests.support import lightning_cases as cases
+    from zeropp.integrations.lightning import FabricZeroStrategy, ZeroStrategy
+
+    wrong = []
+    for ours, theirs in ((ZeroStrategy, DeepSpeedStrategy), (FabricZeroStrategy, OfFabric)):
+        wanted = {name: each.default for name, each in inspect.signature(theirs.__init__).parameters.items()}
+        found = {name: each.default for name, each in inspect.signature(ours.__init__).parameters.items()}
+        if list(found.items()) != list(wanted.items()):
+            wrong.append(f"arguments of {ours.__name__} are {found}")
+    for name, given in NAMES.items():
+        run = cases.trainer(name.upper())
+        fabric = lightning.fabric.Fabric(accelerator="cpu", devices=2, strategy=name)
+        if not (isinstance(run.strategy, ZeroStrategy) and isinstance(fabric.strategy, FabricZeroStrategy)):
+            wrong.append(f"{name} is {type(run.strategy)} and {type(fabric.strategy)}")
+        if run.strategy.config != ZeroStrategy(**given).config or fabric.strategy.config != run.strategy.config:
+            wrong.append(f"{name} has {run.strategy.config}")
+    # Of DeepSpeed's names, each has one of ours.
+    wrong += [each for each in StrategyRegistry if each.startswith("deepspeed") and f"zeropp{each[9:]}" not in NAMES]
+    return wrong
+
+
+def on_disk(folder: Path) -> list[Any]:
+    """Weights that are built into files: this rank's elements, and whether files are there; what they come to."""
+    from tests.support import lightning_cases as cases
+
+    given = {
+        "remote_device": "nvme", "offload_parameters": True, "offload_params_device": "nvme", "nvme_path": str(folder),
+        "offload_optimizer": True, "logging_level": logging.ERROR,
+    }  # fmt: skip
+    was = checkpointing.is_configured()
+    cut, trained, files = cases.built_late(3, folder, **given, cpu_checkpointing=True)
+    assert not was and checkpointing._process.block.cpu_checkpointing
+    checkpointing._process.__init__()  # type: ignore[misc]
+    level = logging.getLogger("zeropp").level
+    other = folder / "other"
+    other.mkdir(exist_ok=True)
+    # In the host's memory until the model is wrapped, whose weights go to files then.
+    _, _, others = cases.built_late(3, other, **{**given, "remote_device": "cpu", "nvme_path": str(other)})
+    _, wanted, _ = cases.built_late(3)
+    return [cut, files > 0 and others == 0, trained == pytest.approx(wanted), level, logging.getLogger("zeropp").level]
+
+
+def test_names_and_what_they_stand_for(tmp_path: Path) -> None:
+    assert run_ranks(2, registered, env=LAUNCHED, timeout=100) == [[], []]
+    assert (
+        run_ranks(2, on_disk, tmp_path, env=LAUNCHED, timeout=100)
+        == [[36000, True, True, logging.ERROR, logging.WARNING]] * 2
+    )
+
+
+def in_the_other_package() -> tuple[float, str, str]:
+    """How far weights are from those of one process; what a Trainer of the other package says."""
+    import lightning_fabric
+    import pytorch_lightning
+
+    from tests.support import lightning_cases as cases
+    from zeropp.integrations.pytorch_lightning import FabricZeroStrategy, ZeroStrategy
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return (self.net(batch[:, :8]) - batch[:, 8:]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False, "use_distributed_sampler": False, "max_epochs": 2}  # fmt: skip
+    module, plain = Module(), Module()
+    run = pytorch_lightning.Trainer(strategy="zeropp_stage_3", devices=2, **quiet)
+    assert isinstance(run.strategy, ZeroStrategy)
+    run.fit(module, cases.loader())
+    optimizer = plain.configure_optimizers()
+    for _ in range(2):
+        for batch in cases.DataLoader(cases.Data(), 4):
+            plain.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=2, strategy="zeropp_stage_1")
+    with pytest.raises(ValueError, match="invalid strategy") as told:
+        cases.trainer(run.strategy)
+    assert isinstance(fabric.strategy, FabricZeroStrategy)
+    return cases.distance(module, plain.state_dict()), type(run.strategy).__module__, str(told.value)
+
+
+def test_the_other_package() -> None:
+    """In float32, in which the order of additions differs: 1e-5, of weights of about 1."""
+    for distance, place, _ in run_ranks(2, in_the_other_package, env=LAUNCHED, timeout=100):
+        assert distance < 1e-5 and place == "zeropp.integrations.pytorch_lightning"
+
+
+def written_by_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights of a plain module that has been trained, as DeepSpeed's strategy would save them."""
+    from tests.support import lightning_cases as cases
+
+    module = cases.plain(1)
+    write_deepspeed(folder / "theirs.ckpt", module, module.trainer.optimizers[0], 3, 3, tag="checkpoint")
+    return module.state_dict()
+
+
+def read_by_us(folder: Path, wanted: dict[str, torch.Tensor]) -> tuple[float, int, int, int]:
+    """How far weights are, also of a file; steps of the Trainer and of the optimizer's states; a file's epoch."""
+    from tests.support import lightning_cases as cases
+    from zeropp.integrations.lightning import convert_zero_checkpoint_to_fp32_state_dict
+
+    with pytest.warns(UserWarning, match="position begins anew") if dist.get_rank() == 0 else nullcontext():
+        run, module = cases.trained(cases.strategy(stage=2), path=folder / "theirs.ckpt", max_epochs=0)
+    steps = {int(state["step"]) for state in run.strategy.engine.optimizer.state.values()}
+    file = folder / f"{run.global_rank}.ckpt"
+    made = convert_zero_checkpoint_to_fp32_state_dict(folder / "theirs.ckpt", file)
+    gap = max(float((made["state_dict"][name] - value).abs().max()) for name, value in wanted.items())
+    again = cases.Remembers.load_from_checkpoint(file)
+    gap = max(gap, float((again.net[1].weight - wanted["net.1.weight"]).abs().max()))
+    return max(gap, cases.distance(module, wanted)), run.global_step, max(steps), made["epoch"]
+
+
+def test_a_folder_of_deepspeed_s_strategy(tmp_path: Path) -> None:
+    (wanted,) = run_ranks(1, written_by_deepspeed, tmp_path, timeout=100)
+    for found in run_ranks(2, read_by_us, tmp_path, wanted, env=LAUNCHED, timeout=100):
+        # Ten batches of two on one rank in each of two epochs; Lightning's own position is not read.
+        assert found == (0.0, 0, 10, 0)
+
+
+def test_importing_zeropp_imports_no_trainer() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, zeropp, zeropp.integrations; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

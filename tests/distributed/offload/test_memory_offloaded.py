@@ -1,0 +1,293 @@
+"""What is off the device is where the plan says, to the byte: rows on the host, in files, and staging buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.all_parameter_kinds import CODED, Mixed
+from tests.support.branching_models import Routed, make_config
+from tests.support.owned_memory import owned_bytes
+from tests.support.rank_pool import run_ranks
+from zeropp.offload import homes
+from zeropp.offload.home import PLACES, HostMemory, Place
+from zeropp.offload.swap import SwapFile
+from zeropp.params.gradient import Gradient
+from zeropp.params.source import Source
+from zeropp.partition.layout import BLOCK
+from zeropp.setup import build
+
+SMALL = {"block_size": 1024}
+"""No row of the model is smaller, so all may be in files."""
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """While the memory of the host is not that of the device that trains, as beside a card."""
+
+    def planned(model: nn.Module, config: Any, world: int, local: int, **asked: Any) -> zeropp.plan.MemoryPlan:
+        return zeropp.plan.memory(model, config, world, local, **{**asked, "device": "cuda"})
+
+    host = mock.patch.object(homes, "host_memory", lambda device: HostMemory())
+    with host, mock.patch.object(build, "memory", planned):
+        yield
+
+
+def offloading(states: str, weights: str, path: str, **weight_keys: object) -> dict[str, Any]:
+    """The two blocks, if they are to be there."""
+    blocks: dict[str, Any] = {}
+    for key, device, more in (("offload_optimizer", states, {}), ("offload_param", weights, weight_keys)):
+        if device:
+            blocks[key] = {"device": device, **({"nvme_path": path} if device == "nvme" else {}), **more}
+    return blocks
+
+
+def make(config: dict[str, Any], freeze: bool, dtype: torch.dtype) -> tuple[Mixed, zeropp.ZeroOptimizer]:
+    model = Mixed(dtype, freeze)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return model, zeropp.ZeroOptimizer(optimizer, model, config)
+
+
+def plan_of(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str) -> zeropp.plan.MemoryPlan:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model = Mixed(dtype, freeze, device="meta")
+    return zeropp.plan.memory(model, config, world, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), device=device)
+
+
+def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str) -> list[str]:
+    """What differs between the plan and the engine, fresh and after steps; ``device`` is that of the plan."""
+    plan, wrong = plan_of(config, freeze, dtype, device), []
+    files, reserve = dict[SwapFile, int](), SwapFile.reserve
+
+    def reserved(file: SwapFile, nbytes: int) -> None:
+        reserve(file, nbytes)
+        files[file] = nbytes
+
+    apart = elsewhere() if device == "cuda" else contextlib.nullcontext()
+    with apart, mock.patch.object(SwapFile, "reserve", reserved):
+        model, optimizer = make(config, freeze, dtype)
+        for when in ("fresh", "after a step", "after two"):
+            if when != "fresh":
+                optimizer.zero_grad()
+                model(torch.arange(4)).backward()
+                optimizer.step()
+            optimizer.engine.refresh.wait_stepped()
+            optimizer.engine.refresh.wait()
+            optimizer.engine.schedule.live_units.release_planned()
+            wrong += [f"{when}: {each}" for each in differences(plan, optimizer, stepped=when != "fresh")]
+        optimizer.close()
+    # All of it was taken before there was anything to put there, and nothing more since.
+    found = [(own, file._spaced) for file, own in files.items()]
+    if [own for own, _ in found if own] != [*plan.paths.values()] or any(own != used for own, used in found):
+        wrong.append(f"planned {plan.paths} below paths; reserved, and in use in the end: {found}")
+    return wrong
+
+
+def differences(plan: zeropp.plan.MemoryPlan, optimizer: zeropp.ZeroOptimizer, *, stepped: bool) -> list[str]:
+    """By place and term."""
+    wrong = []
+    planned: dict[Place, dict[str, int]] = {"device": plan.terms, "host": plan.host, "disk": plan.disk}
+    staging = rings(optimizer)
+    states, slack = states_of(optimizer) if stepped else ({}, {})
+    if stepped and not any(states.values()):
+        wrong.append("nothing has states after a step")
+    for place in PLACES:
+        found = Counter(owned_bytes(optimizer, place))
+        expected = Counter(planned[place])
+        own = expected.pop("optimizer_states", 0)
+        if place == "host":
+            found.update(staging)
+        if place == "device":
+            own = plan.device_states
+        if stepped and not states[place] <= own <= states[place] + slack[place]:
+            wrong.append(f"{place}: {states[place]} bytes of states, planned {own}, at most {slack[place]} of padding")
+        if +found != +expected:
+            wrong.append(f"{place} has {dict(+found)}, planned {dict(+expected)}")
+    return wrong
+
+
+def rings(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
+    own = optimizer.engine.maker.homes
+    found = {"step_staging": own.ring, "gather_staging": own.reader.ring if own.reader is not None else None}
+    return {name: ring.count * ring.nbytes for name, ring in found.items() if ring is not None}
+
+
+def states_of(optimizer: zeropp.ZeroOptimizer) -> tuple[dict[Place, int], dict[Place, int]]:
+    """Bytes of the optimizer's states by place; and what states of padding would add at most.
+
+    States are rows where the main weights are in files, or on the device without them. Elsewhere each slice has its
+    own.
+    """
+    found: dict[Place, int] = dict.fromkeys(PLACES, 0)
+    slack = found.copy()
+    host = optimizer._update._host
+    for buffer in optimizer.engine.trainable_buffers:
+        parts = [part for part in optimizer.slices.stepped if part.buffer is buffer and optimizer.state[part.parameter]]
+        place = buffer.main.place
+        if place == "disk" and parts:
+            assert host is not None
+            assert [row.nbytes for row in host._states[buffer].values()] == [buffer.main.nbytes] * 2
+            found["disk"] += 2 * buffer.main.nbytes
+            continue
+        if host is not None and buffer in host._states:
+            rows = host._states[buffer].values()
+            left = buffer.main.tensor.numel() - buffer.homes.device_numel
+            assert [row.tensor.numel() for row in rows] == [left] * 2
+            for row in rows:
+                found[row.place] += row.nbytes
+            parts = [part for part in parts if not part.on_host]
+        # The piece of a small buffer may be padding, and what no rank uses, and is never stepped then.
+        slack[place] += 2 * (BLOCK * (len(parts) + 1) * buffer.main_dtype.itemsize if parts else buffer.main.nbytes)
+        states = [item for part in parts for item in optimizer.state[part.parameter].items()]
+        found[place] += sum(value.nbytes for key, value in states if key != "step")
+    return found, slack
+
+
+WHERE = ("", "cpu", "nvme")
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    f"stage {stage}, {states or 'none'}/{weights or 'none'}, {'bf16' if bf16 else 'fp32'}": (
+        states, weights, {"stage": stage, "bf16": {"enabled": bf16}}
+    )
+    for stage, states, weights, bf16 in itertools.product((1, 3), WHERE, WHERE, (False, True))
+    if (stage == 3 or not weights) and (states or weights)
+}  # fmt: skip
+CASES |= {
+    "qwZ": ("nvme", "nvme", {**CODED, "bf16": {"enabled": True}}),
+    "qwZ, weights on the host": ("cpu", "cpu", {**CODED, "persist": 100}),
+    "qwZ, weights on the device": ("cpu", "", {**CODED, "bf16": {"enabled": True}}),
+    "qwZ in stage 2": ("nvme", "", {**CODED, "stage": 2}),
+    "frozen codes": ("nvme", "nvme", {"zero_quantized_nontrainable_weights": True, "persist": 100}),
+    "frozen codes on the host": ("", "cpu", {"zero_quantized_nontrainable_weights": True, "persist": 100}),
+    "persistent": ("nvme", "nvme", {"persist": 100, "bf16": {"enabled": True}}),
+    "a part on the host": ("cpu", "", {"ratio": 0.3}),
+    "a part on the host, bf16": ("cpu", "cpu", {"ratio": 0.6, "bf16": {"enabled": True}}),
+    "a part in files": ("nvme", "nvme", {"ratio": 0.45, "bf16": {"enabled": True}}),
+    "nothing on the host": ("cpu", "", {"ratio": 0}),
+    "lossless": ("cpu", "", {"stage": 1, "bf16": {"enabled": True}, "weight_codec": "lossless"}),
+}
+# On one rank or two, in turns; the others in the campaign.
+TURNS = [
+    pytest.param(world, name, marks=() if number % 2 == world % 2 else pytest.mark.campaign)
+    for number, name in enumerate(CASES)
+    for world in (1, 2)
+]
+
+
+def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
+    states, weights, settings = CASES[name]
+    blocks = offloading(states, weights, str(path), **weight_keys)
+    if states:
+        blocks["offload_optimizer"]["ratio"] = settings.get("ratio", 1.0)
+    settings = {key: value for key, value in settings.items() if key != "ratio"}
+    return make_config(**settings, **blocks, aio=SMALL)
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("world", "name"), TURNS)
+def test_what_is_off_a_card_is_where_the_plan_says(world: int, name: str, tmp_path: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(world, owned, config_of(name, tmp_path), True, torch.float32, "cuda")):
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("secondary", ["weights", "codes"])
+def test_what_hpz_caches_is_on_the_card(secondary: str, tmp_path: Path) -> None:
+    coded = {**CODED, "secondary": secondary} if secondary == "codes" else {}
+    keys = {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}, "persist": 100, **coded}
+    config = make_config(**keys, **offloading("nvme", "nvme", str(tmp_path)), aio=SMALL)
+    for rank, wrong in enumerate(run_ranks(4, owned, config, False, torch.float32, "cuda", local_world_size=2)):
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("most", [0, 700, 3000, 10**9])
+def test_rows_stay_in_memory_in_the_order_in_which_they_are_made(most: int, tmp_path: Path) -> None:
+    """Until there are ``max_in_cpu`` elements; a later and smaller one may fit where an earlier one did not."""
+    config = config_of("stage 3, nvme/nvme, bf16", tmp_path, max_in_cpu=most)
+    for wrong in run_ranks(2, owned, config, True, torch.float64, "cuda"):
+        assert not wrong
+
+
+@pytest.mark.parametrize("persist", [0, 100])
+def test_rows_that_are_smaller_than_a_request_stay_in_memory(persist: int, tmp_path: Path) -> None:
+    """On two ranks most rows of main weights have 2048 bytes, and those that gathers begin with 1024."""
+    offload = offloading("nvme", "nvme", str(tmp_path), max_in_cpu=0)
+    for block in (1025, 2049):
+        config = make_config(**offload, bf16={"enabled": True}, persist=persist, aio={"block_size": block})
+        for wrong in run_ranks(2, owned, config, False, torch.float32, "cuda"):
+            assert not wrong
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("stage 3") and "nvme" in name])
+def test_files_of_a_cpu_that_trains(name: str, tmp_path: Path) -> None:
+    for wrong in run_ranks(2, owned, config_of(name, tmp_path), True, torch.float32, "cpu"):
+        assert not wrong
+    (wrong,) = run_ranks(1, owned, config_of(name, tmp_path), False, torch.float32, "cpu")
+    assert not wrong
+
+
+def test_a_cpu_offloads_nothing_to_its_own_memory() -> None:
+    config = make_config(**offloading("cpu", "cpu", ""))
+    (wrong,) = run_ranks(1, owned, config, True, torch.float32, "cpu")
+    assert not wrong
+    plain = zeropp.plan.memory(Mixed(), make_config(), 1, device="cpu")
+    assert zeropp.plan.memory(Mixed(), config, 1, device="cpu") == plain and plain.host_total > plain.total
+
+
+def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str, int]]:
+    """Most bytes of new weights at once, while nothing is sent on before all are there; planned.
+
+    Then bytes of the sums of each unit's gradients on the way to the host; planned.
+    """
+    model, sums = Routed(3, 24), Counter[str]()
+    plan = zeropp.plan.memory(model, config, dist.get_world_size())
+    drop, empty, most, stepped = Source.drop_new, Gradient._empty_sum, 0, False
+
+    def late(source: Source) -> None:
+        nonlocal most
+        until = time.monotonic() + 5
+        # What is cached at first was never stepped.
+        while stepped and most < plan.new_weights and time.monotonic() < until:
+            most = max(most, new_nbytes())
+            time.sleep(0.005)
+        drop(source)
+
+    def summed(gradient: Gradient) -> Tensor:
+        total = empty(gradient)
+        sums[gradient.unit] += total.nbytes
+        return total
+
+    with elsewhere(), mock.patch.object(Source, "drop_new", late), mock.patch.object(Gradient, "_empty_sum", summed):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        optimizer = zeropp.ZeroOptimizer(inner, model, config)
+
+        def new_nbytes() -> int:
+            return owned_bytes(optimizer).get("new_weights", 0)
+
+        optimizer.engine.refresh.wait()
+        stepped = True
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+        optimizer.engine.refresh.wait()
+        optimizer.close()
+    return most, plan.new_weights, dict(sums), {unit.name: unit.arriving for unit in plan.units}
+
+
+@pytest.mark.parametrize("keys", [{"stage": 1}, {"stage": 1, "bf16": {"enabled": True}}, {"persist": 100}], ids=str)
+def test_what_is_on_its_way(keys: dict[str, Any]) -> None:
+    config = make_config(**keys, **offloading("cpu", "", ""))
+    for most, planned, sums, arriving in run_ranks(2, passing, config):
+        assert most == planned > 0
+        assert sums == arriving

@@ -1,0 +1,79 @@
+"""Hooks that edit weights after a step whose weights lie off the device: what they write is what is computed with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import zeropp
+from tests.support.branching_models import make_config
+from tests.support.offload_pairs import host_apart
+from tests.support.rank_pool import run_ranks
+from tests.support.small_models import MODELS
+
+KIND = MODELS["gpt"]
+BF16 = {"bf16": {"enabled": True}}
+CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+FILES: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}, "aio": {"block_size": 1024}}
+WEIGHTS: dict[str, Any] = {"offload_param": {"device": "nvme", "max_in_cpu": 0}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": CPU,
+    "cpu, bf16": {**CPU, **BF16},
+    "nvme": FILES,
+    "nvme with weights, bf16": {**FILES, **WEIGHTS, **BF16},
+    "codes": {**CPU, "zero_quantized_weights": True},
+    "persistent, bf16": {**CPU, **BF16, "persist": 1000},
+    "stage 2": {**CPU, "stage": 2},
+}
+
+
+def clamp(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.02, 0.02)
+
+
+def train(settings: dict[str, Any], kind: Any, *, everywhere: bool, apart: bool) -> list[float]:
+    """Losses of steps whose hook edits weights; the hook of all optimizers, if ``everywhere``."""
+    torch.manual_seed(3)
+    model, losses = KIND.build().float(), []
+    with host_apart(apart):
+        inner = kind(model.parameters(), lr=3e-3, **({"fused": True} if kind is torch.optim.AdamW else {}))
+        optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+        register = register_optimizer_step_post_hook if everywhere else optimizer.register_step_post_hook
+        handle = register(clamp)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = KIND.loss(model, KIND.batch(torch.Generator().manual_seed(step)))
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        handle.remove()
+        optimizer.close()
+    return losses
+
+
+@pytest.mark.every(8)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_hook_writes_is_computed_with(name: str, kind: Any, tmp_path: Path) -> None:
+    """Whoever steps: the host beside the next forward, which waits for it then, or the optimizer's own code."""
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in SETTINGS[name].items()}
+    plain = {key: value for key, value in settings.items() if key not in (*CPU, *FILES, *WEIGHTS)}
+    for key in ("offload_optimizer", "offload_param"):
+        if settings.get(key, {}).get("device") == "nvme":
+            settings[key]["nvme_path"] = str(tmp_path)
+    expected = run_ranks(2, train, plain, kind, everywhere=False, apart=False)
+    assert run_ranks(2, train, settings, kind, everywhere=False, apart=True) == expected
+    assert expected[0][0] != expected[0][1]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_hooks_of_all_optimizers_are_waited_for(apart: bool) -> None:
+    plain = run_ranks(2, train, {}, torch.optim.AdamW, everywhere=True, apart=False)
+    assert run_ranks(2, train, CPU, torch.optim.AdamW, everywhere=True, apart=apart) == plain

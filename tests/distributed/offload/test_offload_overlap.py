@@ -1,0 +1,113 @@
+"""With offload, copies between the device and the host go on beside collectives, in both directions."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zeropp
+from tests.support.branching_models import make_config
+from tests.support.rank_pool import run_ranks
+from zeropp.comm.hops import Hop
+from zeropp.offload.read_ahead import Arriving
+from zeropp.offload.straight import Straight
+from zeropp.wire.report import Report
+
+LONG = 20.0  # seconds
+
+
+def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]:
+    """Two steps; one piece of work of a kind is held up, once, until the next unit's other kind has begun.
+
+    Args:
+        held: "gather" holds a collective until the next unit's copy to the device begins; "store" holds a copy to the
+            host until the next unit's reduction begins.
+        settings: of the configuration.
+
+    Returns:
+        How often work was held up, how often in vain, and losses.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)))
+    copies = reductions = holds = vain = 0
+    begun = threading.Condition()
+
+    def hold(count: Any) -> None:
+        """Until the count is higher."""
+        nonlocal holds, vain
+        before = count()
+        holds += 1
+        with begun:
+            vain += not begun.wait_for(lambda: count() > before, LONG)
+
+    def all_gather(self: Hop, *args: Any, **kwargs: Any) -> None:
+        # The second gather of a training step: another one follows it, which the prefetch has queued.
+        if held == "gather" and training and self.kind == "gather" and not holds and copies >= 2:
+            hold(lambda: copies)
+        gather(self, *args, **kwargs)
+
+    def noted(copy: Any) -> Any:
+        def copy_to(self: Any, target: torch.Tensor) -> None:
+            nonlocal copies
+            with begun:
+                copies += training
+                begun.notify_all()
+            copy(self, target)
+
+        return copy_to
+
+    def all_to_all(self: Hop, *args: Any, **kwargs: Any) -> object:
+        nonlocal reductions
+        with begun:
+            reductions += 1
+            begun.notify_all()
+        return exchange(self, *args, **kwargs)
+
+    def send_part(self: Any, *args: Any, **kwargs: Any) -> None:
+        if held == "store" and not holds:
+            hold(lambda: reductions)
+        part(self, *args, **kwargs)
+
+    gather, exchange, part = Hop.all_gather, Hop.all_to_all, Report.send_part
+    training, losses = False, []
+    with (
+        mock.patch.object(Hop, "all_gather", all_gather),
+        mock.patch.object(Arriving, "copy_to", noted(Arriving.copy_to)),
+        mock.patch.object(Straight, "copy_to", noted(Straight.copy_to)),
+        mock.patch.object(Hop, "all_to_all", all_to_all),
+        mock.patch.object(Report, "send_part", send_part),
+    ):
+        optimizer = zeropp.ZeroOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=1e-2), model, make_config(hang_timeout=60, **settings)
+        )
+        for number in range(3):
+            training = number > 0  # the first one learns the order
+            loss = model(torch.ones(2, 512)).square().mean()
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+    return holds, vain, losses
+
+
+@pytest.mark.parametrize("held", ["gather", "store"])
+def test_copies_go_on_beside_collectives(held: str, tmp_path: Any) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings = {
+        "aio": {"block_size": 4096},
+        "stage": 3,
+        "reuse": 0,
+        "prefetch": 10**6,
+        "offload_optimizer": nvme,
+        "offload_param": {**nvme, "max_in_cpu": 0},
+    }
+    # In files: on CPU what is in the host's memory is where it trains.
+    expected = run_ranks(2, trained, "nothing", settings)
+    for (holds, vain, losses), (_, _, plain) in zip(run_ranks(2, trained, held, settings), expected, strict=True):
+        assert (holds, vain) == (1, 0), "the other kind of work has waited for this one"
+        assert losses == plain

@@ -1,0 +1,194 @@
+"""torch's GradScaler: an overflow on one rank skips on all, scales stay equal, norms are of unscaled gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.branching_models import make_config
+from tests.support.parity import Recipe, assert_close, build, micro_batch
+from tests.support.rank_pool import run_ranks, spread
+from tests.support.small_models import MODELS
+
+
+class Tiny(nn.Module):
+    """So small that ranks own nothing of the first unit, or, with four of them, nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def tiny_loss(model: nn.Module, step: int, rank: int, poisoned: bool) -> Tensor:
+    """Infinite input saturates the first tanh: everything stays finite but the first weight's gradient, 0 * inf."""
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    if poisoned:
+        x[0, 0] = float("inf")
+    return model(x).square().sum()
+
+
+def drive_scaler(
+    model: nn.Module, optimizer: Any, loss_of: Callable[[int], Tensor], clip: float | None, configured: bool
+) -> tuple[list[float], list[float]]:
+    """Five steps. Returns the scale after and the norm of each; step 2 has none with configured clipping."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales, norms = [], []
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(step)).backward()
+        if clip is not None and not configured:
+            scaler.unscale_(optimizer)
+            clipped = getattr(optimizer, "clip_grad_norm_", None)
+            norm = clipped(clip) if clipped else nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norms.append(norm.item())
+        scaler.step(optimizer)
+        if configured and step != 2:
+            norms.append(optimizer.grad_norm)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, norms
+
+
+def scaled_loss(recipe: Recipe | None, model: nn.Module, step: int, rank: int, poisoned: int) -> Tensor:
+    """The loss of a recipe's model, or of `Tiny`. In step 2, rank `poisoned` makes gradients that are not finite."""
+    if recipe is None:
+        return tiny_loss(model, step, rank, step == 2 and rank == poisoned)
+    loss = MODELS[recipe.model].loss(model, micro_batch(recipe, step, 0, rank))
+    return loss * float("inf") if step == 2 and rank == poisoned else loss
+
+
+def train_scaled(
+    recipe: Recipe | None, poisoned: int, clip: float | None, configured: bool = False, window: int = 1
+) -> tuple[Any, ...]:
+    rank, config = dist.get_rank(), (recipe or Recipe()).config()
+    config |= {"gradient_accumulation_steps": window, "managed_gradient_accumulation": False}
+    if configured:
+        config["gradient_clipping"] = clip
+    torch.manual_seed(3)
+    model = Tiny() if recipe is None else build(recipe)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, config)
+
+    def loss(step: int) -> Tensor:
+        return scaled_loss(recipe, model, step, rank, poisoned)
+
+    return *drive_scaler(model, optimizer, loss, clip, configured), zeropp.full_state(model)
+
+
+def plain_scaled(recipe: Recipe | None, world: int, poisoned: int, clip: float | None) -> tuple[Any, ...]:
+    torch.manual_seed(3)
+    model = Tiny() if recipe is None else build(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss(step: int) -> Tensor:
+        return torch.stack([scaled_loss(recipe, model, step, rank, poisoned) for rank in range(world)]).mean()
+
+    return *drive_scaler(model, optimizer, loss, clip, False), dict(model.state_dict())
+
+
+def check_scaled(runs: list[tuple[Any, ...]], plain: tuple[Any, ...]) -> None:
+    scales, norms, state = plain
+    for rank, (found_scales, found_norms, found_state) in enumerate(runs):
+        assert found_scales == scales, f"rank {rank}: {found_scales}, expected {scales}"
+        for found, expected in zip(found_norms, norms, strict=True):
+            if expected == expected and expected != float("inf"):
+                assert_close(found, expected, 1e-5, f"rank {rank}: norm")
+            else:
+                assert not torch.isfinite(torch.tensor(found))
+        for name, value in state.items():
+            assert_close(found_state[name], value, 1e-5, f"rank {rank}: {name}")
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("poisoned", [-1, 0, 1])
+def test_grad_scaler_skips_everywhere(poisoned: int, clip: float | None) -> None:
+    recipe = Recipe(dtype=torch.float32)
+    check_scaled(run_ranks(2, train_scaled, recipe, poisoned, clip), plain_scaled(recipe, 2, poisoned, clip))
+
+
+@pytest.mark.parametrize("poisoned", [-1, 1])
+def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
+    """`step` unscales before it clips."""
+    recipe = Recipe(dtype=torch.float32)
+    scales, norms, state = plain_scaled(recipe, 2, poisoned, 0.2)
+    del norms[2]
+    check_scaled(run_ranks(2, train_scaled, recipe, poisoned, 0.2, True), (scales, norms, state))
+
+
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
+    """The caller owns the boundary: nothing tells which backward is the last."""
+    runs = run_ranks(2, train_scaled, None, poisoned, None, False, 4)
+    check_scaled(runs, plain_scaled(None, 2, poisoned, None))
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("poisoned", [-1, 0, 1])
+@pytest.mark.parametrize("world", [2, 4])
+def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> None:
+    """Two ranks: rank 1 owns nothing of the first unit. Four: ranks 2 and 3 own nothing."""
+    runs = run_ranks(world, train_scaled, None, poisoned, None)
+    check_scaled(runs, plain_scaled(None, world, poisoned, None))
+
+
+class Parts(nn.Module):
+    """A gate, a layer, and a weight whose gradient can be made infinite alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(3))
+        self.layer = nn.Linear(16, 16)
+        self.spare = nn.Parameter(torch.zeros(256))
+
+    def forward(self, x: Tensor, spoil: bool) -> Tensor:
+        loss = (self.layer(x) * self.gate.sum()).square().mean()
+        return loss + torch.sqrt(self.spare).sum() if spoil else loss
+
+
+def scale_part(part: str, spoil: bool) -> tuple[int, float]:
+    """Steps skipped by the wrapper, and the scale after two steps of an optimizer over one part of the model."""
+    torch.manual_seed(0)
+    model = Parts()
+    mine = [parameter for name, parameter in model.named_parameters() if name.startswith(part)]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(mine, lr=0.05), model, make_config(hang_timeout=10))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 16) * (1 + dist.get_rank()), spoil)).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer.skipped_steps, scaler.get_scale()
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+@pytest.mark.parametrize("part", ["gate", "layer"])
+def test_grad_scaler_with_an_optimizer_over_a_part(part: str, spoil: bool) -> None:
+    """Ranks may own no slice that the optimizer has, and what overflows may be none of its parameters."""
+    assert run_ranks(2, scale_part, part, spoil) == [(0, 1.0 if spoil else 4.0)] * 2
+
+
+PLACED = {
+    "stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2},
+    "hpz": {"zero_hpz_partition_size": 2}, "mics": {"mics_shard_size": 2},
+}  # fmt: skip
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("placement", "overflow"), spread(PLACED, ["none", "of rank 3"], every=2))
+def test_grad_scaler_in_every_placement(placement: str, overflow: str) -> None:
+    recipe, poisoned = Recipe(dtype=torch.float32, zero=PLACED[placement]), {"none": -1}.get(overflow, 3)
+    runs = run_ranks(4, train_scaled, recipe, poisoned, 0.2, local_world_size=2)
+    check_scaled(runs, plain_scaled(recipe, 4, poisoned, 0.2))

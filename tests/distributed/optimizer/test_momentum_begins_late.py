@@ -1,0 +1,114 @@
+"""SGD with momentum that begins at different steps for different parameters, beside plain torch without ``fused``.
+
+torch's fused SGD fails there by itself: it takes a group's first step for all parameters or for none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeropp
+from tests.support.branching_models import WIDTH, Routed, chain, make_config, worst
+from tests.support.rank_pool import run_ranks
+from tests.support.sharded_and_plain import Pair, mean_square
+
+SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "dampening": 0.3}
+LATE = [
+    [chain(0, 2), chain(0, 2)],
+    [chain(0, 1), chain(0, 3)],  # blocks 1 and 3 have a first gradient of one rank alone
+    [chain(4), chain(4)],
+    [chain(2), chain(2)],
+]
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), fused=True, **SETTINGS)
+
+
+def beside(config: dict[str, Any]) -> Pair:
+    pair = Pair(Routed(), config, optimizer=fused)
+    pair.plain_optimizer = torch.optim.SGD(pair.plain.parameters(), **SETTINGS)
+    pair.whole.optimizer = pair.plain_optimizer
+    return pair
+
+
+def late_branches(config: dict[str, Any]) -> None:
+    pair = beside(config)
+    bound = config.get("gradient_clipping")
+    for routes in LATE:
+        pair.zero_grad()
+        pair.backward(*routes)
+        if bound:
+            nn.utils.clip_grad_norm_(pair.plain.parameters(), bound)
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 0},
+        {"stage": 1},
+        {},
+        {"unit_min_blocks": 128},
+        {"gradient_clipping": 0.05},
+        {"offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    ],
+    ids=str,
+)
+def test_a_branch_that_is_taken_late(settings: dict[str, Any]) -> None:
+    run_ranks(2, late_branches, make_config(**settings))
+
+
+def unfrozen_step_by_step(config: dict[str, Any]) -> None:
+    """The last blocks first; the first one is not used at once, and states are looked at before they are made."""
+    pair = beside(config)
+    for model in (pair.model, pair.plain):
+        for number in range(3):
+            model.blocks[number].requires_grad_(False)  # type: ignore[operator, index, union-attr]
+    for number in range(5):
+        for model in (pair.model, pair.plain):
+            if number < 3:
+                model.blocks[2 - number].requires_grad_(True)  # type: ignore[operator, index, union-attr]
+        pair.train(chain(1, 2, 3) if number < 3 else chain(4))
+        pair.check()
+        for group in pair.optimizer.param_groups:
+            for parameter in group["params"]:
+                assert pair.optimizer.state[parameter].get("momentum_buffer", parameter).shape == parameter.shape
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {}, {"offload_optimizer": {"device": "cpu"}}], ids=str)
+def test_blocks_that_are_unfrozen_step_by_step(settings: dict[str, Any]) -> None:
+    run_ranks(2, unfrozen_step_by_step, make_config(**settings))
+
+
+def in_an_engine(config: dict[str, Any], folder: str) -> float:
+    torch.manual_seed(0)
+    model = Routed()
+    plain = Routed()
+    plain.load_state_dict(model.state_dict())
+    sgd = torch.optim.SGD(plain.parameters(), **SETTINGS)
+    config = {**config, "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": SETTINGS}}
+    engine = zeropp.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for number, (route, _) in enumerate(LATE):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
+        engine.backward(mean_square(engine, x, route))
+        engine.step()
+        sgd.zero_grad()
+        mean_square(plain, x, route).backward()
+        sgd.step()
+        if number == 0:
+            engine.save_checkpoint(folder, tag="first")
+            engine.load_checkpoint(folder, tag="first")
+    return worst(zeropp.full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_whose_json_names_it(stage: int, tmp_path: Path) -> None:
+    assert max(run_ranks(2, in_an_engine, make_config(stage=stage), str(tmp_path))) < 1e-6

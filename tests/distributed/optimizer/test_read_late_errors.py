@@ -1,0 +1,278 @@
+"""Ranks out of step where no host waits for sums: all raise at the same later call; see [Note: sums read late]."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeropp
+from tests.support.branching_models import make_config
+from tests.support.rank_pool import run_ranks
+from tests.support.sums_read_late import ADAM, STATIC, Leaning, backward, numbers, wrapped
+from zeropp import checkpoint
+from zeropp.engine.unread import Unread
+
+
+def left_over() -> tuple[str, bool]:
+    """What is raised when rank 1 alone has a gradient left in the third step, and whether that was taken."""
+    optimizer = wrapped(True, **STATIC)
+    gradient, before = optimizer.engine.gradients[0], list[Tensor]()
+    for step in range(4):
+        try:
+            backward(optimizer, step)
+            alone = step == 2 and dist.get_rank() == 1
+            with mock.patch.object(gradient, "has_unsent", lambda: True) if alone else contextlib.nullcontext():
+                optimizer.step()
+        except RuntimeError as raised:
+            return f"step {step}: {raised}", not all(map(torch.equal, before, numbers(optimizer)))
+        if step < 2:
+            before = numbers(optimizer)
+        optimizer.zero_grad()
+    return "nothing", True
+
+
+def test_a_gradient_that_one_rank_alone_has_left_is_a_broken_promise() -> None:
+    """All ranks raise it at their next step, also the one that has waited for the sum; nobody has stepped."""
+    for told, stepped in run_ranks(2, left_over):
+        assert told.startswith("step 3") and "static_graph rules out" in told and not stepped
+
+
+def some_wait_apart() -> list[str]:
+    """What each of four steps raises; rank 1 waits for sums, and has another rate at the first step."""
+    torch.manual_seed(3)
+    model, found = Leaning(), []
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
+    optimizer.boundary.reads_late = True
+    for step in range(4):
+        if step < 2 and dist.get_rank() == 1:
+            optimizer.inner.param_groups[0]["lr"] = 0.05 if step else 0.01
+        model(torch.ones(3, 8), dist.get_rank() != 1).square().mean().backward()
+        try:
+            optimizer.step()
+            found.append("")
+        except RuntimeError as raised:
+            found.append(str(raised))
+        optimizer.zero_grad()
+    assert optimizer.skipped_steps == 0
+    return found
+
+
+def test_a_rank_that_waits_raises_where_the_others_do() -> None:
+    """Else it would go on one step ahead of them, and have no partner for its next sum."""
+    for found in run_ranks(2, some_wait_apart, timeout=60):
+        assert [bool(told) for told in found] == [False, True, False, False]
+        assert "differed between ranks at the last step" in found[1]
+
+
+def clips_twice(measures: str) -> list[str]:
+    """What each pass raises in which gradients are measured; the first, with two rates, is followed by no step."""
+    torch.manual_seed(3)
+    model, found = Leaning(), []
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
+    optimizer.boundary.reads_late = True
+    for step in range(3):
+        if step < 2 and dist.get_rank() == 1:
+            optimizer.inner.param_groups[0]["lr"] = 0.05 if step else 0.01
+        model(torch.ones(3, 8), dist.get_rank() != 1).square().mean().backward()
+        try:
+            if step and measures == "grad_norms":
+                optimizer.grad_norms()
+            else:
+                optimizer.clip_grad_norm_(1.0)
+            found.append("")
+        except RuntimeError as raised:
+            found.append(str(raised))
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("measures", ["clip_grad_norm_", "grad_norms"])
+def test_a_sum_that_no_step_has_followed_is_read_on_every_rank(measures: str) -> None:
+    for found in run_ranks(2, clips_twice, measures, timeout=60):
+        assert [bool(told) for told in found] == [False, True, False]
+        assert "differed between ranks at the last step" in found[1]
+
+
+def out_of_step(disturb: Callable[[zeropp.ZeroOptimizer], None], asks: bool) -> tuple[str, bool]:
+    """What is raised after rank 1 was disturbed before the third step, and whether weights are those of the second."""
+    optimizer = wrapped(True, **STATIC)
+    error = ""
+    for step in range(4):
+        backward(optimizer, step)
+        if step == 2 and dist.get_rank() == 1:
+            disturb(optimizer)
+        if step == 2:
+            before = copy.deepcopy(numbers(optimizer))
+        try:
+            optimizer.step()
+            if step == 2 and asks:
+                optimizer.skipped_steps  # noqa: B018
+        except RuntimeError as raised:
+            error = f"step {step}: {raised}"
+            break
+        optimizer.zero_grad()
+    return error, all(map(torch.equal, before, numbers(optimizer)))
+
+
+def _issue(optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.engine.issued.add(0, 1, 2)
+
+
+def _set_rate(optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.inner.param_groups[0]["lr"] = 0.01
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("disturb", "message"),
+    [(_issue, "comparing what was gathered and reduced"), (_set_rate, "differed between ranks")],
+)
+def test_ranks_out_of_step_change_no_weight_and_raise_at_the_next_read(
+    disturb: Callable[[zeropp.ZeroOptimizer], None], message: str, asks: bool
+) -> None:
+    for error, unchanged in run_ranks(2, out_of_step, disturb, asks):
+        assert unchanged and message in error and error.startswith("step 2" if asks else "step 3")
+
+
+def asks_alone() -> str:
+    """Rank 0 alone asks what has become of a step for which the ranks had other settings."""
+    optimizer = wrapped(True, **STATIC)
+    backward(optimizer, 0)
+    if dist.get_rank() == 1:
+        _set_rate(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"differed between ranks at the last step.* group 0 lr is 0.05"):
+                optimizer.step_was_taken  # noqa: B018
+        _set_rate(optimizer)
+    # The others are in their next pass by now, and hear of it at their next step, where this rank does, too.
+    backward(optimizer, 1)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    # All are in step, and have one rate by now.
+    for step in (2, 3):
+        backward(optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.step_was_taken and not optimizer.step_was_skipped
+    return str(caught.value)
+
+
+def test_one_rank_may_ask_alone() -> None:
+    first, second = run_ranks(2, asks_alone)
+    assert "group 0 lr is 0.05" in first and "group 0 lr is 0.01" in second
+
+
+def loads_after(folder: Path, who: str) -> None:
+    """States saved and loaded after a step at which ranks had two rates are those of before it; steps go on."""
+    optimizer: Any = wrapped(True, **STATIC)
+    backward(optimizer, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        _set_rate(optimizer)
+    backward(optimizer, 1)
+    before = numbers(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    if who == "all" or (who == "one" and dist.get_rank() == 0):
+        with pytest.raises(RuntimeError, match="differed between ranks"):
+            optimizer.step_was_taken  # noqa: B018
+    saved = optimizer.state_dict()
+    checkpoint.save(folder, optimizer.model, optimizer)
+    for load in (lambda: optimizer.load_state_dict(saved), lambda: checkpoint.load(folder, optimizer.model, optimizer)):
+        load()
+        assert all(map(torch.equal, before, numbers(optimizer)))
+        assert not optimizer.step_was_taken and optimizer.skipped_steps == 0
+        # From the checkpoint ranks have the first one's rate.
+        optimizer.inner.param_groups[0]["lr"] = 0.05
+        for step in (2, 3):
+            backward(optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.step_was_taken
+
+
+@pytest.mark.parametrize("who", ["all", "one", "none"])
+def test_an_error_of_a_step_stands_in_the_way_of_no_state(who: str, tmp_path: Path) -> None:
+    """Whoever has asked for it: it can be saved beside it, and loading puts an end to it on every rank."""
+    run_ranks(2, loads_after, tmp_path / "here", who)
+
+
+def asks_often() -> tuple[int, bool]:
+    """How many depths of stack an error has that is asked for three times; whether its step's outcome goes at once."""
+    optimizer = wrapped(True, **STATIC)
+    backward(optimizer, 0)
+    if dist.get_rank() == 1:
+        _set_rate(optimizer)
+    optimizer.step()
+    outcome, depths = optimizer.outcome, set[int]()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            try:
+                outcome.wait()
+            except RuntimeError as raised:
+                depths.add(len(traceback.extract_tb(raised.__traceback__)))
+        held = weakref.ref(outcome)
+        del outcome, optimizer.outcome
+        return len(depths), held() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_is_kept_keeps_nothing_else() -> None:
+    assert run_ranks(2, asks_often) == [(1, True)] * 2
+
+
+def saves_after_a_loss(how: str) -> str:
+    """What saving says where the sum of the step before has not come."""
+    optimizer = wrapped(True, **STATIC, hang_timeout=5.0)
+    for step in range(3):
+        backward(optimizer, step)
+        optimizer.step()
+    agreement, read = optimizer.engine.agreement, Unread.read
+
+    def in_vain(unread: Unread, _: object) -> list[float]:
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        agreement.wait(lambda seconds: False, "waiting for the sum of norms and flags")
+        return []
+
+    Unread.read = in_vain  # type: ignore[method-assign]
+    try:
+        optimizer.state_dict()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        told = str(error)
+    finally:
+        Unread.read = read  # type: ignore[method-assign]
+    if how == "interrupted":
+        # The sum is still there: this rank goes on with the others.
+        assert optimizer.boundary._unread is not None and optimizer.step_was_taken
+    return told
+
+
+def test_saving_after_ranks_have_lost_each_other() -> None:
+    """Some may have stepped and others not: what they save would not fit."""
+    for told in run_ranks(2, saves_after_a_loss, "lost"):
+        assert "waiting for the sum of norms and flags" in told and "stepped weights that others may not have" in told
+
+
+def test_an_interrupt_does_not_take_a_sum() -> None:
+    assert run_ranks(2, saves_after_a_loss, "interrupted") == ["", ""]

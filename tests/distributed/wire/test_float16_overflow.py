@@ -1,0 +1,107 @@
+"""Gradients in float16 whose sum over ranks is beyond it, and whose mean is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.support.branching_models import make_config
+from tests.support.rank_pool import run_ranks
+
+SLOPE = 40_000.0  # the largest float16 is 65504
+RATE = 2.0**-16
+TWICE: dict[str, object] = {"gradient_accumulation_steps": 2}
+PLACED: dict[str, dict[str, object]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1, **TWICE},
+    "stage 3": {},
+    "deferred": {"defer_cross_reduction": True, **TWICE},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "mics": {"mics_shard_size": 2},
+    "mics, held": {"mics_shard_size": 2, **TWICE},
+}
+
+
+class Steep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(300, dtype=torch.float16))
+
+    def forward(self) -> Tensor:
+        return (self.weight.float() * SLOPE).sum()
+
+
+def stepped(settings: dict[str, object], backwards: int, divided: bool = True) -> tuple[int, Tensor]:
+    """(steps skipped, weights after two steps); a step's loss is the mean over its backwards, or their sum."""
+    model = Steep()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, make_config(**settings))
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(backwards):
+            optimizer.backward(model()) if divided else model().backward()
+        optimizer.step()
+    return optimizer.skipped_steps, zeropp.full_state(model)["weight"]
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
+    settings, expected = PLACED[name], torch.full((300,), 1 - 2 * RATE * SLOPE)
+    backwards = 2 if TWICE.items() <= settings.items() else 1
+    for skipped, weight in run_ranks(4, stepped, settings, backwards, local_world_size=2):
+        assert skipped == 0
+        torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 a hop
+
+
+@pytest.mark.parametrize("name", ["stage 1", "deferred", "mics, held"])
+def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
+    """What a rank or a node holds is the sum over its backwards and ranks; it goes on scaled down by both."""
+    expected = torch.full((300,), 1 - 4 * RATE * SLOPE)
+    for skipped, weight in run_ranks(4, stepped, PLACED[name], 2, False, local_world_size=2):
+        assert skipped == 0
+        torch.testing.assert_close(weight, expected, rtol=2**-9, atol=0)
+
+
+def many_groups() -> Tensor:
+    """A step of sixteen times two backwards, whose sum, 2^-21, is near the smallest that float16 has."""
+    model = Steep()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**14), model, make_config())
+    for _ in range(16):
+        with optimizer.no_sync():
+            (model() / SLOPE * 2.0**-22).backward()
+        (model() / SLOPE * 2.0**-22).backward()
+    optimizer.step()
+    return zeropp.full_state(model)["weight"]
+
+
+def test_room_is_kept_for_what_is_sent_together() -> None:
+    """Not for what was sent before, which would make small gradients vanish in time."""
+    for weight in run_ranks(4, many_groups, local_world_size=2):
+        torch.testing.assert_close(weight, torch.full((300,), 1 - 16 * 2.0**-7), rtol=0, atol=2.0**-12)
+
+
+def at_the_floor(stage: int) -> tuple[list[bool], Tensor]:
+    """Whether each step was taken, of which the second overflows on one rank, at the least scale there may be."""
+    model = Steep()
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
+    config = {"train_micro_batch_size_per_gpu": 1, "fp16": fp16, "zero_optimization": {"stage": stage}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine = zeropp.initialize(model=model, optimizer=optimizer, config=config)[0]
+    taken = []
+    for step in range(4):
+        engine.backward(engine() * (float("inf") if (step, dist.get_rank()) == (1, 1) else 1))
+        try:
+            engine.step()
+        except RuntimeError as error:
+            assert "not finite at a loss scale of 1" in str(error)
+        taken.append(engine.was_step_applied())
+    return taken, zeropp.full_state(model)["weight"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_who_goes_on_at_the_floor_of_the_scale_has_a_new_window(stage: int) -> None:
+    for taken, weight in run_ranks(2, at_the_floor, stage):
+        assert taken == [True, False, True, True]
+        torch.testing.assert_close(weight, torch.full((300,), 1 - 3 * RATE * SLOPE), rtol=2**-10, atol=0)

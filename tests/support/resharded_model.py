@@ -1,0 +1,62 @@
+"""A small wrapped model whose values are elsewhere, and what comes of an attempt to use them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.branching_models import make_config
+from tests.support.sharded_and_plain import Pair
+
+__all__ = ["PERSIST", "REMEDY", "Held", "Use", "attempt", "held", "still_trains"]
+
+REMEDY = ("state_dict", "full_state", "before wrapping", "optimizer.clip_grad_norm_", "optimizer.zero_grad")
+
+
+class Held(nn.Module):
+    """A partitioned part and, at the usual threshold, a persistent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+Use = Callable[[nn.Parameter], object]
+
+
+def attempt(name: str, use: Callable[[], object]) -> str:
+    """What came of it: "" for a RuntimeError that names a remedy, else a description."""
+    print(f"trying {name}", file=sys.stderr, flush=True)  # the rank pool quotes it if this rank dies
+    try:
+        got = use()
+    except RuntimeError as error:
+        named = any(remedy in str(error) for remedy in REMEDY)
+        return "" if named else f"{name}: RuntimeError without a remedy: {str(error)[:200]}"
+    except BaseException as error:
+        return f"{name}: {type(error).__name__}: {str(error)[:200]}"
+    return f"{name}: gave {type(got).__name__}"
+
+
+def held(persist: int) -> Pair:
+    """The model, with its first values where they belong, and its plain twin."""
+    torch.manual_seed(5)
+    pair = Pair(Held(), make_config(persist=persist, hang_timeout=10), dtype=torch.float32)
+    pair.optimizer.engine.refresh.wait()
+    return pair
+
+
+def still_trains(pair: Pair) -> float:
+    """One step, and the largest difference from the same step of the plain model."""
+    pair.model.train()
+    pair.train()
+    return pair.difference()
+
+
+PERSIST = {"partitioned": 0, "persistent": 1000}

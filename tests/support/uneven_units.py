@@ -1,0 +1,25 @@
+"""A model whose units all have different sizes."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tests.support.branching_models import Block
+
+__all__ = ["Uneven"]
+
+
+class Uneven(nn.Module):
+    """Blocks of different widths, so that no two units have the same bytes, and a frozen one."""
+
+    widths = (12, 24, 40)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in self.widths)
+        self.frozen = nn.Linear(40, 40, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, width in zip(self.blocks, self.widths, strict=True):
+            x = block(nn.functional.pad(x, (0, width - x.shape[-1])))
+        return self.frozen(x)
