@@ -40,16 +40,18 @@ def test_every_pair_of_settings_on_sm_90() -> None:
     assert " 0 wrong" in compile_all("--cover", "pairs", "--targets", "sm_90")
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_every_setting_on_sm_90() -> None:
     assert " 0 wrong" in compile_all("--cover", "each", "--targets", "sm_90")
 
 
 @pytest.mark.timeout(600)
-def test_every_kernel_on_the_other_targets() -> None:
-    said = compile_all("--cover", "one", "--targets", "sm_80", "sm_100", "gfx942")
+def test_every_kernel_on_two_targets() -> None:
+    """One setting each, for a card of NVIDIA and one of AMD; the campaign has all settings on four targets."""
+    said = compile_all("--cover", "one", "--targets", "sm_90", "gfx942")
     kernels = {case.name for case in cases("all")}
-    assert f"{len(kernels)} cases on 3 targets: {4 * len(kernels)} compiled, 0 wrong" in said
+    assert f"{len(kernels)} cases on 2 targets" in said and " 0 wrong" in said
 
 
 @pytest.mark.campaign

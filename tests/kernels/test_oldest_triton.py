@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
+pytestmark = pytest.mark.campaign  # to install it and to start processes takes half a minute
 ROOT = Path(__file__).resolve().parents[2]
 
 # With what is for the campaign, too: these tests choose for themselves.
@@ -57,7 +58,6 @@ def test_it_is_the_one_that_runs(oldest: Path) -> None:
     assert run_under(oldest, "-c", program, interpret="0").split() == [declared()] * 2
 
 
-@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_some_settings_on_sm_90(oldest: Path) -> None:
     """Only of the kernels that quantize; a campaign has every kernel on every target."""
@@ -73,14 +73,12 @@ def test_bits_under_the_interpreter(oldest: Path) -> None:
     assert re.search(r"\b[1-9]\d+ passed", run_under(oldest, *command, interpret="1"))
 
 
-@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_every_pair_of_settings_on_every_target(oldest: Path) -> None:
     """Some 500 kernels, which take ten minutes."""
     assert " 0 wrong" in run_under(oldest, "-m", "zeropp_kernels.aot", interpret="0")
 
 
-@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_all_that_the_interpreter_runs(oldest: Path) -> None:
     """At every length, and what the operations are asked besides; three minutes."""

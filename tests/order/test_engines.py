@@ -110,6 +110,7 @@ def check(size: int, recipe: Recipe, route: Route = everyone, fails: int | None 
         assert all(log.calls == logs[0].calls for log in logs), "ranks have launched in different orders"
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:zero_optimization.offload_param.device")
 @pytest.mark.parametrize(
     "size", [4, pytest.param(8, marks=pytest.mark.campaign), pytest.param(64, marks=pytest.mark.campaign)]
@@ -126,6 +127,7 @@ def test_two_ranks(name: str) -> None:
     check(2, SETTINGS[name])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fails", [None, 1])
 @pytest.mark.parametrize("route", [opposite, backwards])
 @pytest.mark.parametrize("name", ["stage 3", "stage 3, offloaded", "hpZ, bf16, lossless", "MiCS, accumulated"])
@@ -134,8 +136,9 @@ def test_ranks_that_differ(name: str, route: Route, fails: int | None) -> None:
     check(4, SETTINGS[name], route, fails)
 
 
-def test_many_ranks() -> None:
-    check(64, replace(CASES["hpZ, bf16"], accumulation=1), opposite, 1)
+@pytest.mark.parametrize("size", [16, pytest.param(64, marks=pytest.mark.campaign)])
+def test_many_ranks(size: int) -> None:
+    check(size, replace(CASES["hpZ, bf16"], accumulation=1), opposite, 1)
 
 
 def test_a_rank_that_sends_more_is_seen() -> None:

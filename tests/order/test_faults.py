@@ -67,7 +67,7 @@ SEEN_AT_ONCE = [
 ]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", SEEN_AT_ONCE)
 def test_these_faults_are_found(name: str) -> None:
     assert catching(FAULTS[name]) is not None

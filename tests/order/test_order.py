@@ -77,7 +77,7 @@ def ask_in_vain(routes: Sequence[Sequence[Uses]]) -> bool:
     return False
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("first", some(ROUTES, 2))
 def test_two_ranks_two_steps(first: Uses) -> None:
     """Whatever route each rank takes in each of two steps after a common one: they train, or one asks in vain."""

@@ -141,6 +141,7 @@ BY_NAME: dict[str, Seam] = {seam.name: seam for seam in FOUND}
 SHOWN = {name: run for run, names in SHOWN_BY.items() for name in names}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_access_is_ordered(name: str, tmp_path: Path) -> None:
     assert races(RUNS[name], tmp_path) == []
@@ -163,6 +164,7 @@ def check_reported(names: Sequence[str], run: str, folder: Path) -> None:
     raise AssertionError(f"without {[seam.text for seam in gone]}, {run!r} was run, with {found}")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_missing_wait_is_reported(name: str, tmp_path: Path) -> None:
     check_reported([name], SHOWN[name], tmp_path)

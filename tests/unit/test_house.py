@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -98,10 +99,16 @@ def module_name(path: Path) -> str:
     raise ValueError(f"{path} is in no package")
 
 
+@functools.cache
+def walk(path: Path) -> list[ast.AST]:
+    """The nodes of a file, which many tests go through."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import in a file, inside functions and under TYPE_CHECKING too."""
     own = module_name(path).split(".")
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -131,7 +138,7 @@ def forbidden(path: Path) -> Iterator[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -221,7 +228,7 @@ def test_files_are_short() -> None:
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every module that a file may get by importing, as far as its text tells."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -263,7 +270,7 @@ def test_hard_lines_have_comments_and_others_do_not() -> None:
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstring of a file and of everything in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text is not None:

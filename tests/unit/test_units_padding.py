@@ -88,8 +88,7 @@ def test_padding_of_large_models(name: str, world: int) -> None:
     assert world > 64 or len(units) >= 14, "merging goes further than it must"
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("world", [1, 1024])
+@pytest.mark.parametrize("world", [1024, pytest.param(1, marks=pytest.mark.campaign)])
 def test_padding_of_many_small_parameters(world: int) -> None:
     """Beside the 1 % only what it costs that each parameter starts on a block: 10 000 layers of 100 x 100."""
     with torch.device("meta"):
