@@ -187,10 +187,11 @@ def _run(call: Call, pipe: Connection) -> None:
             _let_lanes_end()
         except BaseException as error:
             answer = pickle.dumps(("fail", describe(error, call.rank)))
+            result = fn = args = kwargs = None
+            gc.collect()
         pipe.send_bytes(answer)
         if pickle.loads(pipe.recv_bytes()) != "release":
             os._exit(3)
-        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
     # What survives is imported code, mostly; walking it again would cost 50 ms a call. Not while a lane of a dropped
