@@ -7,25 +7,13 @@ they are used and let go right after.
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zeropp import checkpoint, plan, training, zero
 from zeropp.access.accumulate import accumulate
 from zeropp.access.average import ema
 from zeropp.access.state import comm_report, full_state
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.plan import (
-    estimate_zero2_model_states_mem_needs,
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
-from zeropp.training.distributed import init_distributed
-from zeropp.training.initialize import initialize
 
 __all__ = [
     "Config",
@@ -53,6 +41,18 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+# Imported when they are first used, since a program that trains may need none of them.
+_MODULES = ("checkpoint", "fsdp2", "plan", "training", "zero")
+_FUNCTIONS = {
+    "estimate_zero2_model_states_mem_needs": "zeropp.plan",
+    "estimate_zero2_model_states_mem_needs_all_cold": "zeropp.plan",
+    "estimate_zero2_model_states_mem_needs_all_live": "zeropp.plan",
+    "estimate_zero3_model_states_mem_needs": "zeropp.plan",
+    "estimate_zero3_model_states_mem_needs_all_cold": "zeropp.plan",
+    "estimate_zero3_model_states_mem_needs_all_live": "zeropp.plan",
+    "init_distributed": "zeropp.training.distributed",
+    "initialize": "zeropp.training.initialize",
+}
 # Names of DeepSpeed's that its stand-in has and this package has not.
 _OF_THE_STAND_IN = (
     "DeepSpeedEngine", "PipelineEngine", "accelerator", "add_config_arguments", "checkpointing", "init_inference",
@@ -60,12 +60,44 @@ _OF_THE_STAND_IN = (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from zeropp import checkpoint as checkpoint
     from zeropp import fsdp2 as fsdp2
+    from zeropp import plan as plan
+    from zeropp import training as training
+    from zeropp import zero as zero
+    from zeropp.plan import (
+        estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
+    )
+    from zeropp.plan import (
+        estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+    )
+    from zeropp.plan import (
+        estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+    )
+    from zeropp.plan import (
+        estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
+    )
+    from zeropp.plan import (
+        estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+    )
+    from zeropp.plan import (
+        estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from zeropp.training.distributed import init_distributed as init_distributed
+    from zeropp.training.initialize import initialize as initialize
 else:  # a type checker would take any name for one that this function has
 
-    def __getattr__(name: str) -> ModuleType:
-        """``zeropp.fsdp2``, imported at its first use."""
-        if name == "fsdp2":
-            return importlib.import_module("zeropp.fsdp2")
-        hint = "; for scripts that use it: python -m zeropp.compat.deepspeed COMMAND" * (name in _OF_THE_STAND_IN)
-        raise AttributeError(f"module 'zeropp' has no attribute {name!r}{hint}")
+    def __getattr__(name: str) -> Any:
+        """A part of the package that is imported at its first use."""
+        if name in _MODULES:
+            value = importlib.import_module(f"zeropp.{name}")
+        elif name in _FUNCTIONS:
+            value = getattr(importlib.import_module(_FUNCTIONS[name]), name)
+        else:
+            hint = "; for scripts that use it: python -m zeropp.compat.deepspeed COMMAND" * (name in _OF_THE_STAND_IN)
+            raise AttributeError(f"module 'zeropp' has no attribute {name!r}{hint}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -43,6 +43,7 @@ __all__ = [
     "has_step_post_hooks",
     "is_aliased",
     "is_compiled",
+    "is_dtensor",
     "is_registered",
     "leaves_out",
     "loss_scale",
@@ -84,6 +85,12 @@ def storage_uses(tensor: Tensor) -> int:
 def is_aliased(tensor: Tensor) -> bool:
     """Tell whether anything but this tensor refers to its memory."""
     return storage_uses(tensor) > 1
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, without importing the class: its module takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 # torch 2.13 renamed both and warns at each use of the old names.

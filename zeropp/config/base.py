@@ -132,6 +132,8 @@ class Block(BaseModel):
         allow_inf_nan=False,
         # Before 2.10, pydantic warns of every field that starts with model_.
         protected_namespaces=(),
+        # Validators take 0.1 s to build, which an import need not wait for.
+        defer_build=True,
     )
 
     retired: ClassVar[Mapping[str, str]] = {}

@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from zeropp._compat import sharing_versions, unguarded
+from zeropp._compat import is_dtensor, sharing_versions, unguarded
 from zeropp.access.attributes import carry_attributes
 from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
@@ -311,7 +310,7 @@ def _check_model(
     for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise TypeError(
                 f"parameter {name!r} is a DTensor, already distributed by another library; give zeropp a model of "
                 "plain parameters"
