@@ -303,7 +303,7 @@ def test_the_program_s_end_leaves_what_no_thread_has_taken(
     ending.start()
     with pytest.raises(SwapError, match="the program ends: ") as caught:
         waiting.wait(LONG)
-    assert caught.value.errno == errno.ECANCELED and caught.value.filename == str(extent.descriptors.path)
+    assert caught.value.errno == errno.ECANCELED and caught.value.filename == str(extent.descriptors.folder)
     assert ending.is_alive() and not half.wait(0), "its memory is still written from"
     gate.set()
     with pytest.raises(SwapError, match="the program ends"):

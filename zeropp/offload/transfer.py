@@ -122,8 +122,8 @@ class _Queue:
         """Close it, and leave what no thread has taken."""
         with self._changed:
             for transfer in list(self._waiting):
-                path = transfer.extent.descriptors.path
-                transfer.error = transfer.error or SwapError.of(errno.ECANCELED, path, "the program ends")
+                folder = transfer.extent.descriptors.folder
+                transfer.error = transfer.error or SwapError.of(errno.ECANCELED, folder, "the program ends")
                 self._drop(transfer)
                 if not transfer.under_way:
                     _finish(transfer)
