@@ -84,7 +84,7 @@ FAST = (
     "tests/distributed/engine/test_golden.py::test_configurations",
     # offload
     "tests/unit/test_offload_division.py",
-    "tests/unit/test_offload_directory.py::test_another_rank_makes_the_path_between_two_looks",
+    "tests/unit/test_offload_files.py::test_ranks_that_begin_at_once_in_a_new_directory",
     "tests/unit/test_tiles.py",
     "tests/distributed/offload/test_offload_gradients.py::test_forgetting_waits_for_the_step",
     "tests/distributed/offload/test_offload_ratio.py::test_the_border_lies_where_the_fraction_says",

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 import zeropp
 from bench.common import results
 from bench.common.machine import machine
-from zeropp.optimizer.cores import Cores, SliceStep, step_slices
-from zeropp.optimizer.fused import Rule
+from zeropp.optimizer.cores import Cores, step_slices
+from zeropp.optimizer.fused import Rule, SliceStep
 
 COLUMNS = ("way", "s", "kernels s", "GB/s", "/ disk")
 READ, WRITTEN = 16, 12  # bytes an element of float32 AdamW

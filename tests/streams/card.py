@@ -29,6 +29,7 @@ from zeropp._compat import unguarded
 from zeropp.comm import hops, streams
 from zeropp.comm.events import Event
 from zeropp.offload import read_ahead, ring, transfer
+from zeropp.offload.swap import Descriptors
 from zeropp.optimizer import cores, host_step
 from zeropp.params import guard
 from zeropp.wire import report
@@ -334,7 +335,7 @@ class _Noted:
 
 def _transfer(card: Card) -> Callable[..., Event]:
     """A read or write of a file, each as a timeline of its own."""
-    plain, files = transfer.Transfers._begin, dict[str, Memory]()
+    plain, files = transfer.Transfers._begin, weakref.WeakKeyDictionary[Descriptors, Memory]()
 
     def begin(self: transfer.Transfers, extent: Any, start: int, memory: Tensor, *, reads: bool) -> Event:
         clocks = card.clocks
@@ -343,7 +344,7 @@ def _transfer(card: Card) -> Callable[..., Event]:
             clocks.begin(by)
             what = "reading a file" if reads else "writing a file"
             card.access(memory, writes=reads, by=by, what=what)
-            file, first = files.setdefault(extent.descriptors.path, Memory(HOST, 0)), extent.offset + start
+            file, first = files.setdefault(extent.descriptors, Memory(HOST, 0)), extent.offset + start
             clocks.access(file, (first, first + memory.nbytes), writes=not reads, by=by, what=what)
             now = dict(by.now)
         return _Noted(card, plain(self, extent, start, memory, reads=reads), now)

@@ -133,7 +133,7 @@ APART = {
     "comm/members.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
     "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
-    "comm/monitor.py": "a thread that touches no memory",
+    "comm/threads.py": "a thread that touches no memory",
     "comm/watch.py": "a thread that touches no memory",
 }
 FOUND = [seam for seam in seams("**/*.py") if not seam.module.removeprefix("zeropp/").startswith(tuple(APART))]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from zeropp.optimizer import cores as module
-from zeropp.optimizer.cores import Cores, SliceStep, spare_cores, step_slices
-from zeropp.optimizer.fused import Rule, rule_of
+from zeropp.optimizer.cores import Cores, spare_cores, step_slices
+from zeropp.optimizer.fused import Rule, SliceStep, rule_of
 
 
 def names() -> list[str]:

@@ -113,3 +113,21 @@ def test_an_offloaded_model(device: str, tmp_path: Path, monkeypatch: pytest.Mon
     forked = trained(block, fork)
     assert all(torch.equal(value, forked[name]) for name, value in plain.items())
     assert not list(tmp_path.iterdir())
+
+
+def test_workers_of_a_data_loader() -> None:
+    """They are forked beside threads with work under way, give their batches, and end."""
+    seen = []
+
+    def fork(model: nn.Module, optimizer: Any) -> None:
+        data: Any = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork", timeout=20)
+        batches = iter(data)
+        workers = batches._workers
+        seen.append(torch.cat(list(batches)).tolist())
+        del batches
+        for worker in workers:
+            worker.join(20)
+        assert [worker.exitcode for worker in workers] == [0, 0]
+
+    trained({"device": "cpu"}, fork)
+    assert seen == [list(range(8))] * 4

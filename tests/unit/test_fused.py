@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from zeropp.optimizer.fused import CUT, Rule, rule_of
+from zeropp.optimizer.fused import CUT, Rule, SliceStep, rule_of
 
 ADAM = [
     {},
@@ -70,7 +70,7 @@ def step_cut(
     with torch.no_grad():
         for chunk in chunks:
             states = {name: state[name][chunk] for name in rule.states(settings)}
-            rule.run(settings, param[chunk], grad[chunk], states, step, scale)
+            rule.run(SliceStep(param[chunk], grad[chunk], states, settings, step, scale))
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -123,7 +123,7 @@ def test_odd_cuts_differ() -> None:
             for start in range(0, 4096, size):
                 part = slice(start, start + size)
                 states = {name: state[name][part] for name in rule.states(settings)}
-                rule.run(settings, param[part], grad[part], states, step, None)
+                rule.run(SliceStep(param[part], grad[part], states, settings, step))
         found.append(state["exp_avg_sq"])
     assert not torch.equal(*found)
 

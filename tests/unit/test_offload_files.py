@@ -5,20 +5,31 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import logging
 import os
+import pickle
 import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.disk_faults import open_descriptors
 from tests.support.tmpfs import tmpfs
+from zeropp.config.runtime import AioConfig
 from zeropp.offload import memory, swap
 from zeropp.offload.errors import SwapError
 from zeropp.offload.memory import aligned
 from zeropp.offload.stretches import Stretches
 from zeropp.offload.swap import SwapFile
+from zeropp.offload.transfer import Transfers
 
 
 def test_rows(tmp_path: Path) -> None:
@@ -194,11 +205,118 @@ def test_a_closed_file(tmp_path: Path) -> None:
         file.allocate(3, torch.float32)
 
 
-def test_a_name_that_is_taken_stays(tmp_path: Path) -> None:
-    (tmp_path / "swap").write_text("another's")
-    with pytest.raises(SwapError, match="cannot make a swap file: File exists"):
-        SwapFile(tmp_path)
-    assert (tmp_path / "swap").read_text() == "another's"
+@pytest.mark.parametrize("nameless", [True, False], ids=["O_TMPFILE", "removed"])
+def test_ranks_that_begin_at_once_in_a_new_directory(
+    nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each makes the directory, or finds it made; each has a file of its own, and none has a name."""
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", nameless)
+    # All of them see no directory before the first makes one.
+    together, plain = threading.Barrier(16), Path.mkdir
+
+    def mkdir(*arguments: Any, **settings: Any) -> None:
+        together.wait(20)
+        plain(*arguments, **settings)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with ThreadPoolExecutor(16) as ranks:
+        files = list(ranks.map(lambda rank: SwapFile(tmp_path / "new"), range(16)))
+    extents = [file.allocate(1000, torch.float32) for file in files]
+    for number, extent in enumerate(extents):
+        extent.tensor.fill_(number)
+    assert all(extent.tensor.eq(number).all() for number, extent in enumerate(extents))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["no parent", "a file", "a link to nothing", "below a file"])
+def test_directories_that_cannot_be_used(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    path, number = {
+        "no parent": (tmp_path / "no" / "where", errno.ENOENT),
+        "a file": (tmp_path / "file", errno.EEXIST),
+        "a link to nothing": (tmp_path / "link", errno.EEXIST),
+        "below a file": (tmp_path / "file" / "new", errno.ENOTDIR),
+    }[kind]
+    expected = rf"cannot make a swap file: {os.strerror(number)}; nvme_path must be .*mounted.*write to.*{path}"
+    with pytest.raises(SwapError, match=expected) as caught:
+        SwapFile(path)
+    assert caught.value.errno == number and sorted(each.name for each in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize(("options", "number"), [("ro", errno.EROFS), ("nr_inodes=1", errno.ENOSPC)])
+@pytest.mark.parametrize("name", ["", "new"], ids=["there", "new"])
+def test_disks_that_cannot_be_written_to(options: str, number: int, name: str, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "-o", options) as place:
+        with pytest.raises(SwapError, match=r"cannot make a swap file: .*nvme_path must be.*write to") as caught:
+            SwapFile(place / name)
+        assert caught.value.errno == number and caught.value.filename == str(place / name)
+
+
+def test_errors_may_be_sent() -> None:
+    again = pickle.loads(pickle.dumps(SwapError.of(errno.EIO, "/here", "cannot read", "look")))
+    assert (again.errno, again.filename) == (errno.EIO, "/here")
+    assert str(again) == "[Errno 5] cannot read: Input/output error; look: '/here'"
+
+
+@pytest.mark.parametrize("missing", ["/proc", "O_DIRECT", "in the file system"])
+def test_without_direct_io(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning with the reason; the file is used through the page cache."""
+    plain, reason = os.open, {"/proc": "No such file", "O_DIRECT": "O_DIRECT", "in the file system": "Invalid argument"}
+    number = errno.ENOENT if missing == "/proc" else errno.EINVAL
+
+    def refuse(path: Any, *arguments: Any, **settings: Any) -> int:
+        if str(path).startswith("/proc/self/fd/"):
+            raise OSError(number, os.strerror(number), path)
+        return plain(path, *arguments, **settings)
+
+    if missing == "O_DIRECT":
+        monkeypatch.delattr(os, "O_DIRECT")
+    else:
+        monkeypatch.setattr(os, "open", refuse)
+    with caplog.at_level(logging.WARNING, "zeropp"):
+        extent = SwapFile(tmp_path).allocate(5000, torch.float32)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path) in message and "page cache" in message and reason[missing] in message
+    assert extent.descriptors.direct is None
+    transfers = Transfers(AioConfig())
+    values, found = torch.randn(5000), torch.empty(5000)
+    assert transfers.write(extent, 0, values).wait(20) and transfers.read(extent, 0, found).wait(20)
+    assert torch.equal(found, values)
+    transfers.close()
+
+
+FOR_EVER = """
+import signal, sys
+# Ignored where whoever started the tests runs them in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import torch
+from zeropp.config.runtime import AioConfig
+from zeropp.offload.swap import SwapFile
+from zeropp.offload.transfer import Transfers
+extent = SwapFile(sys.argv[1]).allocate(1 << 20, torch.float32)
+transfers = Transfers(AioConfig(block_size=65536))
+transfers.write(extent, 0, torch.ones(1 << 20)).wait(60)
+print("ready", flush=True)
+while True: transfers.write(extent, 0, torch.ones(1 << 20))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_signal_in_mid_write_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk") as place:
+        before = os.statvfs(place).f_bfree
+        command = [sys.executable, "-c", FOR_EVER, str(place)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == "ready\n", process.communicate()[1]
+        assert (before - os.statvfs(place).f_bfree) * 4096 >= 4 << 20
+        process.send_signal(number)
+        process.communicate(timeout=120)
+        assert os.statvfs(place).f_bfree == before and list(place.iterdir()) == []
 
 
 def test_aligned_memory() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.support.disk_faults import Calls, offload_threads, wait_until
+from zeropp.comm import threads
 from zeropp.comm.streams import ThreadEvent
 from zeropp.config.runtime import AioConfig
 from zeropp.offload import transfer
@@ -193,7 +194,7 @@ def test_close_waits_for_what_was_begun(
     transfers = start(block_size=1, queue_depth=2)
     own, (extent, memory) = set(offload_threads()) - before, blocks(file, 5)
     Calls(gate=gate).put(monkeypatch)
-    monkeypatch.setattr(transfer, "_CLOSING", 20.0)
+    monkeypatch.setattr(threads, "_CLOSING", 20.0)
     events = [transfers.write(extent, 0, memory) for _ in range(2)]
     threading.Timer(0.1, gate.set).start()
     transfers.close()
@@ -209,7 +210,7 @@ def test_close_does_not_wait_for_ever(
     transfers, (extent, memory) = start(), blocks(file, 1)
     Calls(gate=gate).put(monkeypatch)
     event = transfers.write(extent, 0, memory)
-    monkeypatch.setattr(transfer, "_CLOSING", SHORT)
+    monkeypatch.setattr(threads, "_CLOSING", SHORT)
     transfers.close()
     assert not event.wait(0)
     gate.set()
@@ -222,8 +223,8 @@ def test_close_does_not_wait_for_ever(
         asked.append(timeout)
 
     hanging: Any = [SimpleNamespace(join=join) for _ in range(3)]
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: now))
-    transfer._join(hanging)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now))
+    threads._join(hanging)
     assert asked == [SHORT, 0, 0]
 
 
@@ -246,7 +247,7 @@ def test_a_dropped_one_ends_its_threads_after_what_was_begun(
 def test_one_that_is_dropped_inside_its_own_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python collects garbage anywhere."""
     # Should this hang, the end of pytest must not.
-    monkeypatch.setattr(transfer, "_running", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
     kept = [Transfers(AioConfig(queue_depth=1))]
     (queue,) = (each._queue for each in kept)
 
@@ -292,18 +293,18 @@ def test_the_program_s_end_leaves_what_no_thread_has_taken(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Threads of other tests go on.
-    monkeypatch.setattr(transfer, "_running", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(transfer, "_CLOSING", 20.0)
+    monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(threads, "_CLOSING", 20.0)
     before, seen = set(offload_threads()), Calls(gate=gate).put(monkeypatch)
     transfers, (extent, memory) = start(block_size=1, queue_depth=1), blocks(file, 2)
     own = set(offload_threads()) - before
     half, waiting = transfers.write(extent, 0, memory), transfers.write(extent, 0, memory)
     assert wait_until(lambda: len(seen.seen) == 1)
-    ending = threading.Thread(target=transfer._end_all, daemon=True)
+    ending = threading.Thread(target=threads._end_all, daemon=True)
     ending.start()
     with pytest.raises(SwapError, match="the program ends: ") as caught:
         waiting.wait(LONG)
-    assert caught.value.errno == errno.ECANCELED and caught.value.filename == str(extent.descriptors.path)
+    assert caught.value.errno == errno.ECANCELED and caught.value.filename == str(extent.descriptors.folder)
     assert ending.is_alive() and not half.wait(0), "its memory is still written from"
     gate.set()
     with pytest.raises(SwapError, match="the program ends"):
@@ -358,11 +359,14 @@ def test_a_forked_child_waits_for_nobody(
 ) -> None:
     """It has none of the threads, and the lock that one of them held stays locked."""
     transfers, (extent, memory) = start(), blocks(file, 2)
+    dropped: Transfers | None = Transfers(AioConfig(queue_depth=1))
+    assert dropped is not None
+    queue = dropped._queue
     Calls(gate=gate).put(monkeypatch)
     event, locked = transfers.write(extent, 0, memory), threading.Event()
 
     def hold() -> None:
-        with transfers._queue._changed:
+        with transfers._queue._changed, queue._changed:
             locked.set()
             gate.wait(LONG)
 
@@ -378,9 +382,11 @@ def test_a_forked_child_waits_for_nobody(
             with pytest.raises(RuntimeError, match=f"process {os.getpid()} was forked from one"):
                 transfers.read(extent, 0, memory)
             transfers.close()
-            transfer._end_all()
-            # Nor will it when it is dropped.
-            os._exit(transfers._stop.alive)
+            threads._end_all()
+            gone = weakref.ref(dropped)
+            dropped = None
+            gc.collect()
+            os._exit(0 if gone() is None else 3)
         finally:
             os._exit(2)
     gate.set()

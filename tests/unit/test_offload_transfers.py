@@ -184,7 +184,7 @@ def test_what_could_not_be_moved_is_told(
     """The first call moves one of three blocks; the second has an error, or moves nothing for ever."""
     file.allocate(1, torch.uint8)
     unit, extent = file.alignment, filled(file, 3 * file.alignment)
-    path, rest = extent.descriptors.path, extent.offset + unit
+    folder, rest = extent.descriptors.folder, extent.offset + unit
     Calls(
         limit=lambda nbytes: unit if number or nbytes > 2 * unit else 0,
         error=lambda call: number if call[3] >= rest else 0,
@@ -194,9 +194,9 @@ def test_what_could_not_be_moved_is_told(
         with pytest.raises(SwapError) as caught:
             event.wait(LONG)
         assert not event.done() and caught.value.errno == (number or errno.EIO)
-        assert caught.value.filename == str(path) and repr(str(path)) in str(caught.value)
+        assert caught.value.filename == str(folder) and repr(str(folder)) in str(caught.value)
         text = os.strerror(number or errno.EIO)
-        assert f"cannot {word} {2 * unit} bytes at byte {rest} of the file: {text}" in str(caught.value)
+        assert f"cannot {word} {2 * unit} bytes at byte {rest} of a swap file: {text}" in str(caught.value)
 
 
 def test_a_file_that_has_ended(file: SwapFile, start: Start) -> None:
@@ -335,5 +335,6 @@ def test_direct_io_that_is_refused_when_first_used(
         assert event.wait(LONG) and alike(extent, 0, memory)
         assert transfers.read(extent, 0, memory).wait(LONG)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert str(descriptors.path) in message and "O_DIRECT" in message and "nvme_path" in message
+    expected = (str(descriptors.folder), "O_DIRECT", os.strerror(number), "nvme_path")
+    assert all(words in message for words in expected)
     assert sum(call[1] == direct for call in seen.seen) == 3, "no more than were under way"

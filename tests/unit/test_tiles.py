@@ -21,8 +21,8 @@ from zeropp.comm.streams import ThreadStream
 from zeropp.offload.home import Place
 from zeropp.offload.ring import Ring
 from zeropp.optimizer import tiles
-from zeropp.optimizer.cores import Cores, SliceStep, step_slices
-from zeropp.optimizer.fused import Rule, Settings, rule_of
+from zeropp.optimizer.cores import Cores, step_slices
+from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
 from zeropp.optimizer.tiles import BufferStep, Tiles
 from zeropp.params.flat_buffer import FlatBuffer
 

@@ -20,13 +20,13 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm import forks
 from zeropp.comm.accounts import Account, CollectiveError, explain, what_ended
 from zeropp.comm.events import Event
 from zeropp.comm.hops import Comm
 from zeropp.comm.monitor import make_monitor
 from zeropp.comm.stalls import make_stalls
 from zeropp.comm.status import board_of, code_of
+from zeropp.comm.threads import ForkedError
 from zeropp.comm.watch import Watch
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
@@ -132,7 +132,7 @@ class Agreement:
             if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
                 raise RuntimeError(self.lost)
         # Of this process alone: no rank is to blame, and nothing of its parent's is touched.
-        except forks.ForkedError:
+        except ForkedError:
             raise
         # A disk's errors come from lanes, too.
         except (RuntimeError, OSError) as error:

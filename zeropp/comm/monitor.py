@@ -8,10 +8,7 @@ declares the ranks lost and aborts the communicators, and the launch returns.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -21,10 +18,9 @@ from typing import Protocol
 import torch
 
 from zeropp.comm.events import Event
+from zeropp.comm.threads import Patrol
 
 __all__ = ["BLIND", "Monitor", "make_monitor"]
-
-_log = logging.getLogger("zeropp")
 
 BLIND = frozenset({"cuda"})
 """Types of devices whose work the host does not wait for."""
@@ -41,7 +37,6 @@ class GiveUp(Protocol):
 _ASKING = 5.0  # seconds of waiting after which the others are asked, and between two questions
 _LOOKS = 8  # in ``hang_timeout``, at least
 _PERIOD = 1.0  # seconds at most between looks: events of finished work are kept until then
-_JOINING = 2.0  # seconds at the end of the program
 
 
 class Monitor:
@@ -66,47 +61,36 @@ class Monitor:
         self._hang_timeout = hang_timeout
         self._give_up = weakref.WeakMethod(give_up)  # it is a method of what owns this
         self._queued: deque[tuple[Event, str, float]] = deque()  # its own thread takes them out
-        self._starting = threading.Lock()
         self._failed = failed
         self._asked = 0.0  # when the others were last asked
         self._progress = 0.0  # when work was last seen to be finished
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        # The thread holds the event and not the monitor, so that a dropped one ends it.
-        weakref.finalize(self, self._stop.set)
+        self._patrol = Patrol("monitor", self._look)
 
     def note(self, event: Event, doing: str) -> None:
         """Work was queued that ends with ``event``; ``doing`` says what it is, after "waiting for"."""
-        if self._thread is None:  # at the first: a rank that sends nothing needs no thread
-            self._start()
+        if not self._patrol.started:  # at the first: a rank that sends nothing needs no thread
+            self._patrol.start(min(self._hang_timeout / _LOOKS, _PERIOD))
         self._queued.append((event, doing, time.monotonic()))
 
-    def _start(self) -> None:
-        with self._starting:  # lanes have threads, too
-            if self._thread is not None:
-                return
-            self._thread = threading.Thread(
-                target=_patrol,
-                args=(weakref.ref(self), self._stop, min(self._hang_timeout / _LOOKS, _PERIOD), self._device),
-                name="zeropp monitor",
-                daemon=True,
-            )
-            _watching[self._thread] = self._stop
-            self._thread.start()
+    def _look(self) -> None:
+        if self._device.type == "cuda":
+            # A thread begins on the first card, and asking an event would make a context there, of half a gigabyte.
+            torch.cuda.set_device(self._device)
+        self.look(time.monotonic())
 
     def look(self, now: float) -> None:
         """Forget what is finished; give up if the oldest of the rest has been at the head for too long."""
         while self._queued and self._queued[0][0].done():
             self._queued.popleft()
             self._progress = now
-        if not self._queued or self._stop.is_set():
+        if not self._queued or self._patrol.stopped.is_set():
             return
         _, doing, since = self._queued[0]
         # A long queue is no hang: each piece of work has the time from the end of the one before it.
         waited = now - max(since, self._progress)
         late = waited >= self._hang_timeout
         if late or self._is_in_vain(waited, now):
-            self._stop.set()
+            self._patrol.stopped.set()
             give_up = self._give_up()
             if give_up is not None:
                 give_up(doing, waited=late)
@@ -123,7 +107,7 @@ class Monitor:
 
     def close(self) -> None:
         """Stop looking."""
-        self._stop.set()
+        self._patrol.stopped.set()
 
 
 def make_monitor(
@@ -131,34 +115,3 @@ def make_monitor(
 ) -> Monitor | None:
     """A monitor where the device needs one; arguments as for :class:`Monitor`."""
     return Monitor(hang_timeout, give_up, device, failed) if device.type in BLIND else None
-
-
-_watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
-
-
-def _patrol(ref: weakref.ref[Monitor], stop: threading.Event, period: float, device: torch.device) -> None:
-    """Holds the monitor only while it looks, so that a dropped one ends this."""
-    while not stop.wait(period):
-        monitor = ref()
-        if monitor is None:
-            return
-        try:
-            if device.type == "cuda":
-                # A thread begins on the first card, and asking an event would make a context there, of half a gigabyte.
-                torch.cuda.set_device(device)
-            monitor.look(time.monotonic())
-        except Exception as error:
-            # An error of an earlier kernel comes up in whatever asks the device next; the user's own call has it, too.
-            _log.debug("this rank cannot tell whether its work is finished: %s", error)
-        del monitor
-
-
-def _end_all() -> None:
-    """End the threads before Python does."""
-    for stop in list(_watching.values()):
-        stop.set()
-    for thread in list(_watching):
-        thread.join(timeout=_JOINING)
-
-
-atexit.register(_end_all)

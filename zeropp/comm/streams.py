@@ -14,13 +14,9 @@ waits for that stream, too.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
-import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +25,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from zeropp.comm import forks
 from zeropp.comm.cuda_streams import CudaStream, LaunchedStream
 from zeropp.comm.events import DONE, Event, Stream
+from zeropp.comm.threads import Threads, generation, require_same_process
 
 __all__ = [
     "BUS", "InlineStream", "Lanes", "ThreadEvent", "ThreadStream", "Work", "callers_stream", "make_lanes",
@@ -41,9 +37,6 @@ __all__ = [
 
 BUS = "bus"
 """The class of links between a device and its host's memory."""
-
-_CLOSING = 5.0  # seconds to wait for a thread to end
-_YIELDING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
 
 
 class InlineStream:
@@ -79,7 +72,7 @@ class ThreadEvent:
     __slots__ = ("_error", "_generation", "_lock")
 
     def __init__(self) -> None:
-        self._generation = forks.generation()
+        self._generation = generation()
         self._lock = threading.Lock()
         # Held until the work is done. A lock may be released by another thread than took it.
         self._lock.acquire()
@@ -92,7 +85,7 @@ class ThreadEvent:
     def wait(self, timeout: float) -> bool:
         # What is done is done in a forked child, too; what is not never will be.
         if not self._lock.acquire(blocking=False):
-            forks.require_same(self._generation)
+            require_same_process(self._generation)
             if not self._lock.acquire(timeout=timeout):
                 return False
         # Let the next waiter through: several may wait for one event.
@@ -107,8 +100,6 @@ class ThreadEvent:
 
 
 _Task = tuple[Sequence[Callable[[], object]], Event | None, ThreadEvent]
-# Threads that have not ended, for the end of the program; a dropped stream's leaves by itself.
-_running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Task | None]] = weakref.WeakKeyDictionary()
 
 
 class ThreadStream:
@@ -116,21 +107,17 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._generation = forks.generation()
-        # A daemon, or Python would wait for it before atexit could tell it to end.
-        self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=f"zeropp {name}", daemon=True)
-        self._thread.start()
         # The thread holds the queue, not the stream, so that a dropped stream ends it.
-        self._stop = weakref.finalize(self, self._tasks.put, None)
-        _running[self._thread] = self._tasks
+        self._threads = Threads(partial(self._tasks.put, None))
+        self._threads.start(name, _serve, self._tasks)
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works``; on CPU the caller's earlier work is already done.
 
         Raises:
-            RuntimeError: in a forked child, which has no such thread.
+            ForkedError: in a forked child, which has no such thread.
         """
-        forks.require_same(self._generation)
+        self._threads.require_here()
         event = ThreadEvent()
         self._tasks.put((works, after, event))
         return event
@@ -148,33 +135,13 @@ class ThreadStream:
 
     def abandon(self) -> None:
         """The thread finishes what it is doing, which the groups' timeouts limit, and ends."""
-        self._stop()
+        self._threads.stop()
 
     def close(self) -> None:
         """Let the thread end after what is queued, and wait for it a while: work that hangs must not hang this."""
-        self._stop()
+        self._threads.stop()
         # Work that hangs in a collective cannot be interrupted: the thread is left behind.
-        self._thread.join(timeout=_CLOSING)
-
-
-def _end_all() -> None:
-    """End the threads before Python does: one that it stops inside a collective takes the process down with it."""
-    # A copy: threads that end meanwhile leave the dictionary.
-    threads = list(_running.items())
-    for _, tasks in threads:
-        tasks.put(None)
-    # One limit for all of them together, so that many hung threads do not add up.
-    until = time.monotonic() + _CLOSING
-    for thread, _ in threads:
-        thread.join(timeout=max(until - time.monotonic(), 0.0))
-    if threads or torch.distributed.is_initialized():
-        # gloo's own threads drop the tensors of finished collectives, for which they need the interpreter's lock.
-        time.sleep(_YIELDING)
-
-
-atexit.register(_end_all)
-# A child has none of them to wait for.
-os.register_at_fork(after_in_child=_running.clear)
+        self._threads.join()
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:

@@ -7,7 +7,6 @@ and then, puts the rank's account into the job's store once it has waited for lo
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 from zeropp.comm.accounts import Account, by_text, likely_cause, name_ranks
 from zeropp.comm.status import StatusBoard
+from zeropp.comm.threads import Patrol
 
 __all__ = ["Watch", "warn_of_waiting"]
 
@@ -28,7 +28,6 @@ _LOOKS = 4  # before waiting is long
 _PERIOD = 1.0  # seconds between looks, at most
 _ASKING = 5.0  # seconds of waiting after which a rank asks whether another one has failed, and between two questions
 _GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
-_JOINING = 2.0  # seconds at the end of the program
 
 
 @contextlib.contextmanager
@@ -84,10 +83,7 @@ class Watch:
         self._current: _Wait | None = None
         self._asked = 0.0  # when it was last asked whether a rank has failed
         self._on_look: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        # The thread holds the event and not the watch, so that a dropped watch ends it.
-        weakref.finalize(self, self._stop.set)
+        self._patrol = Patrol("watch", self.look, self.end)
 
     @contextlib.contextmanager
     def waiting(self, account: Callable[[], Account]) -> Iterator[None]:
@@ -96,8 +92,8 @@ class Watch:
             yield
             return
         # At the first wait: a rank that never waits for others needs no thread.
-        if self._thread is None:
-            self._start(self._after)
+        if not self._patrol.started:
+            self._patrol.start(min(self._after / _LOOKS, _PERIOD))
         # Waits nest, as an exchange does inside a call of the user. The other thread reads ``_current`` without a
         # lock: one reference replaces another.
         before, wait = self._current, _Wait(account, time.monotonic())
@@ -121,17 +117,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching."""
         self._after = None
-        self._stop.set()
-
-    def _start(self, after: float) -> None:
-        self._thread = threading.Thread(
-            target=_patrol,
-            args=(weakref.ref(self), self._stop, min(after / _LOOKS, _PERIOD)),
-            name="zeropp watch",
-            daemon=True,
-        )
-        _watching[self._thread] = self._stop
-        self._thread.start()
+        self._patrol.stopped.set()
 
     def look(self) -> None:
         """Speak if the wait of this moment has become long; on the watching thread."""
@@ -155,7 +141,7 @@ class Watch:
         try:
             self._board.wait(self._engine, account)
             # On the event and not in sleep, so that the end of the program need not wait for this.
-            self._stop.wait(min(_GRACE, self._after / _LOOKS))
+            self._patrol.stopped.wait(min(_GRACE, self._after / _LOOKS))
             words = self._words({**self._board.accounts(self._engine), self._rank: account})
         except (RuntimeError, TimeoutError) as error:
             words = (
@@ -185,37 +171,3 @@ class Watch:
             f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
             f"Perhaps {likely_cause(accounts, self._world)}"
         )
-
-
-_watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
-
-
-def _patrol(ref: weakref.ref[Watch], stop: threading.Event, period: float) -> None:
-    """Holds the watch only while it looks, so that a dropped one ends this."""
-    while True:
-        ends = stop.wait(period)
-        watch = ref()
-        if watch is None:
-            return
-        if ends:
-            watch.end()
-            return
-        try:
-            watch.look()
-        except Exception as error:
-            # A store that is gone must not end the job before its own error does.
-            _log.debug("this rank cannot tell where it waits: %s", error)
-        # The name would keep the watch alive until the next look.
-        del watch
-
-
-def _end_all() -> None:
-    """End the threads before Python does: it stops them where they are, inside a call of the store perhaps."""
-    for stop in list(_watching.values()):
-        stop.set()
-    # All have been told before the first is waited for, so that they end side by side.
-    for thread in list(_watching):
-        thread.join(timeout=_JOINING)
-
-
-atexit.register(_end_all)

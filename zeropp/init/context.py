@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -23,7 +23,6 @@ from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
-from zeropp.offload.directory import SwapDirectory
 from zeropp.offload.swap import SwapFile
 from zeropp.params.spread import Spread
 
@@ -216,7 +215,7 @@ def _check(module: object, data_parallel_group: Group, sequence_data_parallel_gr
 def make_spread(settings: InitSettings) -> Spread:
     """Connect the ranks that build together. Collective."""
     carrier = Carrier(settings.group, settings.trains_on, settings.seconds)
-    keep = _in_files(settings, carrier.rank) if settings.swap is not None else partial(_in_memory, settings)
+    keep = _in_files(settings.swap) if settings.swap is not None else partial(_in_memory, settings)
     return Spread(carrier, settings.trains_on, settings.asked, keep)
 
 
@@ -226,14 +225,11 @@ def _in_memory(settings: InitSettings, row: Tensor) -> Tensor:
     return row.pin_memory() if settings.pinned else row
 
 
-def _in_files(settings: InitSettings, rank: int) -> Callable[[Tensor], Tensor]:
-    """What keeps pieces in a swap file of their own, which goes with the last of them."""
-    assert settings.swap is not None  # asked before
-    # A name of its own: the engine that takes the weights over has its files beside these for a while.
-    directory = SwapDirectory(settings.swap, f"build-{secrets.token_hex(6)}", rank)
-    swap = SwapFile(directory.path)
+def _in_files(nvme_path: Path) -> Callable[[Tensor], Tensor]:
+    """A function that puts pieces into one swap file, whose space is freed with the last of them."""
+    swap = SwapFile(nvme_path)
 
-    def keep(row: Tensor, _of: SwapDirectory = directory) -> Tensor:
+    def keep(row: Tensor) -> Tensor:
         # Through the page cache, which the system writes back as it needs the memory.
         return swap.allocate(row.numel(), row.dtype).tensor.copy_(row)
 

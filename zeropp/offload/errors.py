@@ -1,4 +1,4 @@
-"""The error of swap directories and swap files."""
+"""The error of swap files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ __all__ = ["SwapError"]
 
 
 class SwapError(OSError):
-    """A directory cannot be used, a disk is full, or a read or write failed; with ``errno`` and ``filename``."""
+    """A directory cannot be used, a disk is full, or a read or write failed.
+
+    It has the system's ``errno``; ``filename`` is the directory of the swap file, which has no name of its own.
+    """
 
     @classmethod
     def of(cls, number: int, path: Path | str, what: str, remedy: str = "") -> SwapError:

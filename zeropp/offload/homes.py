@@ -12,7 +12,6 @@ import torch
 
 from zeropp.config import Config
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.offload.directory import SwapDirectory
 from zeropp.offload.files import FileRow, Files, PartlyInMemory
 from zeropp.offload.home import Home, Memory, Row, host_memory
 from zeropp.offload.read_ahead import ReadAhead
@@ -81,22 +80,12 @@ def at_device(device: torch.device) -> Homes:
     return Homes(memory, memory, memory, memory)
 
 
-def open_homes(
-    config: Config,
-    device: torch.device,
-    job: str,
-    rank: int,
-    largest: int,
-    itemsize: int,
-    space: Mapping[str, int],
-) -> Homes:
+def open_homes(config: Config, device: torch.device, largest: int, itemsize: int, space: Mapping[str, int]) -> Homes:
     """Make room for what the configuration takes off the device.
 
     Args:
         config: whose offload blocks say what that is.
         device: that trains.
-        job: the name that the job's ranks share.
-        rank: in the job.
         largest: elements of the largest shard of main weights on this rank.
         itemsize: bytes of the largest kind of main weight.
         space: bytes of files below each path that are taken now, before there is anything to put there.
@@ -109,7 +98,7 @@ def open_homes(
     # What was opened before something failed is closed again, and what was not stays until the engine's end.
     with contextlib.ExitStack() as failed:
         failed.push(opened)
-        files = _Swapping(config, host, job, rank, opened, space)
+        files = _Swapping(config, host, opened, space)
         main, kept = choose_homes(config, Memory(device), host, files)
         steps, reads = choose_staging(config, device, main, kept, largest, itemsize)
         ring = reader = None
@@ -189,28 +178,17 @@ def _home(
 class _Swapping:
     """Opens a swap file for each path that is asked for, with the space that is wanted there."""
 
-    def __init__(
-        self,
-        config: Config,
-        host: Home,
-        job: str,
-        rank: int,
-        opened: contextlib.ExitStack,
-        space: Mapping[str, int],
-    ) -> None:
+    def __init__(self, config: Config, host: Home, opened: contextlib.ExitStack, space: Mapping[str, int]) -> None:
         self._aio = config.aio
         self._host = host
-        # The directory's name begins so anyway.
-        self._name = job.removeprefix("zeropp-"), rank
         self._opened = opened
         self._space = space
         self._files: dict[str, Files] = {}
 
     def __call__(self, path: str) -> Files:
         if path not in self._files:
-            directory = self._opened.enter_context(contextlib.closing(SwapDirectory(path, *self._name)))
-            # Closed in the opposite order: transfers end before their file, and the file before its directory.
-            swap = self._opened.enter_context(contextlib.closing(SwapFile(directory.path)))
+            # Closed in the opposite order: transfers end before their file.
+            swap = self._opened.enter_context(contextlib.closing(SwapFile(path)))
             swap.reserve(self._space.get(path, 0))
             transfers = self._opened.enter_context(contextlib.closing(Transfers(self._aio)))
             self._files[path] = Files(partial(_in_file, swap, transfers), self._aio.block_size, self._host)

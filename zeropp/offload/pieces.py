@@ -98,9 +98,9 @@ def _call(descriptors: Descriptors, memory: memoryview, offset: int, unit: int, 
         if moved > 0:
             done += moved
         elif past is not None and number in REFUSED:
-            descriptors.refuse_direct()
+            descriptors.stop_direct(number)
         else:
             # Outside of the ``except``: with that error would come its frames, and with those the tensor.
             word = "read" if reads else "write"
-            what = f"cannot {word} {count - done} bytes at byte {offset + done} of the file"
-            raise SwapError.of(number, descriptors.path, what)
+            what = f"cannot {word} {count - done} bytes at byte {offset + done} of a swap file"
+            raise SwapError.of(number, descriptors.folder, what)

@@ -60,9 +60,9 @@ class StraightReads:
         try:
             found = self._file(extent.descriptors).pread(into.view(torch.uint8), nbytes, extent.offset).get()
         except RuntimeError as error:
-            raise SwapError.of(errno.EIO, extent.descriptors.path, f"{what} ({error})") from error
+            raise SwapError.of(errno.EIO, extent.descriptors.folder, f"{what} ({error})") from error
         if found != nbytes:
-            raise SwapError.of(errno.EIO, extent.descriptors.path, f"{what}, only {found}")
+            raise SwapError.of(errno.EIO, extent.descriptors.folder, f"{what}, only {found}")
 
     def _file(self, descriptors: Descriptors) -> Any:
         # Lanes read beside each other.

@@ -15,6 +15,7 @@ import errno
 import logging
 import mmap
 import os
+import tempfile
 import threading
 import weakref
 from collections import deque
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from zeropp.offload import calls
 from zeropp.offload.errors import SwapError
-from zeropp.offload.file_system import file_system_of
 from zeropp.offload.memory import aligned, mapped, view_of, zero_range
 from zeropp.offload.stretches import Stretches
 
@@ -37,67 +37,69 @@ _log = logging.getLogger("zeropp")
 ALIGNED = max(4096, mmap.PAGESIZE)
 """Bytes of which stretches are multiples, at least: O_DIRECT asks for at most 4096 on the disks there are."""
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What a file system without O_DIRECT says when a file is opened, or first read or written."""
+"""Error numbers of a file system without O_DIRECT, for a file that is opened, or first read or written."""
 _ZEROS = 1 << 20  # bytes that are written at once where zeros have to be written
+_REMEDY = "nvme_path must be a directory on a mounted local disk that this user may write to, or a new name in one"
 
 
 class Descriptors:
-    """A file, open twice: with the page cache and past it. Closed when nobody refers to this any more.
+    """A new file without a name, open twice: with the page cache and past it.
 
-    So a file that is closed during a transfer loses its descriptors after that: their numbers would be another file's.
+    The file has no name from the start (``O_TMPFILE``; where the file system has no such files, it is removed as soon
+    as it is open), so the system frees its space with the last descriptor and mapping, however the process ends. The
+    descriptors are closed when nobody refers to this object, so a transfer that outlasts ``SwapFile.close`` keeps them:
+    otherwise another file could get their numbers meanwhile.
 
     Attributes:
-        path: that the file had, for messages.
+        folder: that the file was made in, for messages.
         cached: descriptor for reads and writes through the page cache.
-        direct: descriptor with O_DIRECT; None where the file system refuses it.
+        direct: descriptor with O_DIRECT; None where the system or the file system has none.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._guard = threading.Lock()
-        self.direct: int | None = None
         try:
-            self.cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            weakref.finalize(self, os.close, self.cached).atexit = False
-            try:
-                self.direct = self._open_direct()
-            finally:
-                # From here on its space is freed with the last descriptor and mapping, whatever ends the process.
-                os.unlink(path)
+            # Several ranks may make the same folder at once. Its parent must exist: a missing one is probably a disk
+            # that is not mounted, or a typing error, and training should not fill another disk.
+            folder.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                self.cached = os.dup(file.fileno())
         except OSError as error:
-            raise SwapError.of(error.errno or errno.EIO, path, "cannot make a swap file") from error
-        # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
-        # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
-        if self.direct is not None:
-            os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
+            raise SwapError.of(error.errno or errno.EIO, folder, "cannot make a swap file", _REMEDY) from error
+        weakref.finalize(self, os.close, self.cached).atexit = False
+        self.direct = self._open_direct()
 
     def _open_direct(self) -> int | None:
         try:
-            direct = os.open(self.path, os.O_RDWR | os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-            self._warn()
+            # The file has no name, but Linux opens it again by its descriptor.
+            direct = os.open(f"/proc/self/fd/{self.cached}", os.O_RDWR | os.O_DIRECT)
+        # AttributeError: other systems than Linux have no O_DIRECT.
+        except (AttributeError, OSError) as error:
+            self._warn(str(error))
             return None
         # By number: the attribute becomes None when the file system refuses later.
         weakref.finalize(self, os.close, direct).atexit = False
+        # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
+        # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
+        os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
         return direct
 
-    def refuse_direct(self) -> None:
-        """The file system has refused direct I/O: none from here on, with one warning."""
+    def stop_direct(self, number: int) -> None:
+        """Use no direct I/O from here on, with one warning: the file system has refused it with this ``errno``."""
         with self._guard:
             if self.direct is None:
                 return
             self.direct = None
         os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_NORMAL)
-        self._warn()
+        self._warn(os.strerror(number))
 
-    def _warn(self) -> None:
+    def _warn(self, reason: str) -> None:
         _log.warning(
-            "%s: the file system, %s, refuses direct I/O (O_DIRECT); reads and writes go through the page cache, which "
+            "a swap file in %s has no direct I/O (O_DIRECT: %s); reads and writes go through the page cache, which "
             "takes memory and time; let nvme_path name a directory on a local disk",
-            self.path,
-            file_system_of(self.path.parent),
+            self.folder,
+            reason,
         )
 
 
@@ -125,10 +127,10 @@ class Extent:
 
 
 class SwapFile:
-    """A file of extents, without a name from the moment it is open: its space is freed with the process at the latest.
+    """A file of extents without a name: nothing of it is left behind, however the process ends.
 
     Args:
-        folder: where the file is made; see :class:`~zeropp.offload.directory.SwapDirectory`.
+        folder: the user's ``nvme_path``, where the file is made. It is made, too, if its parent exists.
 
     Attributes:
         alignment: bytes; begins and lengths of stretches are multiples of it.
@@ -137,9 +139,10 @@ class SwapFile:
         SwapError: the file cannot be made.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._open: Descriptors | None = Descriptors(folder / "swap")
-        self._path = folder / "swap"
+    def __init__(self, folder: Path | str) -> None:
+        # Absolute, so that messages are clear in a program that changes its directory.
+        self._folder = Path(os.path.abspath(folder))
+        self._open: Descriptors | None = Descriptors(self._folder)
         block = os.fstatvfs(self._open.cached).f_frsize
         self.alignment = max(ALIGNED, block)
         self._guard = threading.Lock()
@@ -208,7 +211,7 @@ class SwapFile:
 
     def _descriptors(self) -> Descriptors:
         if self._open is None:
-            raise SwapError.of(errno.EBADF, self._path, "the swap file is closed", "allocate extents before close()")
+            raise SwapError.of(errno.EBADF, self._folder, "the swap file is closed", "allocate extents before close()")
         return self._open
 
     def _prepare(self, descriptors: Descriptors, offset: int, nbytes: int, end: int) -> None:
@@ -248,7 +251,7 @@ class SwapFile:
             remedy = "free some, let nvme_path name a larger disk, or offload less"
         elif number == errno.ENOMEM:
             remedy = "the process may have no more mappings; raise the limit vm.max_map_count"
-        return SwapError.of(number, self._path, what, remedy)
+        return SwapError.of(number, self._folder, what, remedy)
 
 
 def _write_zeros(descriptor: int, offset: int, nbytes: int) -> None:

@@ -9,20 +9,15 @@ need a core only between two calls, so 8 on a small machine do no harm.
 
 from __future__ import annotations
 
-import atexit
 import errno
-import os
 import threading
-import time
-import weakref
 from collections import deque
-from collections.abc import Iterable
 
 from torch import Tensor
 
-from zeropp.comm import forks
 from zeropp.comm.events import Event
 from zeropp.comm.streams import ThreadEvent
+from zeropp.comm.threads import Threads
 from zeropp.config.runtime import AioConfig
 from zeropp.offload.errors import SwapError
 from zeropp.offload.pieces import Bounce, cut, move
@@ -31,7 +26,6 @@ from zeropp.offload.swap import Extent
 __all__ = ["Transfers"]
 
 _THREADS = 64
-_CLOSING = 5.0  # seconds to wait for threads to end
 
 
 class _Transfer:
@@ -122,8 +116,8 @@ class _Queue:
         """Close it, and leave what no thread has taken."""
         with self._changed:
             for transfer in list(self._waiting):
-                path = transfer.extent.descriptors.path
-                transfer.error = transfer.error or SwapError.of(errno.ECANCELED, path, "the program ends")
+                folder = transfer.extent.descriptors.folder
+                transfer.error = transfer.error or SwapError.of(errno.ECANCELED, folder, "the program ends")
                 self._drop(transfer)
                 if not transfer.under_way:
                     _finish(transfer)
@@ -152,11 +146,6 @@ def _serve(queue: _Queue) -> None:
         del taken, transfer, failed
 
 
-_open: weakref.WeakSet[Transfers] = weakref.WeakSet()
-# Threads that have not ended, for the end of the program; those of dropped transfers leave by themselves.
-_running: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
-
-
 class Transfers:
     """Reads and writes of extents, in threads of its own; see [Note: threads of transfers].
 
@@ -175,17 +164,10 @@ class Transfers:
         self._block = aio.block_size
         self._queue = _Queue(aio)
         count = min(aio.intra_op_parallelism * aio.queue_depth, _THREADS)
-        # Daemons, or Python would wait for them before atexit could tell them to end.
-        self._threads = [
-            threading.Thread(target=_serve, args=(self._queue,), name=f"zeropp offload {number}", daemon=True)
-            for number in range(count)
-        ]
-        self._stop = weakref.finalize(self, self._queue.close)
-        self._generation = forks.generation()
-        _open.add(self)
-        for thread in self._threads:
-            thread.start()
-            _running[thread] = self._queue
+        # Whatever would be moved after the end of the program is of no use to anyone.
+        self._threads = Threads(self._queue.close, at_exit=self._queue.cancel)
+        for number in range(count):
+            self._threads.start(f"offload {number}", _serve, self._queue)
 
     def read(self, extent: Extent, start_nbytes: int, into: Tensor) -> Event:
         """Read bytes of an extent from ``start_nbytes`` on, as many as ``into`` has.
@@ -201,7 +183,7 @@ class Transfers:
 
         Raises:
             ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
-            RuntimeError: this is closed, or was begun in the process that this one was forked from.
+            RuntimeError: this is closed, or was made in the process that this one was forked from.
         """
         return self._begin(extent, start_nbytes, into, reads=True)
 
@@ -210,7 +192,7 @@ class Transfers:
         return self._begin(extent, start_nbytes, source, reads=False)
 
     def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
-        forks.require_same(self._generation)
+        self._threads.require_here()
         word = "read into" if reads else "written from"
         nbytes = memory.numel() * memory.itemsize
         if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -226,39 +208,7 @@ class Transfers:
             _finish(transfer)
         return transfer.event
 
-    def forget(self) -> None:
-        """Neither :meth:`close` nor the end of this object or the program does anything."""
-        self._stop.detach()
-        self._threads = []
-
     def close(self) -> None:
         """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
-        self._stop()
-        _join(self._threads)
-
-
-def _join(threads: Iterable[threading.Thread]) -> None:
-    # One limit for all of them together, so that many that hang do not add up.
-    until = time.monotonic() + _CLOSING
-    for thread in threads:
-        thread.join(timeout=max(until - time.monotonic(), 0.0))
-
-
-def _end_all() -> None:
-    """End threads before Python does: what they would move after that is of no use to anyone."""
-    # A copy: threads that end meanwhile leave the dictionary.
-    running = dict(_running)
-    for queue in running.values():
-        queue.cancel()
-    _join(running)
-
-
-def _forget_all() -> None:
-    """In a forked child, which has none of the threads, and perhaps locks that one of them held."""
-    _running.clear()
-    for each in list(_open):
-        each.forget()
-
-
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_forget_all)
+        self._threads.stop()
+        self._threads.join()

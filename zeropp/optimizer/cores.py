@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from queue import SimpleQueue
 
@@ -20,9 +19,9 @@ from torch.optim import AdamW
 
 from zeropp._compat import one_intra_op_thread
 from zeropp.comm.streams import ThreadStream
-from zeropp.optimizer.fused import CUT, Rule, Settings, rule_of
+from zeropp.optimizer.fused import CUT, Rule, SliceStep, rule_of
 
-__all__ = ["CHUNK_NUMEL", "Cores", "SliceStep", "spare_cores", "step_slices"]
+__all__ = ["CHUNK_NUMEL", "Cores", "spare_cores", "step_slices"]
 
 CHUNK_NUMEL = 2048 * CUT
 """Elements of a chunk, 512 Ki: AdamW takes a quarter of a millisecond where memory is fast, of which a call's 9 us are
@@ -105,27 +104,6 @@ def _attempt(chunk: Callable[[], object], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-@dataclass(frozen=True, eq=False)
-class SliceStep:
-    """One slice's step.
-
-    Attributes:
-        param: 1-D, contiguous, on the CPU; float32, or another dtype that the rule's kernel takes.
-        grad: of its shape and dtype.
-        states: of its shape and dtype, by the names of the rule.
-        settings: of its group.
-        step: what the rule's ``begin`` returned.
-        grad_scale: float32 scalar that the gradient is divided by in place; None for a gradient that stays as it is.
-    """
-
-    param: Tensor
-    grad: Tensor
-    states: Mapping[str, Tensor]
-    settings: Settings
-    step: float
-    grad_scale: Tensor | None = None
-
-
 def step_slices(cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
     """Step all of ``steps`` in place; the bits are those of whole tensors, however many cores there are.
 
@@ -144,7 +122,7 @@ def _step_chunk(rule: Rule, one: SliceStep, start: int) -> None:
     # Cut here, and not for all chunks before the first one runs: the threads share this work, too.
     part = slice(start, start + CHUNK_NUMEL)
     states = {name: one.states[name][part] for name in rule.states(one.settings)}
-    rule.run(one.settings, one.param[part], one.grad[part], states, one.step, one.grad_scale)
+    rule.run(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
 
 
 def _check(rule: Rule, one: SliceStep) -> None:

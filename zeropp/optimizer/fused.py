@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from zeropp._compat import fused_adagrad, fused_adam, fused_adamw, fused_sgd
 
-__all__ = ["CUT", "Rule", "Settings", "rule_of"]
+__all__ = ["CUT", "Rule", "Settings", "SliceStep", "rule_of"]
 
 CUT = 256
 """Chunks of a tensor begin at multiples of this many elements: whole vectors, and whole cache lines, of any dtype."""
@@ -41,6 +41,28 @@ class Settings:
     numbers: Mapping[str, float]
     decoupled: bool
     step_dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class SliceStep:
+    """One step of a parameter, or of a slice of it.
+
+    Attributes:
+        param: 1-D, contiguous, on the CPU; float32, or float64, bfloat16 and float16 where all tensors are.
+        grad: of its shape and dtype.
+        states: tensors of its shape and dtype, by the names in :meth:`Rule.states`.
+        settings: of the parameter's group.
+        step: the number that :meth:`Rule.begin` returned.
+        grad_scale: float32 scalar; the gradient is divided by it, and left divided. None leaves it as it is. Also for
+            float64 it has 24 bits, which are too few for clipping there.
+    """
+
+    param: Tensor
+    grad: Tensor
+    states: Mapping[str, Tensor]
+    settings: Settings
+    step: float
+    grad_scale: Tensor | None = None
 
 
 class Rule(ABC):
@@ -102,33 +124,15 @@ class Rule(ABC):
                 SGD without momentum, is no entry of ``optimizer.state``: ``state_dict()`` would show it.
 
         Returns:
-            Number of the step, for :meth:`run`.
+            Number of the step, for :class:`SliceStep`.
 
         Raises:
             RuntimeError: a setting needs a state that is not there, since it was off when the states were made.
         """
 
     @abstractmethod
-    def run(
-        self,
-        settings: Settings,
-        param: Tensor,
-        grad: Tensor,
-        states: Mapping[str, Tensor],
-        step: float,
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Step in place, in the calling thread with as many intra-op threads as it has; in no_grad.
-
-        Args:
-            settings: of the parameter's group.
-            param: contiguous, on the CPU; float32, or float64, bfloat16 and float16 where all tensors are.
-            grad: of its shape and dtype.
-            states: tensors of its shape and dtype by the names in :meth:`states`.
-            step: what :meth:`begin` returned.
-            grad_scale: float32 scalar; the gradient is divided by it, and left divided. None leaves it as it is. Also
-                for float64 it has 24 bits, which are too few for clipping there.
-        """
+    def run(self, one: SliceStep) -> None:
+        """Step a slice in place, in the calling thread with as many intra-op threads as it has; in no_grad."""
 
 
 class _Adam(Rule):
@@ -151,22 +155,13 @@ class _Adam(Rule):
         state["step"] += 1
         return float(state["step"])
 
-    def run(
-        self,
-        settings: Settings,
-        param: Tensor,
-        grad: Tensor,
-        states: Mapping[str, Tensor],
-        step: float,
-        grad_scale: Tensor | None,
-    ) -> None:
-        # Handed over empty, or the kernel would look for it.
-        largest = [states["max_exp_avg_sq"]] if settings.numbers["amsgrad"] else []
-        kernel = fused_adamw if settings.decoupled else fused_adam
-        kernel(
-            [param], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], largest, [_counted(step)],
-            **settings.numbers, grad_scale=grad_scale,
-        )  # fmt: skip
+    def run(self, one: SliceStep) -> None:
+        states, numbers = one.states, one.settings.numbers
+        # An empty list without amsgrad: the kernel would look for a missing one.
+        largest = [states["max_exp_avg_sq"]] if numbers["amsgrad"] else []
+        kernel = fused_adamw if one.settings.decoupled else fused_adam
+        moments = [states["exp_avg"]], [states["exp_avg_sq"]], largest
+        kernel([one.param], [one.grad], *moments, [_counted(one.step)], **numbers, grad_scale=one.grad_scale)
 
 
 class _SGD(Rule):
@@ -187,19 +182,12 @@ class _SGD(Rule):
         state["momentum_buffer"] = torch.empty_like(param)
         return 1.0
 
-    def run(
-        self,
-        settings: Settings,
-        param: Tensor,
-        grad: Tensor,
-        states: Mapping[str, Tensor],
-        step: float,
-        grad_scale: Tensor | None,
-    ) -> None:
-        buffers = [states["momentum_buffer"]] if settings.numbers["momentum"] else []
-        # The first gradient becomes the momentum, undampened; what is in the buffer is not read.
-        first = bool(buffers) and step == 1
-        fused_sgd([param], [grad], buffers, **settings.numbers, is_first_step=first, grad_scale=grad_scale)
+    def run(self, one: SliceStep) -> None:
+        numbers = one.settings.numbers
+        buffers = [one.states["momentum_buffer"]] if numbers["momentum"] else []
+        # The first gradient becomes the momentum, undampened; the values in the buffer are not read.
+        first = bool(buffers) and one.step == 1
+        fused_sgd([one.param], [one.grad], buffers, **numbers, is_first_step=first, grad_scale=one.grad_scale)
 
 
 class _Adagrad(Rule):
@@ -220,16 +208,9 @@ class _Adagrad(Rule):
         state["step"] += 1
         return float(state["step"])
 
-    def run(
-        self,
-        settings: Settings,
-        param: Tensor,
-        grad: Tensor,
-        states: Mapping[str, Tensor],
-        step: float,
-        grad_scale: Tensor | None,
-    ) -> None:
-        fused_adagrad([param], [grad], [states["sum"]], [_counted(step)], **settings.numbers, grad_scale=grad_scale)
+    def run(self, one: SliceStep) -> None:
+        sums, numbers = [one.states["sum"]], one.settings.numbers
+        fused_adagrad([one.param], [one.grad], sums, [_counted(one.step)], **numbers, grad_scale=one.grad_scale)
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:

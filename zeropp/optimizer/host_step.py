@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from zeropp.comm.streams import make_stream
 from zeropp.engine.engine import Engine
 from zeropp.offload import home
-from zeropp.optimizer.cores import Cores, SliceStep, spare_cores, step_slices
-from zeropp.optimizer.fused import Rule, Settings, rule_of
+from zeropp.optimizer.cores import Cores, spare_cores, step_slices
+from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
 from zeropp.optimizer.slices import Slice, Slices
 from zeropp.optimizer.tiles import BufferStep, Tiles
 from zeropp.order.refresh import Refresh

@@ -19,8 +19,8 @@ from zeropp.comm.events import Event
 from zeropp.offload import home
 from zeropp.offload.ring import Ring
 from zeropp.offload.swap import ALIGNED
-from zeropp.optimizer.cores import CHUNK_NUMEL, Cores, SliceStep, step_slices
-from zeropp.optimizer.fused import Rule
+from zeropp.optimizer.cores import CHUNK_NUMEL, Cores, step_slices
+from zeropp.optimizer.fused import Rule, SliceStep
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 

@@ -124,7 +124,7 @@ def build_engine(
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
         homes = together(
-            "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, job, states)
+            "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, states)
         )
         maker = BufferMaker(config, mode, comm, homes)
         make_engine = partial(_make_engine, config, listener, scale)
@@ -273,13 +273,7 @@ def _ctas(config: Config, device: torch.device) -> Ctas:
 
 
 def _make_room(
-    model: nn.Module,
-    specs: list[UnitSpec],
-    config: Config,
-    mode: Mode,
-    comm: Comm,
-    job: str,
-    states: Callable[[], int],
+    model: nn.Module, specs: list[UnitSpec], config: Config, mode: Mode, comm: Comm, states: Callable[[], int]
 ) -> Homes:
     """Homes of all that the engine will have, with all the space that it will take on disks."""
     offloading = (config.zero.offload_optimizer, config.zero.offload_param)
@@ -288,7 +282,7 @@ def _make_room(
         # Also of optimizer states, which are made in the first step: what is missing is to show before anything is cut.
         space = memory(model, config, comm.world, comm.local, device=comm.device, states=states()).paths
     largest = largest_shard(model, specs, config, mode, comm.world) if any(offloading) else (0, 1)
-    return open_homes(config, comm.device, job, comm.rank, *largest, space=space)
+    return open_homes(config, comm.device, *largest, space=space)
 
 
 def _check_model(

@@ -72,11 +72,6 @@ def losses(text: str) -> dict[int, float]:
     return dict(json.loads(line) for line in text.splitlines() if line.startswith("["))
 
 
-def nbytes(folder: Path) -> int:
-    """That files below a folder take on the disk."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of a job that nobody ends."""
@@ -105,8 +100,7 @@ def test_a_job_that_is_ended_in_the_middle_of_a_step(
     job.send_signal(number)
     job.communicate(timeout=60)
     swap = tmp_path / "swap"
-    # Whoever sees the signal removes the directory; what is left otherwise has no numbers in it.
-    assert nbytes(swap) < 10_000 and (number is not signal.SIGINT or not list(swap.iterdir()))
+    assert not list(swap.iterdir())
     said, error = start(tmp_path, "fast").communicate(timeout=120)
     assert {**losses(before), **losses(said)} == plain, error[-3000:]
     assert min(losses(said)) == 4, "it went on from the checkpoint after step 3"
