@@ -16,7 +16,7 @@ from zeropp.access.average import ema
 from zeropp.access.state import comm_report, full_state
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.plan import (
+from zeropp.plan.estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
