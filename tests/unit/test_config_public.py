@@ -390,7 +390,7 @@ def value_for(path: str) -> object:
     samples: dict[str, object] = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2,
         "data_types.grad_accum_dtype": "fp32", "data_types.param_dtype": "bf16", "communication_data_type": "fp32",
-        "activation_checkpointing.number_checkpoints": 2, "checkpoint.tag_validation": "FAIL",
+        "checkpoint.tag_validation": "FAIL",
         "zero_optimization.offload_optimizer.nvme_path": "/x", "zero_optimization.offload_param.nvme_path": "/x",
         "optimizer.type": "AdamW", "scheduler.type": "WarmupLR", "optimizer.params.betas": [0.8, 0.9],
         "scheduler.params.warmup_type": "linear", "torch_autocast.dtype": "bf16", "gradient_allreduce_op": "sum",

@@ -178,7 +178,10 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "checkpoint_serialization": NEEDLESS,
     },
     ParallelWriteConfig: _all(ParallelWriteConfig, NEEDLESS),
-    ActivationCheckpointingConfig: {**_all(ActivationCheckpointingConfig, EFFECT), "partition_activations": NEEDLESS},
+    ActivationCheckpointingConfig: {
+        **_all(ActivationCheckpointingConfig, EFFECT),
+        **_each(NEEDLESS, "partition_activations number_checkpoints contiguous_memory_optimization"),
+    },
     CompileConfig: _all(
         CompileConfig, _later("engine.compile() compiles the model, and zeropp gathers outside of graphs")
     ),

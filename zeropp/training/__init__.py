@@ -10,7 +10,6 @@ from zeropp.training.distributed import init_distributed
 from zeropp.training.elementwise import Lion
 from zeropp.training.engine import Engine
 from zeropp.training.initialize import initialize
-from zeropp.training.on_device import OnDevice
 from zeropp.training.tiled import TiledLinear
 from zeropp.training.values import (
     safe_get_full_fp32_param,
@@ -30,7 +29,6 @@ from zeropp.training.values import (
 __all__ = [
     "Engine",
     "Lion",
-    "OnDevice",
     "RepeatingLoader",
     "TiledLinear",
     "checkpointing",
