@@ -44,12 +44,12 @@ __version__ = "0.1.0"
 # Imported when they are first used, since a program that trains may need none of them.
 _MODULES = ("checkpoint", "fsdp2", "plan", "training", "zero")
 _FUNCTIONS = {
-    "estimate_zero2_model_states_mem_needs": "zeropp.plan",
-    "estimate_zero2_model_states_mem_needs_all_cold": "zeropp.plan",
-    "estimate_zero2_model_states_mem_needs_all_live": "zeropp.plan",
-    "estimate_zero3_model_states_mem_needs": "zeropp.plan",
-    "estimate_zero3_model_states_mem_needs_all_cold": "zeropp.plan",
-    "estimate_zero3_model_states_mem_needs_all_live": "zeropp.plan",
+    "estimate_zero2_model_states_mem_needs": "zeropp.plan.estimate",
+    "estimate_zero2_model_states_mem_needs_all_cold": "zeropp.plan.estimate",
+    "estimate_zero2_model_states_mem_needs_all_live": "zeropp.plan.estimate",
+    "estimate_zero3_model_states_mem_needs": "zeropp.plan.estimate",
+    "estimate_zero3_model_states_mem_needs_all_cold": "zeropp.plan.estimate",
+    "estimate_zero3_model_states_mem_needs_all_live": "zeropp.plan.estimate",
     "init_distributed": "zeropp.training.distributed",
     "initialize": "zeropp.training.initialize",
 }
@@ -65,22 +65,22 @@ if TYPE_CHECKING:
     from zeropp import plan as plan
     from zeropp import training as training
     from zeropp import zero as zero
-    from zeropp.plan import (
+    from zeropp.plan.estimate import (
         estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
     )
-    from zeropp.plan import (
+    from zeropp.plan.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
     )
-    from zeropp.plan import (
+    from zeropp.plan.estimate import (
         estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
     )
-    from zeropp.plan import (
+    from zeropp.plan.estimate import (
         estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
     )
-    from zeropp.plan import (
+    from zeropp.plan.estimate import (
         estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
     )
-    from zeropp.plan import (
+    from zeropp.plan.estimate import (
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
     )
     from zeropp.training.distributed import init_distributed as init_distributed

@@ -121,7 +121,7 @@ ELSEWHERE = {
     "order/reductions.py Reductions._make_room 1": "is in a loop that ends when it has waited",
     "order/reductions.py Reductions.send_strays 1": "as end_learning 1, for gradients that came late",
     "training/checkpointing.py _synchronize 1": "measures time",
-    "training/kept_inputs.py _Place.copy 1": "for a backward that is on another stream than its forward",
+    "training/checkpointing.py _OnHost.__call__ 1": "for a backward that is on another stream than its forward",
     "training/optimizer.py LossScaler.cur_iter 1": "asks what became of a step: Unread.read waits for the number",
     "training/optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
 }

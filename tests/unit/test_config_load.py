@@ -114,7 +114,7 @@ def test_comments_between_tokens_change_nothing(value: object, comment: str) -> 
     [
         ("{\n  // c\n  /* d\n */ 'a': 1}", "line 4, column 5"),
         ('{"a": 1,, }', "column 9"),
-        ('{"a": 1 /* open }', "line 1: this comment has no end"),
+        ('{"a": 1 /* open }', "line 1, column 9"),
         ("[,]", "column 2"),
         ('{"a": ,}', "column 7"),
         ("{,}", "column 2"),

@@ -15,7 +15,7 @@ from zeropp.config.describe import blocks, bounds_text, nested_block
 from zeropp.config.foreign import FOREIGN, MOVED, REMOVED
 from zeropp.config.jsonc import parse
 from zeropp.config.runtime import NamedBlock
-from zeropp.config.support import SUPPORT, is_accepted, is_recommended
+from zeropp.config.support import is_accepted, is_recommended
 
 STAGE = {"zero_optimization": {"stage": 2}}
 
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zero_optimization.bf16": (zero(bf16={"enabled": True}), "it belongs to the top level"),
     "fp16.fp16_master_weights_and_gradients": (
         {"fp16": {"fp16_master_weights_and_gradients": True}},
-        "did you mean 'fp16_master_weights_and_grads' (with fp16.enabled)?",
+        "did you mean 'fp16_master_weights_and_grads'?",
     ),
     "gradient_accumulation_dtype": (
         {"gradient_accumulation_dtype": "fp32"}, "set data_types.grad_accum_dtype instead",
@@ -221,17 +221,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bf16.bf16_optimizer_state": (
         {"bf16": {"enabled": True, "bf16_optimizer_state": True}},
-        "did you mean 'bf16_optimizer_states' (with bf16.bf16_master_weights_and_grads)?",
+        "did you mean 'bf16_optimizer_states'?",
     ),
     "bf16_optimizer_states": (
         {"bf16_optimizer_states": True},
-        "it belongs elsewhere, as bf16.bf16_optimizer_states "
-        "(with bf16.enabled and bf16.bf16_master_weights_and_grads)",
+        "it belongs elsewhere, as bf16.bf16_optimizer_states",
     ),
     "nvme_path": (
         {"nvme_path": "/x"},
-        "it belongs elsewhere, as zero_optimization.offload_param.nvme_path (with zero_optimization.offload_param."
-        "device) or zero_optimization.offload_optimizer.nvme_path (with zero_optimization.offload_optimizer.device)",
+        "it belongs elsewhere, as zero_optimization.offload_param.nvme_path or "
+        "zero_optimization.offload_optimizer.nvme_path",
     ),
     "betas": (
         {"betas": [0.9, 0.99], "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -239,31 +238,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "learning_rate": (
         {"learning_rate": 0.1},
-        'set optimizer.params.lr instead, with optimizer.type beside params, such as "AdamW"',
+        "set optimizer.params.lr instead",
     ),
     "optimizer.momentun": (
         {"optimizer": {"momentun": 0.1}},
-        "did you mean 'optimizer.params.momentum', with optimizer.type beside params, such as \"SGD\"?",
+        "did you mean 'optimizer.params.momentum'?",
     ),
     "adam_w_mode": (
         {"adam_w_mode": False},
-        'set optimizer.params.adam_w_mode instead, with optimizer.type beside params, such as "Adam"',
+        "set optimizer.params.adam_w_mode instead",
     ),
     "scheduler.total_num_steps": (
         {"scheduler": {"total_num_steps": 9}},
-        'it belongs into scheduler.params, with scheduler.type beside params, such as "WarmupDecayLR"',
+        "it belongs into scheduler.params",
     ),
     "total_num_steps": (
         {"total_num_steps": 9},
-        'set scheduler.params.total_num_steps instead, with scheduler.type beside params, such as "WarmupDecayLR"',
+        "set scheduler.params.total_num_steps instead",
     ),
     # Opposites, however much alike.
-    "fp16.max_loss_scales": ({"fp16": {"max_loss_scales": 2}}, "did you mean 'loss_scale' (with fp16.enabled)?"),
+    "fp16.max_loss_scales": ({"fp16": {"max_loss_scales": 2}}, "did you mean 'loss_scale'?"),
     "fp16.loss_scaler": ({"fp16": {"enabled": False, "loss_scaler": 2}}, "did you mean 'loss_scale'?"),
     "fp16.max_loss_scale": ({"fp16": {"max_loss_scale": 2}}, "remove it: the dynamic scale has no upper bound"),
     "fp16.bf16_master_weights_and_grad": (
         {"fp16": {"bf16_master_weights_and_grad": True}},
-        "did you mean 'bf16.bf16_master_weights_and_grads' (with bf16.enabled and bf16.bf16_optimizer_states)?",
+        "did you mean 'bf16.bf16_master_weights_and_grads'?",
     ),
     "clip_grad_value": ({"clip_grad_value": 1}, "remove it: gradients are clipped by their norm, by gradient_clipping"),
     "eval_micro_batch_size": ({"eval_micro_batch_size": 4}, "remove it: an evaluation takes the batches that your"),
@@ -391,7 +390,7 @@ def value_for(path: str) -> object:
     samples: dict[str, object] = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2,
         "data_types.grad_accum_dtype": "fp32", "data_types.param_dtype": "bf16", "communication_data_type": "fp32",
-        "activation_checkpointing.number_checkpoints": 2, "checkpoint.tag_validation": "FAIL",
+        "checkpoint.tag_validation": "FAIL",
         "zero_optimization.offload_optimizer.nvme_path": "/x", "zero_optimization.offload_param.nvme_path": "/x",
         "optimizer.type": "AdamW", "scheduler.type": "WarmupLR", "optimizer.params.betas": [0.8, 0.9],
         "scheduler.params.warmup_type": "linear", "torch_autocast.dtype": "bf16", "gradient_allreduce_op": "sum",
@@ -491,16 +490,35 @@ def put(source: dict[str, Any], path: str, value: object) -> None:
     source[last] = value
 
 
-def needed_value(path: str) -> object:
-    special = {"zero_optimization.zeropp_loco_param": {}, "zero_optimization.zero_hpz_partition_size": 2}
-    return special.get(path, "cpu" if path.endswith(".device") else True)
+# Keys without which others have no effect, or are refused: prefix of a path -> configuration.
+NEEDED: dict[str, dict[str, object]] = {
+    "zero_optimization.offload_param.": {"zero_optimization.offload_param.device": "cpu"},
+    "zero_optimization.offload_optimizer.": {"zero_optimization.offload_optimizer.device": "cpu"},
+    "zero_optimization.zeropp_loco_param": {"zero_optimization.zero_quantized_gradients": True},
+    "fp16.": {"fp16.enabled": True},
+    "bf16.bf16_": {
+        "bf16.enabled": True, "bf16.bf16_optimizer_states": True, "bf16.bf16_master_weights_and_grads": True,
+    },
+    "zeropp.gradient_bits": {"zero_optimization.zero_quantized_gradients": True},
+    "zeropp.hadamard": {"zero_optimization.zero_quantized_gradients": True},
+    "zeropp.feedback": {
+        "zero_optimization.zeropp_loco_param": {}, "zero_optimization.zero_quantized_gradients": True,
+    },
+    "zeropp.secondary": {
+        "zero_optimization.zero_quantized_weights": True, "zero_optimization.zero_hpz_partition_size": 2,
+    },
+}  # fmt: skip
+
+
+def needed(path: str) -> dict[str, object]:
+    return {key: value for start, keys in NEEDED.items() if path.startswith(start) for key, value in keys.items()}
 
 
 def completed(path: str, model: type[Block], name: str) -> dict[str, Any]:
-    """A configuration with a key, in stage 3, and with the keys that it is said to need."""
+    """A configuration with a key, in stage 3, and with the keys that it needs."""
     source: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    for needed in SUPPORT[model][name].needs:
-        put(source, needed, needed_value(needed))
+    for key, value in needed(path).items():
+        put(source, key, value)
     put(source, path, another(path, model, name))
     if path.startswith("scheduler.") and "type" not in source["scheduler"]:
         source["scheduler"]["type"] = "WarmupLR"
@@ -515,8 +533,6 @@ def test_a_recommended_key_is_neither_refused_nor_ignored(path: str) -> None:
 
 def suggested(told: str, where: Sequence[str], key: str) -> list[str]:
     """Paths of the keys to which a remedy for a key in the block at `where` leads."""
-    told = re.sub(r" \(with [^)]*\)", "", told)
-    told = re.sub(r', with \w+\.type beside params, such as "\w+"', "", told)
     here = [".".join((*where, each)) for each in re.split(r" or |, ", told.partition(": ")[2])]
     if told.startswith("remove it, or use one of: "):
         return here
@@ -635,9 +651,10 @@ def test_a_remedy_that_is_followed_leads_to_a_key_that_acts(key: str) -> None:
     assert target == expected, told
     source: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     without: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    for needed in re.findall(r" \(with (\S+)\)", told):
-        put(source, needed, needed_value(needed))
-        put(without, needed, needed_value(needed))
+    for needed_key, needed_value in needed(target).items():
+        if needed_key != target:
+            put(source, needed_key, needed_value)
+            put(without, needed_key, needed_value)
     put(source, target, value)
     assert not [each for each in loaded(source)[1] if "no effect" in each]
     assert loaded(source)[0] != loaded(without)[0]

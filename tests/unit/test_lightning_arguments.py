@@ -161,3 +161,14 @@ def test_the_page_has_a_row_for_each() -> None:
     names = inspect.signature(TrainerArguments.__init__).parameters.keys() - {"self"}
     assert names - rows.keys() == set()
     assert {name for name, text in rows.items() if "| none: " in f"| {text}"} == NONE
+
+
+def test_fabric_takes_a_trainers_arguments_but_for_two() -> None:
+    one, other = (inspect.signature(kind.__init__).parameters for kind in (ForTrainer, ForFabric))
+    renamed = {"precision_plugin": "precision"}
+    assert [renamed.get(name, name) for name in one] == list(other)
+    different = [name for name in one if one[name].default != other[renamed.get(name, name)].default]
+    assert different == ["logging_batch_size_per_gpu"] and other[different[0]].default is None
+    assert loaded(ForFabric(None, True, 1)).zero.stage == 1
+    with pytest.raises(TypeError, match="precision_plugin"):
+        ForFabric(precision_plugin=3)

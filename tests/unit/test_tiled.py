@@ -1,4 +1,4 @@
-"""TiledLinear computes what a Linear does; OnDevice builds where and as it is told."""
+"""TiledLinear computes the same as a Linear, and its tiles are units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeropp
-from zeropp.training import OnDevice, TiledLinear
+from zeropp.training import TiledLinear
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -59,20 +59,3 @@ def test_tiles_are_units() -> None:
     optimizer.backward(model(torch.ones(2, 64)).sum())
     optimizer.step()
     optimizer.close()
-
-
-def test_built_on_a_device_in_a_dtype() -> None:
-    with OnDevice(dtype=torch.bfloat16, device="meta"):
-        model = nn.Linear(3, 3)
-        with OnDevice(dtype=torch.float64, device="cpu"):
-            inner = torch.ones(2)
-        assert torch.ones(1).dtype == torch.bfloat16 and torch.arange(3).dtype == torch.int64
-    assert model.weight.is_meta and model.weight.dtype == torch.bfloat16
-    assert inner.device.type == "cpu" and inner.dtype == torch.float64
-    with pytest.raises(KeyError), OnDevice(dtype=torch.float16):
-        raise KeyError
-    with OnDevice(dtype=torch.float16, enabled=False):
-        assert torch.ones(1).dtype == torch.float32 and not torch.ones(1).is_meta
-    assert torch.get_default_dtype() == torch.float32 and not torch.ones(1).is_meta
-    with pytest.raises(TypeError, match="expected a floating one"):
-        OnDevice(dtype=torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,11 +29,6 @@ _OPPOSITES = (
     {"fp16", "bf16"}, {"fp16", "fp32"}, {"bf16", "fp32"}, {"weight", "gradient"}, {"weights", "gradients"},
     {"param", "optimizer"}, {"params", "optimizer"}, {"parameters", "optimizer"}, {"reduce", "gather"},
 )  # fmt: skip
-# Types to name where one is missing, the most usual first.
-_USUAL = {
-    "optimizer": ("AdamW", "SGD", "Adagrad", "RMSprop"),
-    "scheduler": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle"),
-}
 _SWITCHES = {"enabled", "enable", "is_enabled", "use", "active", "activate", "activated", "on"}
 
 
@@ -129,18 +123,17 @@ def _suggestion(path: Location, model: type[Block], given: Mapping[str, object])
     words = [str(part) for part in path]
     here = _block(path[:-1], model)
     if issubclass(here, NamedBlock):
-        return _completed(_beside_params(words, here, given, model), words[-1], given)
-    told = (
+        return _beside_params(words, here, given, model)
+    return (
         # First of all: no likeness of names finds a right key that stands in the wrong block.
         _not_taken(words, given)
-        or _meant(words, model, given)
+        or meaning(words)
         or _switch(words[-1], here, model)
-        or _elsewhere(words, model, given)
+        or _elsewhere(words, model)
         or by_words(words[-1])
-        or _alike(words, here, model, given)
+        or _alike(words, here, model)
         or _all_keys(here)
     )
-    return _completed(told, words[-1], given)
 
 
 class _Home(NamedTuple):
@@ -186,41 +179,6 @@ def _read(given: object, path: str) -> object:
     return given
 
 
-def _completed(told: str, key: str, given: Mapping[str, object]) -> str:
-    """A remedy, with the type without which an argument of an optimizer or a scheduler is refused."""
-    for block, kinds in _USUAL.items():
-        if f"{block}.params" not in told or told.startswith("remove it") or _read(given, f"{block}.type") is not None:
-            continue
-        found = re.search(rf"{block}\.params\.(\w+)", told)
-        argument = found[1] if found else key
-        # AdamW decays in its own way whatever this says.
-        takers = ["Adam"] if argument == "adam_w_mode" else [kind for kind in kinds if argument in _arguments(kind)]
-        mark = "?" if told.endswith("?") else ""
-        kind = takers[0] if takers else kinds[0]
-        return f'{told.removesuffix("?")}, with {block}.type beside params, such as "{kind}"{mark}'
-    return told
-
-
-def _needed(home: _Home, given: Mapping[str, object]) -> str:
-    """A clause that names the keys that a key needs beside it and that are not given; empty where there are none."""
-    # Where a block says that it is switched off, it is meant to be.
-    missing = [
-        each
-        for each in SUPPORT[home.block][home.name].needs
-        if (value := _read(given, each)) is None or (value is False and not each.endswith(".enabled"))
-    ]
-    return f" (with {' and '.join(missing)})" if missing else ""
-
-
-def _meant(path: Sequence[str], model: type[Block], given: Mapping[str, object]) -> str:
-    """A remedy from the meaning of a key, with what its right place needs beside it."""
-    told, targets = meaning(path), place(path).split(" or ")
-    if not told.startswith("set "):
-        return told
-    # Keys that may both be meant stand in one block and need the same.
-    return told + next((_needed(home, given) for home in _homes(model) if home.path in targets), "")
-
-
 def _switch(key: str, here: type[Block], model: type[Block]) -> str:
     """A remedy for a switch in a block that has none, which is no likeness of another block's switch."""
     if key.lower() not in _SWITCHES:
@@ -243,7 +201,7 @@ def _idle(homes: Sequence[_Home]) -> str:
     return f"remove it, since {homes[0].path} has no effect in this version" if homes else ""
 
 
-def _elsewhere(path: Sequence[str], model: type[Block], given: Mapping[str, object]) -> str:
+def _elsewhere(path: Sequence[str], model: type[Block]) -> str:
     """A remedy from the blocks that have a key of this very name."""
     key = path[-1]
     for where, block in blocks(model):
@@ -252,15 +210,15 @@ def _elsewhere(path: Sequence[str], model: type[Block], given: Mapping[str, obje
     found = [home for home in _homes(model) if home.key == key and home.serves(path)]
     homes = [home for home in found if home.recommended]
     if [home.path for home in homes] == [key]:
-        return f"it belongs to the top level{_needed(homes[0], given)}"
+        return "it belongs to the top level"
     if homes:
         # Of many, none can be recommended.
-        wanted = " or ".join(home.path + _needed(home, given) for home in homes)
+        wanted = " or ".join(home.path for home in homes)
         return f"it belongs elsewhere, as {wanted}" if len(homes) < 3 else ""
     return _idle(found)
 
 
-def _alike(path: Sequence[str], here: type[Block], model: type[Block], given: Mapping[str, object]) -> str:
+def _alike(path: Sequence[str], here: type[Block], model: type[Block]) -> str:
     """A remedy from the key that is spelled most like this one: of the same block, or much more like of another one."""
     same = {home.key: home for home in _homes(model) if home.block is here and home.accepted}
     other = {
@@ -280,10 +238,9 @@ def _alike(path: Sequence[str], here: type[Block], model: type[Block], given: Ma
         return ""
     if not home.recommended:
         return f"remove it: it looks like {best}, which has no effect in this version"
-    needed = _needed(home, given)
     if home is same.get(best):
-        return f"did you mean {best!r}{needed}?"
-    return f"did you mean {home.path!r}{'' if home.where else ' at the top level'}{needed}?"
+        return f"did you mean {best!r}?"
+    return f"did you mean {home.path!r}{'' if home.where else ' at the top level'}?"
 
 
 def _opposed(one: str, other: str) -> bool:
@@ -324,7 +281,7 @@ def _beside_params(path: Sequence[str], here: type[Block], given: Mapping[str, o
     argument = place(path).removeprefix(f"{inside}.")
     if (told := meaning(path)) and (f"{inside}." not in told or argument in taken):
         return told
-    if told := _switch(key, here, model) or _elsewhere(path, model, given) or by_words(key):
+    if told := _switch(key, here, model) or _elsewhere(path, model) or by_words(key):
         return told
     paths = {**{argument: f"{inside}.{argument}" for argument in taken}, **{name: name for name in here.model_fields}}
     [near] = difflib.get_close_matches(key.lower(), paths, n=1, cutoff=0.75) or [""]

@@ -132,7 +132,6 @@ MOVED: Mapping[str, str] = _inverted({
         "checkpoint_in_cpu activation_checkpointing.offload activation_checkpointing.cpu_offload "
         "activation_checkpointing.offload_to_cpu"
     ),
-    "activation_checkpointing.number_checkpoints": "num_checkpoints",
     "checkpoint.load_universal": "universal_checkpoint load_universal_checkpoint",
     "checkpoint.tag_validation": "checkpoint_tag_validation",
     "aio.intra_op_parallelism": "num_threads aio.threads",

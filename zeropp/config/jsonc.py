@@ -8,17 +8,9 @@ import re
 from zeropp.config.errors import ConfigError
 from zeropp.config.foreign import is_comment
 
-# A string is one token, so that nothing inside it counts as a comment or a comma. The alternatives are tried
-# in this order at each position.
-_TOKEN = re.compile(
-    r"""(?P<string>"(?:[^"\\\n]|\\.)*")
-      | (?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)
-      | (?P<open>/\*)
-      | (?P<close>[}\]])
-      | (?P<space>\s+)
-      | (?P<other>.)""",
-    re.VERBOSE | re.DOTALL,
-)
+_STRING = r'("(?:[^"\\\n]|\\.)*")'
+_COMMENT = re.compile(_STRING + r"|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(_STRING + r"|(?<![\[{,:\s])(\s*),(?=\s*[}\]])")
 
 
 def parse(text: str, origin: str) -> object:
@@ -27,37 +19,16 @@ def parse(text: str, origin: str) -> object:
     `origin` says where the text is from, for the error message. Raises ConfigError with line and column where
     the text is no JSON, and where an object has a key twice.
     """
+    # Strings match first, so nothing inside them counts. Blanks keep every other character at its line and column.
+    plain = _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    plain = _TRAILING_COMMA.sub(lambda found: found[1] or f"{found[2]} ", plain)
     try:
-        return json.loads(_plain(text, origin), object_pairs_hook=lambda pairs: _unique(pairs, origin))
+        return json.loads(plain, object_pairs_hook=lambda pairs: _unique(pairs, origin))
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{origin}: line {error.lineno}, column {error.colno}: {error.msg}; expected JSON, "
             "in which comments and trailing commas are allowed"
         ) from None
-
-
-def _plain(text: str, origin: str) -> str:
-    """Blanks out comments and trailing commas, leaving every other character at its line and column."""
-    out: list[str] = []
-    # The last token that counts: comments and spaces do not.
-    before = ""
-    # Where in ``out`` the last token is, if it is a comma that follows a value.
-    comma = -1
-    for match in _TOKEN.finditer(text):
-        kind, token = match.lastgroup, match.group()
-        # A comment that ends matches before, so this one does not.
-        if kind == "open":
-            line = text.count("\n", 0, match.start()) + 1
-            raise ConfigError(f"{origin}: line {line}: this comment has no end; close it with */")
-        if kind == "close" and comma >= 0:
-            out[comma] = " "
-        if kind not in ("comment", "space"):
-            # In [,] and {"a": ,} the comma follows no value, and stays for json to refuse.
-            comma = len(out) if token == "," and before not in ("", ",", ":", "[", "{") else -1
-            before = token
-        # Newlines stay, so that json's errors have the line of the file.
-        out.append(re.sub(r"[^\n]", " ", token) if kind == "comment" else token)
-    return "".join(out)
 
 
 def _unique(pairs: list[tuple[str, object]], origin: str) -> dict[str, object]:

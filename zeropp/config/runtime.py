@@ -79,10 +79,11 @@ class ActivationCheckpointingConfig(Block):
     """Splits kept activations over model-parallel ranks. Nothing is left to do: there is one such rank."""
 
     number_checkpoints: Positive | None = None
-    """Checkpointed segments of a forward, for whose inputs `contiguous_memory_optimization` makes room."""
+    """Checkpointed segments of a forward, for `contiguous_memory_optimization`. Nothing is left to do, likewise."""
 
     contiguous_memory_optimization: bool = False
-    """Keeps the inputs of segments in one buffer, against fragmentation. Needs `number_checkpoints`."""
+    """Asks for the inputs of segments in one buffer, against fragmentation. Nothing is left to do: torch's allocator
+    reuses the memory of equal inputs, and `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` avoids fragments."""
 
     cpu_checkpointing: bool = False
     """Keeps the inputs of segments in the host's page-locked memory until backward."""

@@ -52,8 +52,7 @@ class Support:
     """One field's entry.
 
     `accepts` empty means the default alone; `remedy` empty means to go back to it; `instead` is what there is in place
-    of what is refused, or of a key that only an old form reads; `needs` has paths of keys that must be set, too: alone
-    the field is refused or has no effect.
+    of what is refused, or of a key that only an old form reads.
     """
 
     kind: Kind
@@ -61,7 +60,6 @@ class Support:
     remedy: str = ""
     governor: str = ""
     instead: str = ""
-    needs: tuple[str, ...] = ()
 
 
 EFFECT, NEEDLESS, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.NEEDLESS, Kind.UNREAD, Kind.BLOCK))
@@ -80,10 +78,6 @@ def _off(instead: str) -> Support:
     return Support(Kind.OFF, remedy="leave it out, or switch it off", instead=instead)
 
 
-def _with(*needs: str) -> Support:
-    return Support(Kind.EFFECT, needs=needs)
-
-
 def _each(support: Support, names: str) -> dict[str, Support]:
     return dict.fromkeys(names.split(), support)
 
@@ -97,12 +91,10 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
 
 
 _BESIDE = "a step of offloaded states hides behind the next forward, exactly"
-_QUANTIZED = "zero_optimization.zero_quantized_gradients"
 
 # Every field has an entry, those without effect as well: a test fails for a field that is forgotten here.
 _ZERO = {
-    **_each(BLOCK, "offload_param offload_optimizer leaf_module"),
-    "zeropp_loco_param": Support(Kind.BLOCK, needs=(_QUANTIZED,)),
+    **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
     **_each(
         EFFECT,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
@@ -153,54 +145,30 @@ _TOP = {
 SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     Config: _TOP,
     ZeroConfig: _ZERO,
-    OffloadParamConfig: {
-        **_all(OffloadParamConfig, _with("zero_optimization.offload_param.device")),
-        "device": EFFECT,
-    },
+    OffloadParamConfig: _all(OffloadParamConfig, EFFECT),
     OffloadOptimizerConfig: {
-        "device": EFFECT,
-        **_each(
-            _with("zero_optimization.offload_optimizer.device"),
-            "nvme_path buffer_count pin_memory pipeline_read pipeline_write ratio",
-        ),
+        **_all(OffloadOptimizerConfig, EFFECT),
         "fast_init": NEEDLESS,
         "super_offload": _later(_BESIDE),
         "cpuadam_cores_perc": Support(Kind.GOVERNED, governor="super_offload"),
     },
-    LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
-    LocoConfig: _all(LocoConfig, _with(_QUANTIZED)),
-    Fp16Config: {
-        "enabled": EFFECT,
-        **_each(
-            _with("fp16.enabled"),
-            "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
-            "fp16_master_weights_and_grads",
-        ),
-        "auto_cast": NEEDLESS,
-    },
-    Bf16Config: {
-        "enabled": EFFECT,
-        "immediate_grad_update": NEEDLESS,
-        "check_grad_overflow": _with("bf16.enabled"),
-        "bf16_master_weights_and_grads": _with("bf16.enabled", "bf16.bf16_optimizer_states"),
-        "bf16_optimizer_states": _with("bf16.enabled", "bf16.bf16_master_weights_and_grads"),
-    },
-    AutocastConfig: {**_all(AutocastConfig, _with("torch_autocast.enabled")), "enabled": EFFECT},
+    LeafModuleConfig: _all(LeafModuleConfig, EFFECT),
+    LocoConfig: _all(LocoConfig, EFFECT),
+    Fp16Config: {**_all(Fp16Config, EFFECT), "auto_cast": NEEDLESS},
+    Bf16Config: {**_all(Bf16Config, EFFECT), "immediate_grad_update": NEEDLESS},
+    AutocastConfig: _all(AutocastConfig, EFFECT),
     DataTypesConfig: _all(DataTypesConfig, EFFECT),
     ExtensionConfig: {
         **_each(
             EFFECT,
             "local_world_size host_memory_limit unit_numel unit_min_blocks hang_timeout warn_after static_graph "
-            "lazy_step warm_up cast_inputs defer_cross_reduction weight_codec reduce_scatter share_communicators",
+            "lazy_step warm_up cast_inputs defer_cross_reduction weight_codec reduce_scatter share_communicators "
+            "hadamard feedback secondary",
         ),
-        "hadamard": _with(_QUANTIZED),
-        "feedback": _with("zero_optimization.zeropp_loco_param", _QUANTIZED),
-        "secondary": _with("zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size"),
-        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),
-        "max_ctas": BLOCK,
+        **_each(BLOCK, "gradient_bits max_ctas"),
     },
     MaxCtasConfig: _all(MaxCtasConfig, EFFECT),
-    GradientBitsConfig: _all(GradientBitsConfig, _with(_QUANTIZED)),
+    GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
     AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {
         **_each(EFFECT, "tag_validation load_universal"),
@@ -210,7 +178,10 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "checkpoint_serialization": NEEDLESS,
     },
     ParallelWriteConfig: _all(ParallelWriteConfig, NEEDLESS),
-    ActivationCheckpointingConfig: {**_all(ActivationCheckpointingConfig, EFFECT), "partition_activations": NEEDLESS},
+    ActivationCheckpointingConfig: {
+        **_all(ActivationCheckpointingConfig, EFFECT),
+        **_each(NEEDLESS, "partition_activations number_checkpoints contiguous_memory_optimization"),
+    },
     CompileConfig: _all(
         CompileConfig, _later("engine.compile() compiles the model, and zeropp gathers outside of graphs")
     ),

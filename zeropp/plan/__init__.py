@@ -1,18 +1,10 @@
 """Predictions made from a model and a configuration alone, before anything is partitioned.
 
 Knows the cut, the placement and the codecs that training would have; no process, no memory.
-Start with `outline`, then `memory` and `traffic`; `estimate` needs no configuration.
+Start with `outline`, then `memory` and `traffic`; `estimate` has DeepSpeed's names and needs no configuration.
 """
 
 from zeropp.plan.communicators import COMMUNICATOR_NBYTES, CommunicatorMemory
-from zeropp.plan.estimate import (
-    estimate_zero2_model_states_mem_needs,
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
 from zeropp.plan.limits import MemoryLimitError
 from zeropp.plan.memory import MemoryPlan, UnitMemory, memory
 from zeropp.plan.traffic import TrafficPlan, TrafficRow, traffic
@@ -25,12 +17,6 @@ __all__ = [
     "TrafficPlan",
     "TrafficRow",
     "UnitMemory",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
     "memory",
     "traffic",
 ]

@@ -4,48 +4,22 @@ Knows scripts and their habits; not how weights move, which :class:`zeropp.ZeroO
 ``initialize.py``.
 """
 
-from zeropp.training import checkpointing
+from zeropp.training import checkpointing, values
 from zeropp.training.data import RepeatingLoader
 from zeropp.training.distributed import init_distributed
 from zeropp.training.elementwise import Lion
 from zeropp.training.engine import Engine
 from zeropp.training.initialize import initialize
-from zeropp.training.on_device import OnDevice
 from zeropp.training.tiled import TiledLinear
-from zeropp.training.values import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-)
+from zeropp.training.values import *  # noqa: F403  (its __all__ is the list of accessors)
 
 __all__ = [
     "Engine",
     "Lion",
-    "OnDevice",
     "RepeatingLoader",
     "TiledLinear",
     "checkpointing",
     "init_distributed",
     "initialize",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
 ]
+__all__ += values.__all__

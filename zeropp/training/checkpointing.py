@@ -1,6 +1,6 @@
 """Activation checkpointing by DeepSpeed's calls: segments keep their inputs alone, and are run again in backward.
 
-It is torch's non-reentrant checkpoint. What is configured here says where inputs lie meanwhile, and what is measured.
+It is torch's non-reentrant checkpoint. The configuration says where inputs are kept until backward, and what is timed.
 """
 
 from __future__ import annotations
@@ -8,26 +8,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeropp.config import ConfigSource, load_config
 from zeropp.config.runtime import ActivationCheckpointingConfig
 from zeropp.training.distributed import require_no_model_parallelism
-from zeropp.training.kept_inputs import InputStore
-from zeropp.training.random_tracker import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 __all__ = [
     "checkpoint",
     "configure",
-    "get_cuda_rng_tracker",
     "is_configured",
-    "model_parallel_cuda_manual_seed",
     "non_reentrant_checkpoint",
     "reset",
 ]
@@ -39,14 +36,12 @@ class _Process:
     """The settings that this process has configured.
 
     Attributes:
-        block: as :func:`configure` was told; the defaults before.
-        store: that moves inputs; None where they stay.
-        configured: whether it was told anything.
+        block: the settings of :func:`configure`; the defaults before its first call.
+        configured: whether it was called.
     """
 
     def __init__(self) -> None:
         self.block = ActivationCheckpointingConfig()
-        self.store: InputStore | None = None
         self.configured = False
 
 
@@ -71,8 +66,7 @@ def configure(
         mpu_: None, or an object that says how many model-parallel ranks there are: one.
         deepspeed_config: whose block ``activation_checkpointing`` holds, but for what the other arguments say.
         partition_activations: without effect: one model-parallel rank has nobody to divide with.
-        contiguous_checkpointing: keep inputs in one buffer, which is made at the first segment.
-        num_checkpoints: segments of a forward, whose inputs that buffer has room for.
+        contiguous_checkpointing, num_checkpoints: without effect: torch's allocator reuses the memory of inputs.
         checkpoint_in_cpu: keep inputs in the host's page-locked memory. Where a CPU trains they are there already.
         synchronize: wait for the GPU where a segment begins and where it ends.
         profile: log how long each segment's forward and recomputation take.
@@ -93,19 +87,8 @@ def configure(
         "profile": profile,
     }
     said = {key: value for key, value in given.items() if value is not None}
-    block = ActivationCheckpointingConfig.model_validate({**block.model_dump(), **said})
-    contiguous = block.contiguous_memory_optimization
-    # Before anything is kept of it: what was configured before goes on then.
-    if contiguous and block.number_checkpoints is None:
-        raise ValueError(
-            "contiguous_checkpointing needs num_checkpoints, the number of checkpointed segments in a forward, to know "
-            "how large its buffer is; give it, or number_checkpoints in the configuration"
-        )
-    moves = contiguous or block.cpu_checkpointing
-    segments = block.number_checkpoints if contiguous else None
-    # A new one each time; graphs of before keep what they hold in the old one.
-    _process.store = InputStore(on_host=block.cpu_checkpointing, segments=segments) if moves else None
-    _process.block, _process.configured = block, True
+    _process.block = ActivationCheckpointingConfig.model_validate({**block.model_dump(), **said})
+    _process.configured = True
 
 
 def is_configured() -> bool:
@@ -114,9 +97,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Give up the buffer of ``contiguous_checkpointing``; the next segment makes another one."""
-    if _process.store is not None:
-        _process.store.reset()
+    """Do nothing: there is no buffer to give up, as DeepSpeed's has."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,12 +114,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inputs = (*args, *kwargs.values())
     # Not inside another one, in its forward and recomputation alike, or they would save different things: the outer
     # one's recomputation has the inner one's inputs at hand.
-    if _process.store is None or not torch.is_grad_enabled() or _inside.get():
+    if not _process.block.cpu_checkpointing or not torch.is_grad_enabled() or _inside.get():
         return torch_checkpoint(_Segment(function, tuple(kwargs)), *inputs, use_reentrant=False)
     # Parameters are somebody's to keep, and where their values are changes.
     held = {place: value for place, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
     others = [None if place in held else value for place, value in enumerate(inputs)]
-    with _process.store.hooks(others):
+    with _kept_on_host(others):
         return torch_checkpoint(_Segment(function, tuple(kwargs), held), *others, use_reentrant=False)
 
 
@@ -160,12 +141,13 @@ class _Segment:
         self, function: Callable[..., Any], names: tuple[str, ...], held: Mapping[int, nn.Parameter] | None = None
     ) -> None:
         self._function, self._names, self._held = function, names, held or {}
-        self._states: Mapping[str, Tensor] | None = None
+        self._called = False
 
     def __call__(self, *given: Any) -> Any:
         inputs = [self._held.get(place, value) for place, value in enumerate(given)]
         count = len(inputs) - len(self._names)
-        with self._drawing_alike() as again, _watched("recomputation" if again else "forward"):
+        again, self._called = self._called, True
+        with _watched("recomputation" if again else "forward"):
             token = _inside.set(True)
             try:
                 # By their names again: as positional arguments torch saves those that are tensors.
@@ -173,20 +155,61 @@ class _Segment:
             finally:
                 _inside.reset(token)
 
-    @contextlib.contextmanager
-    def _drawing_alike(self) -> Iterator[bool]:
-        """Let named sequences go on as they did in forward; torch does it for the default one. Gives whether it did."""
-        tracker = get_cuda_rng_tracker()
-        now = tracker.get_states()
-        if self._states is None:
-            self._states = now
-            yield False
-            return
-        tracker.set_states(self._states)
-        try:
-            yield True
-        finally:
-            tracker.set_states(now)
+
+def _kept_on_host(inputs: Iterable[object]) -> saved_tensors_hooks:
+    """Hooks that keep the activations among a segment's inputs in page-locked host memory until backward.
+
+    Masks and tables of positions, which require no gradients, stay: all segments often share them.
+    """
+    # The hooks see the inputs alone, as other objects on the same memory.
+    activations = {
+        value.data_ptr()
+        for value in inputs
+        if isinstance(value, Tensor) and value.requires_grad and not _lies_on_host(value)
+    }
+
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        return _OnHost(tensor) if tensor.data_ptr() in activations else _Left(tensor)
+
+    return saved_tensors_hooks(pack, lambda packed: packed())
+
+
+def _lies_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+class _OnHost:
+    """An input's copy in the host's memory; a call copies it back."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        # Strides stay, since kernels choose their way by them, and another way may give other bits.
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def __call__(self) -> Tensor:
+        # Backward may run on another stream than forward did.
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        # A copy also on a CPU, since the caller may hold it for longer than this graph.
+        return self._copy.to(self._device, non_blocking=True, copy=True)
+
+
+class _Left:
+    """An input that stays on its device; a call returns it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def __call__(self) -> Tensor:
+        # As autograd does for tensors that it saves without hooks.
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"an input of a checkpointed segment, shape {tuple(self._tensor.shape)}, was modified in place after "
+                "its forward, so its recomputation would be another one; give checkpoint() a copy"
+            )
+        return self._tensor
 
 
 @contextlib.contextmanager

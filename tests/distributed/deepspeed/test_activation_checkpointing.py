@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,25 +20,23 @@ from torch.nn import functional
 import zeropp
 from tests.support.branching_models import WIDTH, Block, logged, make_config, worst
 from tests.support.rank_pool import run_ranks
-from zeropp.training import checkpointing, kept_inputs
+from zeropp.training import checkpointing
 from zeropp.training.checkpointing import checkpoint, configure
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "host": {"checkpoint_in_cpu": True},
-    "one buffer": {"contiguous_checkpointing": True, "num_checkpoints": 3},
-    "one buffer on the host": {"contiguous_checkpointing": True, "num_checkpoints": 3, "checkpoint_in_cpu": True},
 }
 
 
 @contextlib.contextmanager
 def moved(way: dict[str, Any]) -> Iterator[None]:
-    lies, kept_inputs._lies_on_host = kept_inputs._lies_on_host, lambda tensor: False
+    lies, checkpointing._lies_on_host = checkpointing._lies_on_host, lambda tensor: False
     configure(None, **way)
     try:
         yield
     finally:
-        kept_inputs._lies_on_host = lies
+        checkpointing._lies_on_host = lies
         configure(None)
 
 
@@ -121,7 +118,7 @@ def plain() -> tuple[dict[str, Tensor], list[float]]:
 
 @pytest.mark.parametrize(
     ("way", "stage"),
-    [*((way, 3) for way in WAYS), pytest.param("one buffer on the host", 1, marks=pytest.mark.campaign)],
+    [*((way, 3) for way in WAYS), pytest.param("host", 1, marks=pytest.mark.campaign)],
 )
 def test_segments_train_as_plain_torch_without_them(way: str, stage: int) -> None:
     """To the bit: dividing by two ranks is exact, and a sum of two is the same in either order."""
@@ -131,64 +128,39 @@ def test_segments_train_as_plain_torch_without_them(way: str, stage: int) -> Non
 
 
 def test_inputs_leave_and_come_back() -> None:
-    """Nobody holds what a segment was given, once its forward is over; a graph gives the buffer back as it goes."""
-    for way in ("host", "one buffer", "one buffer on the host"):
-        with moved(WAYS[way]):
-            store = checkpointing._process.store
-            assert store is not None
-            leaf = torch.randn(4, WIDTH, requires_grad=True)
-            gone = []
-
-            def segments(leaf: Tensor = leaf, gone: list[Any] = gone) -> Tensor:
-                x = leaf * 1
-                for _ in range(3):
-                    gone.append(weakref.ref(x))
-                    x = checkpoint(torch.tanh, x)
-                return x.sum()
-
-            loss = segments()
-            gc.collect()
-            assert [each() for each in gone] == [None] * 3, way
-            buffer = store._buffer
-            if way != "host":
-                # Of 3 segments, each with 4 x 8 numbers of 4 bytes, in places of 256 bytes.
-                assert buffer is not None and buffer.nbytes == 3 * 256 and not store._free
-            loss.backward()
-            del loss
-            segments()  # a graph without a backward
-            gc.collect()
-            assert store._buffer is buffer and len(store._free) == (0 if way == "host" else 3)
-            checkpointing.reset()
-            assert store._buffer is None
-            assert leaf.grad is not None
-            assert torch.equal(leaf.grad, torch.autograd.grad(leaf.tanh().tanh().tanh().sum(), leaf)[0])
+    """Nobody holds what a segment was given, once its forward is over."""
+    with moved(WAYS["host"]):
+        leaf = torch.randn(4, WIDTH, requires_grad=True)
+        gone = []
+        x = leaf * 1
+        for _ in range(3):
+            gone.append(weakref.ref(x))
+            x = checkpoint(torch.tanh, x)
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+        x.sum().backward()
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.autograd.grad(leaf.tanh().tanh().tanh().sum(), leaf)[0])
 
 
-def test_a_buffer_that_is_too_small_is_named_and_grows_with_inputs() -> None:
-    with moved({"contiguous_checkpointing": True, "num_checkpoints": 1}):
-        x = torch.randn(4, WIDTH, requires_grad=True)
-        with pytest.warns(UserWarning, match=r"one buffer for 1 segments of 256 bytes.*raise num_checkpoints"):
-            loss = checkpoint(torch.exp, checkpoint(torch.tanh, x)).sum()
-        loss.backward()
-        assert torch.equal(x.grad, torch.autograd.grad(x.tanh().exp().sum(), x)[0])
-        del loss
-        checkpoint(torch.tanh, torch.randn(100, WIDTH, requires_grad=True)).sum().backward()
-        store = checkpointing._process.store
-        assert store is not None and store._buffer is not None and store._buffer.nbytes == 3328
-
-
-def test_only_activations_of_outer_segments_take_room() -> None:
+def test_only_activations_of_outer_segments_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not parameters, nor the inputs of what is nested, which the outer one's recomputation has at hand."""
-    with moved({"contiguous_checkpointing": True, "num_checkpoints": 1}), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        x, weight = torch.randn(4, WIDTH, requires_grad=True), nn.Parameter(torch.randn(100, WIDTH))
+    copied: list[torch.Size] = []
 
-        def outer(value: Tensor, weight: Tensor) -> Tensor:
-            return checkpoint(torch.tanh, functional.linear(value, weight))
+    class Watched(checkpointing._OnHost):
+        def __init__(self, tensor: Tensor) -> None:
+            copied.append(tensor.shape)
+            super().__init__(tensor)
 
-        checkpoint(outer, x, weight=weight).sum().backward()
-        store = checkpointing._process.store
-        assert store is not None and store._buffer is not None and store._buffer.nbytes == 256
+    monkeypatch.setattr(checkpointing, "_OnHost", Watched)
+    with moved(WAYS["host"]):
+        x, weight, mask = torch.randn(4, WIDTH).t().requires_grad_(), nn.Parameter(torch.randn(100, 4)), torch.ones(4)
+
+        def outer(value: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+            return checkpoint(torch.tanh, functional.linear(value * mask, weight))
+
+        checkpoint(outer, x, weight=weight, mask=mask).sum().backward()
+        assert copied == [x.shape]
         wanted = torch.autograd.grad(functional.linear(x, weight).tanh().sum(), [x, weight])
         for tensor, gradient in zip([x, weight], wanted, strict=True):
             assert tensor.grad is not None and torch.equal(tensor.grad, gradient)
@@ -204,37 +176,6 @@ def test_an_input_edited_before_backward(way: str) -> None:
         mask.add_(1)
         with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
             loss.backward()
-
-
-def drawn(recompute: bool) -> Tensor:
-    tracker = checkpointing.get_cuda_rng_tracker()
-    checkpointing.model_parallel_cuda_manual_seed(5)
-    x = torch.ones(4, WIDTH, requires_grad=True)
-
-    def segment(value: Tensor) -> Tensor:
-        with tracker.fork():
-            value = functional.dropout(value.exp(), 0.5)
-        return functional.dropout(value, 0.5)
-
-    for _ in range(2):
-        y = checkpoint(segment, x) if recompute else segment(x)
-        with tracker.fork():
-            y = y * torch.rand(WIDTH)
-        y.square().sum().backward()
-    tracker.reset()
-    assert x.grad is not None
-    return torch.cat([x.grad.flatten(), torch.rand(1)])
-
-
-def test_named_sequences_of_random_numbers_go_on_alike() -> None:
-    assert torch.equal(drawn(True), drawn(False))
-    tracker = checkpointing.get_cuda_rng_tracker()
-    with pytest.raises(KeyError, match="no sequence 'model-parallel-rng'"), tracker.fork():
-        pass
-    tracker.add("own", 1)
-    with pytest.raises(ValueError, match="a sequence 'own' already"):
-        tracker.add("own", 2)
-    tracker.reset()
 
 
 def test_profile_and_synchronize(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,15 +206,13 @@ def test_configured_by_arguments_and_files(tmp_path: Path) -> None:
     path.write_text('{"zero_optimization": {"stage": 3}, "activation_checkpointing": {"profile": true}}')
     try:
         configure(Mpu(1), {"zero_optimization": {"stage": 3}, "activation_checkpointing": block})
-        assert checkpointing.is_configured() and checkpointing._process.store is not None
+        assert checkpointing.is_configured() and checkpointing._process.block.cpu_checkpointing
         configure(None, {"zero_optimization": {"stage": 3}, "activation_checkpointing": block}, checkpoint_in_cpu=False)
-        assert checkpointing._process.store is None
+        assert not checkpointing._process.block.cpu_checkpointing
         configure(None, deepspeed_config=path)
         assert checkpointing._process.block.profile and not checkpointing._process.block.cpu_checkpointing
         with pytest.raises(ValueError, match="model-parallel size of 2"):
             configure(Mpu(2))
-        with pytest.raises(ValueError, match="needs num_checkpoints"):
-            configure(None, contiguous_checkpointing=True)
         # What was refused has changed nothing.
         assert checkpointing._process.block.profile
     finally:

@@ -58,7 +58,7 @@ def insert_key(tree: Path, name: str, field: str) -> None:
     insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
     insert(
         tree / "zeropp/config/support.py",
-        '        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),',
+        '        **_each(BLOCK, "gradient_bits max_ctas"),',
         f'        "{name}": EFFECT,\n',
     )
 
@@ -173,7 +173,7 @@ def test_a_key_by_its_recipe(tree: Path) -> None:
     assert python(tree, "-c", forgotten).strip() == "['ExtensionConfig.patience']"
     insert(
         tree / "zeropp/config/support.py",
-        '        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),',
+        '        **_each(BLOCK, "gradient_bits max_ctas"),',
         '        "patience": EFFECT,\n',
     )
     told = python(tree, "-W", "ignore", "-c", f"{forgotten}\n{WRITES_AND_LOADS}").splitlines()

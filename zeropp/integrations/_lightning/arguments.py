@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ __all__ = ["FabricArguments", "TrainerArguments"]
 Config = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-# One by one in both classes: signatures are what LightningCLI, editors and readers look at.
+# One by one: signatures are what LightningCLI, editors and readers look at.
 class TrainerArguments(_Base):
     """Arguments of a Trainer's strategy.
 
@@ -91,63 +92,31 @@ class TrainerArguments(_Base):
         self.config = choose_config(self._given)
 
 
+# Arguments of Lightning's base class of Fabric's strategy.
+_HANDED_ON = (
+    "accelerator", "parallel_devices", "cluster_environment", "precision", "process_group_backend", "timeout",
+)  # fmt: skip
+_ARGUMENTS = inspect.signature(TrainerArguments.__init__)
+# Lightning's own strategies for Trainer and Fabric differ in these alone.
+_CHANGED: dict[str, dict[str, Any]] = {
+    "logging_batch_size_per_gpu": {"default": None, "annotation": "int | None"},
+    "precision_plugin": {"name": "precision"},
+}
+_FABRIC_ARGUMENTS = _ARGUMENTS.replace(
+    parameters=[each.replace(**_CHANGED.get(name, {})) for name, each in _ARGUMENTS.parameters.items()]
+)
+
+
 class FabricArguments(_Base):
     """Arguments of Fabric's strategy; see :class:`TrainerArguments`."""
 
-    def __init__(
-        self,
-        accelerator: Any = None,
-        zero_optimization: bool = True,
-        stage: int = 2,
-        remote_device: str | None = None,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
-        offload_params_device: str = "cpu",
-        nvme_path: str = "/local_nvme",
-        params_buffer_count: int = 5,
-        params_buffer_size: int = 100_000_000,
-        max_in_cpu: int = 1_000_000_000,
-        offload_optimizer_device: str = "cpu",
-        optimizer_buffer_count: int = 4,
-        block_size: int = 1048576,
-        queue_depth: int = 8,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        thread_count: int = 1,
-        pin_memory: bool = False,
-        sub_group_size: int = 1_000_000_000_000,
-        contiguous_gradients: bool = True,
-        overlap_comm: bool = True,
-        allgather_partitions: bool = True,
-        reduce_scatter: bool = True,
-        allgather_bucket_size: int = 200_000_000,
-        reduce_bucket_size: int = 200_000_000,
-        zero_allow_untested_optimizer: bool = True,
-        logging_batch_size_per_gpu: int | None = None,
-        config: Config = None,
-        logging_level: int = logging.WARNING,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        loss_scale: float = 0,
-        initial_scale_power: int = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        min_loss_scale: int = 1,
-        partition_activations: bool = False,
-        cpu_checkpointing: bool = False,
-        contiguous_memory_optimization: bool = False,
-        synchronize_checkpoint_boundary: bool = False,
-        load_full_weights: bool = False,
-        precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        exclude_frozen_parameters: bool = False,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Names and defaults are those of Lightning's own; docs/lightning.md says what each does here."""
-        # First of all, while there is nothing else: each is looked up by its name.
-        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            precision=precision, process_group_backend=process_group_backend, timeout=timeout,
-        )  # fmt: skip
+        bound = _FABRIC_ARGUMENTS.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        self._given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        super().__init__(**{name: self._given[name] for name in _HANDED_ON})
         self.config = choose_config(self._given)
+
+    # Editors and readers look at it.
+    __init__.__signature__ = _FABRIC_ARGUMENTS  # type: ignore[attr-defined]

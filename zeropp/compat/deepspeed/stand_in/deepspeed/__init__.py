@@ -27,7 +27,6 @@ except RuntimeError as error:
 RefusingFinder.stand()
 
 from zeropp.training import Engine as DeepSpeedEngine  # noqa: E402  (the checks above come first)
-from zeropp.training import OnDevice  # noqa: E402
 
 from . import aliases, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils  # noqa: E402, F401
 from .accelerator import get_accelerator  # noqa: E402
@@ -41,7 +40,7 @@ from .runtime.activation_checkpointing import checkpointing  # noqa: E402
 from .runtime.base_optimizer import DeepSpeedOptimizer  # noqa: E402
 from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # noqa: E402
 from .runtime.lr_schedules import add_tuning_arguments  # noqa: E402
-from .utils import log_dist, logger  # noqa: E402
+from .utils import OnDevice, log_dist, logger  # noqa: E402
 
 __all__ = [
     "DeepSpeedConfig",

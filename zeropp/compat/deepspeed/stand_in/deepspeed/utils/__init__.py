@@ -3,9 +3,8 @@
 import importlib
 from types import ModuleType
 
-from zeropp.compat.deepspeed.refusals import refuse_attribute
+from zeropp.compat.deepspeed.refusals import refuse_attribute, refused
 from zeropp.training import (
-    OnDevice,
     RepeatingLoader,
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -64,6 +63,8 @@ __all__ = [
     "z3_leaf_module",
     "zero_to_fp32",
 ]
+
+OnDevice = refused("OnDevice", 'build inside torch.device("meta"), after torch.set_default_dtype(dtype)')
 
 
 def __getattr__(name: str) -> ModuleType:

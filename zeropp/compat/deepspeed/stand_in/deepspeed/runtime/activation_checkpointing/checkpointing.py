@@ -1,14 +1,7 @@
 """Activation checkpointing, as a module of functions: ``deepspeed.checkpointing``."""
 
-from zeropp.training.checkpointing import (
-    checkpoint,
-    configure,
-    get_cuda_rng_tracker,
-    is_configured,
-    model_parallel_cuda_manual_seed,
-    non_reentrant_checkpoint,
-    reset,
-)
+from zeropp.compat.deepspeed.refusals import refused
+from zeropp.training.checkpointing import checkpoint, configure, is_configured, non_reentrant_checkpoint, reset
 
 __all__ = [
     "checkpoint",
@@ -19,3 +12,6 @@ __all__ = [
     "non_reentrant_checkpoint",
     "reset",
 ]
+
+get_cuda_rng_tracker = refused("checkpointing.get_cuda_rng_tracker")
+model_parallel_cuda_manual_seed = refused("checkpointing.model_parallel_cuda_manual_seed")

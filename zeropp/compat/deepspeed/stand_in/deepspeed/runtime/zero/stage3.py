@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.plan import (
+from zeropp.plan.estimate import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
