@@ -20,9 +20,10 @@ from zeropp.checkpoint.disk import as_bytes, view_of
 from zeropp.checkpoint.metadata import dtype_code, sync_folder, write_synced
 from zeropp.checkpoint.progress import Progress
 
-__all__ = ["WholeFiles", "is_ours"]
+__all__ = ["WholeFiles", "completes", "is_ours"]
 
-_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = f"{_SINGLE}.index.json"
 _NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 _MADE_BY = {"format": "pt", "writer": "zeropp"}
 """Of each header: the format is what transformers asks for."""
@@ -69,7 +70,7 @@ class WholeFiles:
             nbytes += size
         count = len(groups)
         self.names = (
-            ["model.safetensors"]
+            [_SINGLE]
             if count == 1
             else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         )
@@ -161,6 +162,11 @@ class WholeFiles:
             }
             write_synced(self._folder / _INDEX, json.dumps(index, indent=2).encode())
         sync_folder(self._folder)
+
+
+def completes(name: str) -> bool:
+    """Tell whether a file of this name makes a folder an export: it is there alone, or the index of others."""
+    return name in (_SINGLE, _INDEX)
 
 
 def is_ours(path: Path) -> bool:
