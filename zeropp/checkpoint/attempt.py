@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,33 +41,14 @@ from zeropp.checkpoint.place import (
     stem_of,
 )
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Tried
+from zeropp.checkpoint.together import Meeting
 from zeropp_kernels import __version__
 
-__all__ = ["Attempt", "Meeting", "check_target", "is_under_way"]
+__all__ = ["Attempt", "check_target", "is_under_way"]
 
 _T = TypeVar("_T")
 _UNTOUCHED = "Nothing was saved, and what was there before is as it was"
 _IN_PLACE = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
-
-
-class Meeting(Protocol):
-    """The exchange by which ranks tell each other how their work went."""
-
-    rank: int
-    world: int
-
-    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """The result of this rank's work, when all ranks are done with theirs.
-
-        Raises:
-            RuntimeError: one is lost; when this one's work, whose progress is stopped, is over.
-        """
-        ...
-
-    def exchange(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's value."""
-        ...
 
 
 @dataclass(eq=False)

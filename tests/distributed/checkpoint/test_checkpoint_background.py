@@ -38,7 +38,7 @@ class Gate:
         def write(*arguments: Any) -> int:
             assert self.opened.wait(60)
             if self.error is not None:
-                raise self.error
+                raise OSError(*self.error.args)  # a new one: this one, kept, would keep all frames that it passes
             return self._write(*arguments)
 
         os.pwrite = write
