@@ -17,7 +17,7 @@ from zeropp.access.awaited import require_values
 from zeropp.access.state import engine_of, gather_main
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
+from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL
@@ -25,7 +25,6 @@ from zeropp.checkpoint.place import require_files
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, common_path, together
-from zeropp.checkpoint.whole_files import WholeFiles, completes, is_ours
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import zeropp
 from tests.support.checkpoint_training import train, wrap
 from zeropp import checkpoint
-from zeropp.checkpoint.whole_files import WholeFiles
+from zeropp.checkpoint.files import WholeFiles
 
 Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
 
