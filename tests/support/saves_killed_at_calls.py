@@ -1,9 +1,9 @@
 """A program that saves, and is killed at every system call by which it changes the disk: what is left must load.
 
-    python -m tests.support.saves_killed_at_calls "in place" "all renames" none
+    python -m tests.support.saves_killed_at_calls "in place" renames none
 
-For each kind of file system, prints how many calls there were, and after how many the older checkpoint was there. A
-process of its own, since it forks.
+The first argument is "in place", "in a series" or "an export". For each kind of file system, prints how many calls
+there were, and after how many the older checkpoint was there. A process of its own, since it forks.
 """
 
 from __future__ import annotations
@@ -24,22 +24,17 @@ import zeropp
 from tests.support.checkpoint_training import make_optimizer, train, wrap
 from tests.support.quantized_model import Model
 from zeropp import checkpoint
-from zeropp.checkpoint import place
 
 CALLS = ("pwrite", "fsync", "ftruncate", "posix_fallocate", "open", "mkdir", "rename", "replace", "unlink", "rmdir")
 _MIDDLE = 12  # calls, by which a save has begun to write
 
 
-def without_renames(files: bool) -> None:
-    """Let this process see a file system that renames no folders, nor, unless ``files``, files; it is a stand-in."""
-    replace = os.replace
+def without_renames() -> None:
+    """Let this process see a file system that renames nothing; it is a stand-in."""
 
     def refuse(one: Any, other: Any) -> None:
-        if os.path.isfile(one) and files:
-            return replace(one, other)
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    place.exchange_names = lambda one, other: False  # type: ignore[assignment]
     os.rename, os.replace = refuse, refuse  # type: ignore[assignment]
 
 
@@ -76,10 +71,10 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 class Scene:
-    """A run that has saved step 1 and is about to save step 2: as another of a series, or in its place."""
+    """A run that has saved step 1 and is about to save step 2: in its place, as another of a series, or an export."""
 
-    def __init__(self, root: Path, in_place: bool) -> None:
-        self.root, self.in_place = root, in_place
+    def __init__(self, root: Path, how: str) -> None:
+        self.root, self.how = root, how
         self.model, self.optimizer = wrap("stage 3")
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.advance()
@@ -91,16 +86,23 @@ class Scene:
         self.weights[len(self.weights) + 1] = zeropp.full_state(self.model)
 
     def save(self, step: int) -> None:
-        if self.in_place:
+        if self.how == "in place":
             checkpoint.save(self.root / "here", self.model, self.optimizer)
+        elif self.how == "an export":
+            # Two files, of the same names each time.
+            checkpoint.export(self.root / "here", self.model, file_nbytes=50_000)
         else:
             checkpoint.Series(self.root, keep=1).save(step, self.model, self.optimizer)
 
     def load(self) -> int:
-        """Load what is there, and say which step it is."""
+        """Load what is there, and say which step it is; 0 of an export that is gone."""
         model, optimizer = wrap("stage 3")
-        if self.in_place:
+        if self.how == "in place":
             checkpoint.load(self.root / "here", model, optimizer)
+        elif self.how == "an export":
+            if not (self.root / "here" / "model.safetensors.index.json").exists():
+                return 0
+            checkpoint.load_safetensors(model, self.root / "here")
         else:
             assert checkpoint.Series(self.root).load(model, optimizer) is not None
         state = zeropp.full_state(model)
@@ -108,13 +110,14 @@ class Scene:
         return found
 
 
-def run(in_place: bool, renames: str) -> None:
-    if renames != "all renames":
-        without_renames(files=renames == "files alone")
+def run(how: str, renames: str) -> None:
+    if renames == "none":
+        without_renames()
     with tempfile.TemporaryDirectory() as folder:
         kept, root = Path(folder) / "kept", Path(folder) / "root"
-        scene = Scene(root, in_place)
+        scene = Scene(root, how)
         shutil.copytree(root, kept)
+        files = len(list(kept.rglob("*.safetensors")))
         number, old, status = 0, 0, -signal.SIGKILL
         while status == -signal.SIGKILL:
 
@@ -127,15 +130,15 @@ def run(in_place: bool, renames: str) -> None:
             step = scene.load()
             old += step == 1
             assert status != 0 or step == 2, "the save has ended, and what is there is older"
-            # Again, by programs that were started anew. Where they clear up in the folder itself, the first is killed.
-            if renames != "all renames":
+            # Again, by programs that were started anew. Where metadata is written over, the first is killed, too.
+            if renames == "none":
                 in_child(lambda: killed(_MIDDLE))
                 scene.load()
             assert in_child(lambda: scene.save(2)) == 0
             left = [each for each in root.rglob("*") if each.name.startswith(".")]
             assert scene.load() == 2 and not left, left
             names = [each.name for each in root.rglob("*.safetensors")]
-            assert len(names) == 1, names
+            assert len(names) == files, names
             shutil.rmtree(root)
             shutil.copytree(kept, root)
             number += 1
@@ -146,5 +149,5 @@ if __name__ == "__main__":
     # What torch imports with the first optimizer would be imported by every process.
     make_optimizer(Model())
     # Each in a process of its own, which may change what system calls do.
-    statuses = [in_child(lambda renames=renames: run(sys.argv[1] == "in place", renames)) for renames in sys.argv[2:]]
+    statuses = [in_child(lambda renames=renames: run(sys.argv[1], renames)) for renames in sys.argv[2:]]
     sys.exit(any(statuses))

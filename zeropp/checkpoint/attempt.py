@@ -1,18 +1,19 @@
-"""One attempt to write a checkpoint: beside its place, by all ranks; put in place when every file is on the disk.
+"""One attempt to write a checkpoint, by all ranks, into the checkpoint's folder.
 
-Nothing that is complete is touched before. A job that ends in the middle, or a disk that fills, leaves a folder or
-files with names of their own, which the next save to the same place removes; see :mod:`~zeropp.checkpoint.place`.
+The checkpoint becomes visible at one instant: ``os.replace`` in :func:`~zeropp.checkpoint.metadata.write_synced` gives
+``metadata.json`` its name when the files of all ranks are on the disk. Files of the checkpoint before are removed only
+after that. A job that ends in the middle, or a disk that fills, leaves files that no metadata names; the next save to
+the same place removes them. See :mod:`~zeropp.checkpoint.place`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,46 +32,23 @@ from zeropp.checkpoint.metadata import (
     sync_folder,
 )
 from zeropp.checkpoint.place import (
-    BESIDE,
     clear,
-    exchanges_names,
     has_files_of,
     others_in,
-    put_in_place,
-    remove_cut_off,
+    remove_attempt,
     remove_others,
     require_files,
-    stays,
     stem_of,
 )
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Tried
+from zeropp.checkpoint.together import Meeting
 from zeropp_kernels import __version__
 
-__all__ = ["Attempt", "Meeting", "check_target", "is_under_way"]
+__all__ = ["Attempt", "check_target", "is_under_way"]
 
 _T = TypeVar("_T")
 _UNTOUCHED = "Nothing was saved, and what was there before is as it was"
 _IN_PLACE = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
-
-
-class Meeting(Protocol):
-    """The exchange by which ranks tell each other how their work went."""
-
-    rank: int
-    world: int
-
-    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """The result of this rank's work, when all ranks are done with theirs.
-
-        Raises:
-            RuntimeError: one is lost; when this one's work, whose progress is stopped, is over.
-        """
-        ...
-
-    def exchange(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's value."""
-        ...
 
 
 @dataclass(eq=False)
@@ -78,7 +56,7 @@ class Attempt:
     """One rank's part in writing a checkpoint.
 
     Attributes:
-        path: where it is to be; what symbolic links on the way lead to.
+        path: the checkpoint's folder; what symbolic links on the way lead to.
         token: of this attempt alone, the same on every rank.
         contents: of this rank; only read.
         checks: algorithm of checksums.
@@ -96,16 +74,12 @@ class Attempt:
     completed: Callable[[], None] | None = None
     # How things are, for errors; only the first rank's comes to change.
     _left: str = field(default=_UNTOUCHED, init=False)
+    _made: bool = field(default=False, init=False)
     _discarded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # A link would be replaced itself, by a folder on its own disk. Of each rank: nodes may have other links.
+        # Two links to one folder are one path for is_under_way(). Of each rank: nodes may have other links.
         self.path = Path(os.path.realpath(self.path))
-
-    @property
-    def beside(self) -> Path:
-        """The folder that is written to."""
-        return self.path.with_name(f".{self.path.name}{BESIDE}{self.token}")
 
     def run(self, meeting: Meeting) -> None:
         """Write it; every rank calls this.
@@ -115,18 +89,15 @@ class Attempt:
         """
         first = meeting.rank == 0
         try:
-            beside, *_ = self._together(meeting, "making a folder for a checkpoint", self._make if first else _nothing)
-            folder = self.beside if beside else self.path
-            stem = stem_of(meeting.rank, "" if beside else self.token)
-            parts, own = self.contents.parts, self.contents.own
+            self._together(meeting, "making a folder for a checkpoint", self._make if first else _nothing)
+            stem, parts, own = stem_of(meeting.rank, self.token), self.contents.parts, self.contents.own
             written = self._together(
                 meeting, "writing a checkpoint",
-                lambda: (write_files(folder, stem, parts, self.checks, self.limit, self.progress), own),
+                lambda: (write_files(self.path, stem, parts, self.checks, self.limit, self.progress), own),
             )  # fmt: skip
-            finish = self._finish_beside if beside else self._finish_here
             self._together(
                 meeting, "completing a checkpoint",
-                (lambda: finish(self._metadata(written))) if first else _nothing,
+                (lambda: self._finish(self._metadata(written))) if first else _nothing,
             )  # fmt: skip
         except BaseException:
             # Unless all ranks know of the error, and it was done in their rounds.
@@ -160,8 +131,8 @@ class Attempt:
             ) from error
         return [result for result, _, _ in answers]  # type: ignore[misc]
 
-    def _make(self) -> bool:
-        """Make the folder to write to; whether it is one beside."""
+    def _make(self) -> None:
+        """Make the folder, or remove what attempts that were cut off have left in it."""
         if is_under_way(self.path):
             raise CheckpointError(
                 "another checkpoint is being written there by this process; wait() for it first, or give each model a "
@@ -169,24 +140,18 @@ class Attempt:
             )
         _under_way.add(self)
         check_target(self.path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_cut_off(self.path)
-        if not stays(self.path):
-            self.beside.mkdir()
-            if exchanges_names(self.beside):
-                return True
-            self.beside.rmdir()
+        self._made = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
         clear(self.path)
-        return False
 
     def _discard(self) -> None:
         self._discarded = True
         if self not in _under_way:
             return  # the place is another's
-        shutil.rmtree(self.beside, ignore_errors=True)
-        if not has_files_of(self.path, self.token):
-            with contextlib.suppress(OSError):
-                remove_others(self.path, of=self.token)
+        with contextlib.suppress(OSError):
+            remove_attempt(self.path, self.token)
+            if self._made:
+                self.path.rmdir()  # which fails, as it should, where the checkpoint is in it
 
     def _metadata(self, ranks: Iterable[tuple[Written, dict[str, Any]]]) -> Metadata:
         written, own = zip(*ranks, strict=True)
@@ -198,29 +163,10 @@ class Attempt:
             coded=contents.coded, values=contents.values, ranks=tuple(own),
         )  # fmt: skip
 
-    def _finish_beside(self, metadata: Metadata) -> None:
-        require_files(self.beside, (file.name for file in metadata.files))
-        metadata.write(self.beside)
-        # Again: something may have come in while files were written.
-        check_target(self.path)
-        try:
-            left = put_in_place(self.beside, self.path)
-        except BaseException:
-            # A signal's may come when it has its name already.
-            if _is_there(metadata, self.path):
-                self._left = _IN_PLACE
-                sync_folder(self.path.parent)
-            raise
-        self._left = _IN_PLACE
-        sync_folder(self.path.parent)
-        if left is not None:
-            shutil.rmtree(left)
-        self._complete()
-
-    def _finish_here(self, metadata: Metadata) -> None:
+    def _finish(self, metadata: Metadata) -> None:
         require_files(self.path, (file.name for file in metadata.files))
         try:
-            # The names of the files first, and that of the folder.
+            # The names of the files are on the disk before the metadata that names them.
             sync_folder(self.path)
             sync_folder(self.path.parent)
             metadata.write(self.path)
@@ -248,12 +194,6 @@ def is_under_way(path: Path) -> bool:
     return any(each.path == path for each in list(_under_way))  # other threads add to it
 
 
-def _is_there(metadata: Metadata, folder: Path) -> bool:
-    with contextlib.suppress(CheckpointError):
-        return Metadata.read(folder) == metadata
-    return False
-
-
 def _nothing() -> None:
     pass
 
@@ -275,8 +215,8 @@ def check_target(path: Path) -> None:
             "another path"
         )
     raise CheckpointError(
-        f"the checkpoint {str(path)!r} has more in it, which would go with it: {others[:5]}; it is left as it is. Move "
-        "that elsewhere, or choose another path"
+        f"the checkpoint {str(path)!r} has more in it: {others[:5]}; it is left as it is. Move that elsewhere, or "
+        "choose another path"
     )
 
 

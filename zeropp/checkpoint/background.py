@@ -7,10 +7,9 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,10 +18,8 @@ from torch import Tensor
 from zeropp.checkpoint.attempt import Attempt
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.parts import Part
-from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.rounds import Rounds
 from zeropp.checkpoint.tasks import Task
-from zeropp.checkpoint.together import Tried, together, tried
+from zeropp.checkpoint.together import Meeting, together
 from zeropp.comm.groups import HOST, gather_rows
 from zeropp.comm.hops import Comm
 from zeropp.comm.members import gather_pickled
@@ -37,44 +34,16 @@ _ALIGNED = 64  # bytes; so that every dtype may lie at the beginning of a part
 _AFTER_LOSS = 30.0
 
 
-class _Apart:
-    """The meeting of all ranks' writing threads, in a group of their own: collectives of one group need one order."""
+class _BackgroundMeeting(Meeting):
+    """The writing threads of all ranks, in a group of their own: collectives of one group need one order."""
 
     def __init__(self, comm: Comm, warn_after: float | None, number: int) -> None:
+        super().__init__(comm, comm.timeout.total_seconds(), warn_after)
         # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
         self._comm = comm
-        self.rank, self.world = comm.rank, comm.world
-        alone = comm.world == 1 or comm.backend == "fake"
-        self._group = None if alone else comm.host_group(f"checkpoint {number}")
-        self._timeout, self._warn_after = comm.timeout, warn_after
+        self._group = None if self.alone else comm.host_group(f"checkpoint {number}")
+        self._timeout = comm.timeout
         self.broken = False  # some rank has not come, and gloo takes no word from it any more
-
-    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """The result of work, when every rank's is done, in rounds in which ranks tell that they are still there.
-
-        A disk may be as slow as it likes, and a rank that is lost is noticed within ``hang_timeout``: the process ends
-        when this does. Where training has lost a rank that still writes, its disk is not waited for without limit.
-        """
-        if self._group is None:
-            return tried(work)
-        # It is the work that has a thread: a disk that takes no end must not keep this one, which tells of it.
-        task = Task(lambda: tried(work), "zeropp checkpoint work")
-        task.start()
-
-        def wait(seconds: float) -> None:
-            task.wait(seconds)
-            self._give_up_late(doing)
-
-        seconds = self._timeout.total_seconds()
-        rounds = Rounds(self.rank, doing, partial(self._numbers, doing), seconds, self._warn_after)
-        try:
-            rounds.run(lambda: task.done, wait)
-        except BaseException:
-            # To its end, or to that of a block: what it writes, or is putting in place, is about to be removed.
-            progress.stop()
-            task.wait()
-            raise
-        return task.result()
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""
@@ -83,13 +52,12 @@ class _Apart:
         with self._lost(doing):
             return gather_pickled(value, self._group, self._timeout.total_seconds())
 
-    def _give_up_late(self, doing: str) -> None:
+    def exchange_number(self, number: int, doing: str) -> list[int]:
+        """Every rank's number, unless training has lost a rank that still writes: its disk may take no end."""
+        assert self._group is not None
         since, limit = self._comm.lost_at, min(_AFTER_LOSS, self._timeout.total_seconds())
         if since is not None and time.monotonic() - since > limit:
             raise CheckpointError(f"the ranks lost each other {limit:g} s ago, and {doing} is not done on all of them")
-
-    def _numbers(self, doing: str, number: int) -> list[int]:
-        assert self._group is not None
         with self._lost(doing):
             rows = gather_rows(torch.tensor([number], device=HOST), self._group, self._timeout)
         return rows.view(-1).tolist()
@@ -120,7 +88,7 @@ class Background:
         assert comm is not None  # of an engine that is being used
         comm.free_host_group(f"checkpoint {self._meetings}")
         self._meetings += 1
-        self._meeting = _Apart(comm, self._warn_after, self._meetings)
+        self._meeting = _BackgroundMeeting(comm, self._warn_after, self._meetings)
 
     @property
     def broken(self) -> bool:
@@ -171,14 +139,14 @@ class Background:
             attempt.run(meeting)
             _unfinished.pop(self, None)
 
-        # Before it is there: with a signal's error in between, the next save would write over what it reads.
+        # Before it begins, since it may end at once.
         _unfinished[self] = None
-        self._task = task = Task(write, "zeropp checkpoint")
+        self._task = Task(write, "zeropp checkpoint")
         try:
-            task.start()
-        except BaseException:
-            if not task.came_to_be():
-                self.forget()
+            self._task.start()
+        except RuntimeError:
+            # The system has no thread for it.
+            self.forget()
             raise
 
     def forget(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +17,14 @@ from zeropp.access.awaited import require_values
 from zeropp.access.state import engine_of, gather_main
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
-from zeropp.checkpoint.metadata import DTYPES, Metadata
+from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
+from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL
-from zeropp.checkpoint.place import BESIDE, put_in_place, remove_cut_off, require_files, stays
+from zeropp.checkpoint.place import require_files
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, common_path, together
-from zeropp.checkpoint.whole_files import WholeFiles, is_ours
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
 
@@ -32,6 +32,8 @@ __all__ = ["consolidate", "export"]
 
 Layout = Literal["hf", "single"]
 _CONFIGS = ("config.json", "generation_config.json")
+_UNFINISHED = ".saving-"
+"""Beginning of the names of folders in an export's folder that its files are written to."""
 
 
 def export(
@@ -51,7 +53,8 @@ def export(
     reads the directory.
 
     Args:
-        path: a directory, made or replaced if it is an earlier export; rank 0's, with a warning, where ranks differ.
+        path: a directory, made, or its files replaced if it is an earlier export; rank 0's, with a warning, where ranks
+            differ.
         model: wrapped by a ZeroOptimizer.
         dtype: of floating weights; None for the dtype that the model computes in.
         layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one.
@@ -59,38 +62,37 @@ def export(
         progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank, and what was there stays.
+        CheckpointError: it cannot be written; on every rank, with how things are now.
     """
     engine = engine_of(model)
     engine.require_idle("checkpoint.export()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
-    # A link would be replaced itself.
     target = Path(os.path.realpath(common_path(engine, path, "checkpoint.export()")))
     require_values(engine)
-    doing, left = f"exporting to {str(target)!r}", Left("nothing was written, and what was there before is as it was")
+    doing = f"exporting to {str(target)!r}"
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
     token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]  # one folder for all ranks
-    beside = target.with_name(f".{target.name}{BESIDE}{token}")
-    first = engine.comm.rank == 0
+    place, first = _Place(target, token), engine.comm.rank == 0
+    left = place.left
     shown = Progress(f"exporting to {target.name}", progress and first)
 
     def prepare() -> tuple[WholeFiles, Outgoing]:
         outgoing = Outgoing(model, kinds)
         if first:
-            _make_beside(beside, target)
-            _save_configs(model, beside)
-            _check_target(target, beside)
-        return WholeFiles(beside, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
+            place.make()
+            _save_configs(model, place.folder)
+            place.check()
+        return WholeFiles(place.folder, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
 
     try:
         files, outgoing = together(engine, doing, prepare, left, at_disk=shown)
         together(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
-        finish = (lambda: _finish(files, beside, target, left)) if first else lambda: None
+        finish = (lambda: place.finish(files)) if first else lambda: None
         together(engine, doing, finish, left, at_disk=shown)
     except BaseException:
         if first:
-            shutil.rmtree(beside, ignore_errors=True)
+            place.discard()
         raise
     finally:
         shown.close()
@@ -142,29 +144,96 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
     return close
 
 
-def _make_beside(beside: Path, target: Path) -> None:
-    """Make the folder to write to, and remove those of exports to the same place that were cut off."""
-    remove_cut_off(target)
-    beside.mkdir(parents=True)
+class _Place:
+    """The folder of an export, and a folder in it that files are written to.
+
+    The export becomes visible at one instant, as a checkpoint does: when the file that :func:`completes` it, which a
+    reader asks for first, gets its name. Nothing of an export before is there by then.
+
+    Args:
+        target: the folder of the export.
+        token: of this export alone.
+
+    Attributes:
+        folder: to write to.
+        left: how things are, for errors.
+    """
+
+    def __init__(self, target: Path, token: str) -> None:
+        self._target, self._made, self._goes_on = target, False, False
+        self.folder = target / f"{_UNFINISHED}{token}"
+        self.left = Left("nothing was written, and what was there before is as it was")
+
+    def make(self) -> None:
+        """Make the folder to write to, and remove those of exports that were cut off.
+
+        Raises:
+            CheckpointError: the target is a file.
+        """
+        if self._target.exists():
+            if not self._target.is_dir():
+                raise _foreign(self._target, [self._target.name])
+            for cut_off in self._target.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(cut_off, ignore_errors=True)
+                self._goes_on = True
+        else:
+            self._target.mkdir(parents=True)
+            self._made = True
+        self.folder.mkdir()
+
+    def check(self) -> list[str]:
+        """Names of the files of an earlier export; those of what is about to take their place are known by then.
+
+        Raises:
+            CheckpointError: something else is there.
+        """
+        names = sorted(set(os.listdir(self._target)) - {self.folder.name})
+        files = [name for name in names if is_ours(self._target / name)]
+        # Transformers may save more than configurations with them, and an export that was cut off leave those alone.
+        known = {*files, *_CONFIGS, *os.listdir(self.folder)} if files or self._goes_on else set()
+        others = [name for name in names if name not in known]
+        if others:
+            raise _foreign(self._target, others)
+        return names
+
+    def finish(self, files: WholeFiles) -> None:
+        """Give the files their names, in the place of those of an earlier export."""
+        require_files(self.folder, files.names)
+        files.write_index()
+        # Again: something may have come in while files were written.
+        before = self.check()
+        if before:
+            self.left.text = "the export that was there is not complete any more; export again"
+        for name in _in_order(before)[::-1]:
+            (self._target / name).unlink()
+        sync_folder(self._target)
+        for name in _in_order(os.listdir(self.folder)):
+            if completes(name):
+                sync_folder(self._target)
+            os.replace(self.folder / name, self._target / name)
+        self.left.text = "it is complete all the same"
+        sync_folder(self._target)
+        self.folder.rmdir()
+
+    def discard(self) -> None:
+        """Remove what was written, unless it has its names already."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._made:
+            with contextlib.suppress(OSError):
+                self._target.rmdir()
 
 
-def _save_configs(model: nn.Module, beside: Path) -> None:
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Names of files of an export, that which makes it complete behind the others."""
+    return sorted(names, key=lambda name: (completes(name), name))
+
+
+def _save_configs(model: nn.Module, folder: Path) -> None:
     each: Any
     for each in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         # Of transformers: what else has a configuration may save it in another way, or somewhere else.
         if type(each).__module__.startswith("transformers.") and hasattr(each, "save_pretrained"):
-            each.save_pretrained(beside)
-
-
-def _finish(files: WholeFiles, beside: Path, target: Path, how: Left) -> None:
-    require_files(beside, files.names)
-    files.write_index()
-    # Again: something may have come in while files were written.
-    _check_target(target, beside)
-    left = put_in_place(beside, target)
-    how.text = "it is complete all the same"
-    if left is not None:
-        shutil.rmtree(left, ignore_errors=True)
+            each.save_pretrained(folder)
 
 
 def consolidate(
@@ -184,7 +253,7 @@ def consolidate(
 
     Args:
         checkpoint: a directory that :func:`zeropp.checkpoint.save` wrote.
-        out: a directory, made or replaced if it is an earlier export.
+        out: a directory, made, or its files replaced if it is an earlier export.
         dtype: of floating weights; None for what is there: main weights in float32.
         layout: as in :func:`export`.
         file_nbytes: largest size of a file in bytes.
@@ -201,24 +270,23 @@ def consolidate(
         n.removeprefix(MODEL): (DTYPES[t.dtype], t.shape) for n, t in metadata.tensors.items() if n.startswith(MODEL)
     }
     shapes |= {name: (DTYPES[entry.dtype], entry.shape) for name, entry in metadata.coded.items()}
-    beside = target.with_name(f".{target.name}{BESIDE}{secrets.token_hex(4)}")
-    shown = Progress(f"writing {target.name}", progress)
+    place, shown = _Place(target, secrets.token_hex(4)), Progress(f"writing {target.name}", progress)
     try:
-        _make_beside(beside, target)
-        _check_target(target, beside)
+        place.make()
+        place.check()
         kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
         kinds |= {alias: kinds[first] for alias, first in metadata.aliases.items() if first in kinds}
-        files = WholeFiles(beside, kinds, _limit(layout, file_nbytes), shown)
+        files = WholeFiles(place.folder, kinds, _limit(layout, file_nbytes), shown)
         files.expect(range(len(files.names)))
         for name in kinds:
             files.write(name, source.weight(metadata.aliases.get(name, name)))
         files.close(range(len(files.names)))
         source.verify_rest(0, 1)
-        _finish(files, beside, target, Left(""))
+        place.finish(files)
     except BaseException as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        place.discard()
         if isinstance(error, OSError):
-            raise CheckpointError(f"{str(target)!r} cannot be written: {error}. What was there is as it was") from error
+            raise CheckpointError(f"{str(target)!r} cannot be written: {error} ({place.left.text})") from error
         raise
     finally:
         shown.close()
@@ -250,26 +318,8 @@ def _limit(layout: str, file_nbytes: int) -> int | None:
     return file_nbytes if layout == "hf" else None
 
 
-def _check_target(target: Path, beside: Path) -> None:
-    """Refuse to write over what is no export, or cannot be replaced.
-
-    Args:
-        target: of the export.
-        beside: what is about to be put there; transformers may save more than configurations with them.
-    """
-    if not target.exists():
-        return
-    if stays(target):
-        raise CheckpointError(
-            f"{str(target)!r} is a mount point or the working directory, which cannot be replaced by what is written "
-            "beside it; choose a folder in it"
-        )
-    names = sorted(each.name for each in target.iterdir()) if target.is_dir() else [target.name]
-    files = [name for name in names if is_ours(target / name)] if target.is_dir() else []
-    known = {*files, *_CONFIGS, *(each.name for each in beside.iterdir())}
-    others = [name for name in names if name not in known] if files else names
-    if others:
-        raise CheckpointError(
-            f"{str(target)!r} is there, and is no export of zeropp or has more in it: {others[:5]}; it is left as it "
-            "is. Choose another path"
-        )
+def _foreign(target: Path, others: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{str(target)!r} is there, and is no export of zeropp or has more in it: {others[:5]}; it is left as it is. "
+        "Choose another path"
+    )

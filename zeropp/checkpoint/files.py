@@ -1,7 +1,8 @@
-"""Files of tensors in the safetensors format, one or more a rank, none larger than a limit.
+"""Files in the safetensors format: one or more a rank of a checkpoint's parts, or of whole tensors as others read them.
 
-A tensor that a file has in full is there under its name; a box of one under the name with its ranges, as in
-``model.weight[0:3, 128:256]``, so that other programs read the files as well.
+:func:`plan_files` decides from dtypes and shapes where each tensor lies. In a checkpoint a tensor that a file has in
+full is there under its name; a box of one under the name with its ranges, as in ``model.weight[0:3, 128:256]``, so that
+other programs read the files as well.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +21,96 @@ from torch import Tensor
 
 from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.checksums import Checksums
-from zeropp.checkpoint.disk import as_bytes, write_blocks
-from zeropp.checkpoint.metadata import BoxEntry, FileEntry, dtype_code
+from zeropp.checkpoint.disk import as_bytes, view_of, write_blocks
+from zeropp.checkpoint.metadata import BoxEntry, FileEntry, dtype_code, sync_folder, write_synced
 from zeropp.checkpoint.parts import Part
 from zeropp.checkpoint.progress import Progress
 
-__all__ = ["FILE_NBYTES", "Written", "require_file_nbytes", "write_files"]
+__all__ = [
+    "FILE_NBYTES",
+    "WholeFiles",
+    "Written",
+    "completes",
+    "is_ours",
+    "plan_files",
+    "require_file_nbytes",
+    "write_files",
+]
 
 FILE_NBYTES = 5_000_000_000
 """Largest size of a file, as Hugging Face has it."""
 
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+
 # Data begins at a multiple of it, so that a reader may map the file and use tensors where they lie.
 _ALIGNED = 4096
+_MADE_BY = {"format": "pt", "writer": "zeropp"}
+"""Of each header: the format is what transformers asks for."""
+_SINGLE = "model.safetensors"
+_INDEX = f"{_SINGLE}.index.json"
+_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file that is to be written.
+
+    Attributes:
+        head: its header, with the length in front.
+        members: numbers of its tensors.
+        begins: first byte of each.
+        nbytes: of the whole file.
+    """
+
+    head: bytes
+    members: list[int]
+    begins: list[int]
+    nbytes: int
+
+
+def plan_files(names: Sequence[str], kinds: Sequence[Kind], limit: int | None) -> list[PlannedFile]:
+    """Share tensors out to files, of which there is at least one.
+
+    Args:
+        names: of the tensors, in the files.
+        kinds: of each.
+        limit: largest size of a file in bytes, its header aside; only a single tensor may be larger. None for one file.
+
+    Raises:
+        CheckpointError: a dtype that such files cannot hold.
+    """
+    sizes = [_nbytes(kind) for kind in kinds]
+    groups: list[list[int]] = [[]]
+    nbytes = 0
+    # Wide dtypes first, since values that begin aligned can be used where they lie.
+    for number in sorted(range(len(kinds)), key=lambda number: -kinds[number][0].itemsize):
+        if limit is not None and groups[-1] and nbytes + sizes[number] > limit:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(number)
+        nbytes += sizes[number]
+    found = []
+    for group in groups:
+        ends = list(itertools.accumulate(sizes[number] for number in group))
+        entries: dict[str, object] = {"__metadata__": _MADE_BY}
+        for number, end in zip(group, ends, strict=True):
+            dtype, shape = kinds[number]
+            place = [end - sizes[number], end]
+            code = dtype_code(dtype, names[number])
+            entries[names[number]] = {"dtype": code, "shape": list(shape), "data_offsets": place}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        # Spaces, which the format allows behind the JSON.
+        text = text.ljust(-(-(len(text) + 8) // _ALIGNED) * _ALIGNED - 8)
+        head = len(text).to_bytes(8, "little") + text
+        begins = [len(head) + end - sizes[number] for number, end in zip(group, ends, strict=True)]
+        found.append(PlannedFile(head, group, begins, len(head) + (ends[-1] if ends else 0)))
+    return found
+
+
+def _nbytes(kind: Kind) -> int:
+    dtype, shape = kind
+    return int(torch.Size(shape).numel()) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -77,35 +158,21 @@ def write_files(
         # In no file, and read again all the same.
         if not part.values.numel():
             found.tensors[part.name] = dtype_code(part.values.dtype, part.name), part.shape, []
-    groups = [(group, *_header(group)) for group in _grouped(parts, limit)]
-    progress.expect(sum(len(head) + sum(part.values.nbytes for part in group) for group, head, _ in groups))
-    for number, (group, head, begins) in enumerate(groups):
-        name = f"{stem}-{number:05d}.safetensors"
-        data = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *(part.values for part in group)]
-        nbytes = len(head) + sum(part.values.nbytes for part in group)
-        content = _Content(data, [0, *begins])
-        sums = write_blocks(folder / name, nbytes, content.fill, checks.of_bytes, progress.add)
-        found.files.append(FileEntry(name=name, nbytes=nbytes, sums=FileEntry.pack(sums, checks.width)))
-        for part, begin in zip(group, begins, strict=True):
+    small = [piece for part in parts if part.values.numel() for piece in _split(part, limit)]
+    kinds = [(part.values.dtype, part.box.sizes) for part in small]
+    planned = plan_files([_key(part) for part in small], kinds, limit) if small else []
+    progress.expect(sum(file.nbytes for file in planned))
+    for number, file in enumerate(planned):
+        name, group = f"{stem}-{number:05d}.safetensors", [small[member] for member in file.members]
+        data = [torch.frombuffer(bytearray(file.head), dtype=torch.uint8), *(part.values for part in group)]
+        content = _Content(data, [0, *file.begins])
+        sums = write_blocks(folder / name, file.nbytes, content.fill, checks.of_bytes, progress.add)
+        found.files.append(FileEntry(name=name, nbytes=file.nbytes, sums=FileEntry.pack(sums, checks.width)))
+        for part, begin in zip(group, file.begins, strict=True):
             entry = BoxEntry(file=number, begin=begin, offsets=part.box.offsets, sizes=part.box.sizes)
             code = dtype_code(part.values.dtype, part.name)
             found.tensors.setdefault(part.name, (code, part.shape, []))[2].append(entry)
     return found
-
-
-def _grouped(parts: Sequence[Part], limit: int) -> Iterator[list[Part]]:
-    """Parts for each file: wide dtypes first, since values that begin aligned can be used where they lie."""
-    small = [piece for part in parts if part.values.numel() for piece in _split(part, limit)]
-    group: list[Part] = []
-    nbytes = 0
-    for part in sorted(small, key=lambda part: -part.values.itemsize):
-        if group and nbytes + part.values.nbytes > limit:
-            yield group
-            group, nbytes = [], 0
-        group.append(part)
-        nbytes += part.values.nbytes
-    if group:
-        yield group
 
 
 def _split(part: Part, limit: int) -> Iterator[Part]:
@@ -121,24 +188,6 @@ def _split(part: Part, limit: int) -> Iterator[Part]:
         sizes[dimension] = count
         values = part.values.narrow(dimension, begin, count)
         yield from _split(Part(part.name, part.shape, Box(tuple(offsets), tuple(sizes)), values), limit)
-
-
-def _header(group: Sequence[Part]) -> tuple[bytes, list[int]]:
-    """The header of a file, with its length in front; and where each part begins in the file."""
-    sizes = [part.values.nbytes for part in group]
-    ends = list(itertools.accumulate(sizes))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for part, size, end in zip(group, sizes, ends, strict=True):
-        entries[_key(part)] = {
-            "dtype": dtype_code(part.values.dtype, part.name),
-            "shape": list(part.box.sizes),
-            "data_offsets": [end - size, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # Spaces, which the format allows behind the JSON.
-    text = text.ljust(-(-(len(text) + 8) // _ALIGNED) * _ALIGNED - 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [len(head) + end - size for size, end in zip(sizes, ends, strict=True)]
 
 
 def _key(part: Part) -> str:
@@ -171,3 +220,118 @@ class _Content:
             room[done : done + count].copy_(self._rows[number][place : place + count])
             done += count
             number += 1
+
+
+class WholeFiles:
+    """Files of whole tensors, as transformers reads them, in a folder that is there and has none of their names.
+
+    They are planned first, then filled tensor by tensor: several ranks may write, each its own files, and none needs
+    more than the tensor at hand.
+
+    Args:
+        folder: of the files.
+        tensors: name, dtype and shape of each.
+        limit: largest size of a file in bytes, headers aside; None for one file.
+        progress: told of what is written.
+
+    Attributes:
+        names: of the files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Kind],
+        limit: int | None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._folder = folder
+        self._progress = progress or Progress()
+        self._tensors = dict(tensors)
+        ordered = list(tensors)
+        planned = plan_files(ordered, list(tensors.values()), limit)
+        count = len(planned)
+        self.names = (
+            [_SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        )
+        self._heads = [file.head for file in planned]
+        # Of each tensor the number of its file, and its first byte there.
+        self._places = {
+            ordered[member]: (number, begin)
+            for number, file in enumerate(planned)
+            for member, begin in zip(file.members, file.begins, strict=True)
+        }
+        self._open: dict[int, int] = {}
+
+    def file_of(self, name: str) -> int:
+        """Number of the file that a tensor is in."""
+        return self._places[name][0]
+
+    def expect(self, numbers: Collection[int]) -> None:
+        """Tell of what is to be written: files of these numbers."""
+        names = (name for name in self._places if self.file_of(name) in numbers)
+        self._progress.expect(sum(_nbytes(self._tensors[name]) for name in names))
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Write one tensor, converted to its dtype there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        number, begin = self._places[name]
+        dtype, shape = self._tensors[name]
+        assert tuple(values.shape) == shape  # both are of the same model
+        row = as_bytes(values.detach().to("cpu", dtype).contiguous())
+        memory, done = view_of(row) if row.numel() else memoryview(b""), 0
+        descriptor = self._descriptor(number)
+        # Linux writes at most 2 GiB a call.
+        while done < len(memory):
+            done += os.pwrite(descriptor, memory[done:], begin + done)
+        self._progress.add(done)
+
+    def _descriptor(self, number: int) -> int:
+        if number not in self._open:
+            path = self._folder / self.names[number]
+            self._open[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            os.pwrite(self._open[number], self._heads[number], 0)
+        return self._open[number]
+
+    def close(self, numbers: Iterable[int]) -> None:
+        """Sync and close files; those of ``numbers`` are there then, also without a tensor in them."""
+        try:
+            for number in numbers:
+                self._descriptor(number)
+            for descriptor in self._open.values():
+                os.fsync(descriptor)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close what is open, as it is."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def write_index(self) -> None:
+        """Write the index that tells each tensor's file, if there are several."""
+        if len(self.names) > 1:
+            index = {
+                "metadata": {"total_size": sum(map(_nbytes, self._tensors.values()))},
+                "weight_map": {name: self.names[number] for name, (number, _) in sorted(self._places.items())},
+            }
+            write_synced(self._folder / _INDEX, json.dumps(index, indent=2).encode())
+        sync_folder(self._folder)
+
+
+def completes(name: str) -> bool:
+    """Tell whether a file of this name makes a folder an export: it is there alone, or the index of others."""
+    return name in (_SINGLE, _INDEX)
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether :class:`WholeFiles` has written a file, by its name and header; of an index by its name."""
+    if not _NAME.fullmatch(path.name) or not path.is_file():
+        return path.name == _INDEX
+    begin = json.dumps({"__metadata__": _MADE_BY}, separators=(",", ":")).encode()[:-1]
+    with path.open("rb") as file:
+        # The first 8 bytes of such a file are the length of its header.
+        return file.read(8 + len(begin))[8:] == begin

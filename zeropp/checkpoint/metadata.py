@@ -167,7 +167,7 @@ class Metadata(_Entry):
             return cls.parse(path)
         except CheckpointError:
             # Perhaps it was being written over; then the first copy is whole.
-            if not written_first(path).exists():
+            if not path.exists() or not written_first(path).exists():
                 raise
             with contextlib.suppress(CheckpointError):
                 return cls.parse(written_first(path))

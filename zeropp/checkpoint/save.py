@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,30 +21,12 @@ from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Tried, absolute, path_of_rank_0, together, tried, tried_in_rounds
+from zeropp.checkpoint.together import EngineMeeting, absolute, path_of_rank_0, together, tried
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["Now", "begin", "require_ours", "save", "unfreeze"]
-
-_T = TypeVar("_T")
-
-
-class Now:
-    """The meeting of ranks between passes, as for any other collective call."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.rank, self.world = engine.comm.rank, engine.comm.world
-        self._engine = engine
-
-    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """The result of work, when every rank's is done."""
-        return tried_in_rounds(self._engine, work, doing, progress)
-
-    def exchange(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's value."""
-        return self._engine.agreement.exchange_objects(value, doing)
+__all__ = ["begin", "require_ours", "save", "unfreeze"]
 
 
 def save(
@@ -125,7 +107,7 @@ def begin(
     target = path_of_rank_0(engine, paths, "checkpoint.save()")
     if background is not None and any(broken):
         background.meet_anew()
-    checks, meeting = Checksums.common(names), Now(engine)
+    checks, meeting = Checksums.common(names), EngineMeeting(engine)
     collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)
     refused = 0 if in_window else engine.window.count
     found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)

@@ -23,7 +23,7 @@ from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.metadata import METADATA, write_synced, written_first
-from zeropp.checkpoint.place import BESIDE, is_unfinished, remove
+from zeropp.checkpoint.place import is_unfinished, remove
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.source import Verify
@@ -34,7 +34,6 @@ __all__ = ["Series"]
 
 _LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})")
-_CUT_OFF = re.compile(rf"\.(step-\d{{8,}}){re.escape(BESIDE)}[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,8 @@ class Series:
         write_synced(root / _LATEST, json.dumps({"checksum": checks.hexdigest(body.encode()), "latest": body}).encode())
         for left in root.iterdir():
             # Of jobs that ended while they wrote, perhaps another step; of nothing else that may be written here.
-            cut = _CUT_OFF.fullmatch(left.name)
             unfinished = _NAME.fullmatch(left.name) and is_unfinished(left)
-            if (cut or unfinished) and not is_under_way(Path(os.path.realpath(root / (cut[1] if cut else left.name)))):
+            if unfinished and not is_under_way(Path(os.path.realpath(left))):
                 shutil.rmtree(left, ignore_errors=True)
         if self.keep is None:
             return

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 __all__ = ["Task", "in_threads"]
 
 _T = TypeVar("_T")
-_TO_START = 1.0  # seconds at most that a thread takes to come to be
 
 
 class Task(Generic[_T]):
@@ -35,14 +34,12 @@ class Task(Generic[_T]):
         self._thread = threading.Thread(target=run, name=name)
 
     def start(self) -> None:
-        """Begin. After an error of a signal's handler here, :meth:`came_to_be` says whether it has."""
-        self._thread.start()
+        """Begin.
 
-    def came_to_be(self) -> bool:
-        """Tell whether the thread is there, or was."""
-        # It may be on its way; and it may end between two looks.
-        alive = self._thread.is_alive()
-        return alive or self._over.wait(_TO_START) or self._thread.is_alive()
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        self._thread.start()
 
     @property
     def done(self) -> bool:
@@ -93,29 +90,21 @@ def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> 
 
     if count <= 1:
         return guarded()
-    tasks = [Task(guarded, "zeropp disk") for _ in range(min(most, count))]
+    tasks: list[Task[None]] = []
     try:
-        for task in tasks:
+        for _ in range(min(most, count)):
+            task = Task(guarded, "zeropp disk")
             task.start()
+            tasks.append(task)
         for task in tasks:
             task.wait()
     except BaseException:
-        # A signal's: what is left of the work would keep its sender waiting. What is under way is not left behind: it
-        # writes to files and tensors that others are about to use.
+        # Ctrl-C: whoever pressed it does not wait for the rest of the work.
         stop.set()
-        _wait_for_all(tasks)
         raise
+    finally:
+        # What is under way is not left behind: it writes to files and tensors that others are about to use.
+        for task in tasks:
+            task.wait()
     for task in tasks:
         task.result()
-
-
-def _wait_for_all(tasks: list[Task[None]]) -> None:
-    """Until those that came to be are over, whatever further signals raise."""
-    left = list(tasks)
-    while left:
-        try:
-            if left[0].came_to_be():
-                left[0].wait()
-            del left[0]
-        except BaseException:
-            continue

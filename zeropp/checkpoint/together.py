@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +13,17 @@ from typing import TypeVar
 
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.rounds import Rounds
 from zeropp.checkpoint.tasks import Task
+from zeropp.comm.accounts import name_ranks
 from zeropp.comm.agreement import AT_WORK
+from zeropp.comm.hops import Comm
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 
 __all__ = [
+    "EngineMeeting",
     "Left",
+    "Meeting",
     "Tried",
     "absolute",
     "common_path",
@@ -26,10 +31,11 @@ __all__ = [
     "telling",
     "together",
     "tried",
-    "tried_in_rounds",
 ]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("zeropp")
+_LONGEST = 1.0  # seconds from one exchange of a heartbeat to the next
 Tried = tuple[_T | None, BaseException | None, str | None]
 """The end of some work: its result, its error, and the error in words, for ranks that are told of it."""
 
@@ -92,64 +98,120 @@ def tried(work: Callable[[], _T]) -> Tried[_T]:
         return None, error, f"{type(error).__name__}: {error}"
 
 
-def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-    """:func:`tried`, of work that may take one rank any time longer than another, as a disk does.
-
-    Returns once all ranks are done with theirs. Meanwhile a thread goes through rounds in which ranks tell that they
-    are still there. It is the rounds that have a thread, and not the work: a signal's handler raises where the work is
-    then, and nothing is written to any more when that has left this function.
+class Meeting:
+    """Ranks that each do work of their own, such as reading or writing files, and tell each other how it went.
 
     Args:
-        engine: whose ranks do it.
-        work: exchanges nothing with other ranks, and calls nobody's code that might.
-        doing: for errors.
-        progress: that work tells of what it does; stopped when a rank is lost.
-
-    Raises:
-        RuntimeError: a rank is lost, or somewhere else, for ``hang_timeout``; when this one's work is over.
+        comm: of the ranks.
+        hang_timeout: seconds for which ranks wait for one that is not heard of.
+        warn_after: seconds for which some ranks wait for others before it is logged, or None.
     """
-    comm, agreement = engine.comm, engine.agreement
-    if comm.world == 1 or comm.backend == "fake":
-        return tried(work)
 
-    def exchange(done: int) -> list[int]:
+    def __init__(self, comm: Comm, hang_timeout: float, warn_after: float | None) -> None:
+        self.rank, self.world = comm.rank, comm.world
+        self.alone = comm.world == 1 or comm.backend == "fake"
+        self._hang_timeout, self._warn_after = hang_timeout, warn_after
+
+    def exchange(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's value.
+
+        Raises:
+            RuntimeError: a rank is lost.
+        """
+        raise NotImplementedError
+
+    def exchange_number(self, number: int, doing: str) -> list[int]:
+        """:meth:`exchange`, of a number."""
+        raise NotImplementedError
+
+    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
+        """:func:`tried`, of work that may take one rank any time longer than another; returns when all are done.
+
+        Meanwhile a thread exchanges with the other ranks whether each is done. A disk may be as slow as it likes, and a
+        rank that is lost is noticed within ``hang_timeout``. The work stays on the thread of the caller, which has the
+        caller's device, stream and grad mode, and where a signal's handler may end it.
+
+        Args:
+            work: exchanges nothing with other ranks, and calls nobody's code that might.
+            doing: for errors.
+            progress: that work tells of what it does; stopped when a rank is lost.
+
+        Raises:
+            RuntimeError: a rank is lost; when the work of this one is over.
+        """
+        if self.alone:
+            return tried(work)
+        over = threading.Event()
+        heartbeat = Task(lambda: self._beat(over, doing, progress), "zeropp heartbeat")
+        heartbeat.start()
         try:
-            return [row[0] for row in agreement.exchange(AT_WORK, [done], doing)]
-        except RuntimeError:
+            found = tried(work)
+        finally:
+            over.set()
+        _, error, told = tried(heartbeat.wait)
+        if error is not None:
+            # A signal's, while the others were still at work: they hear of it, too.
+            found = None, error, told
+        try:
+            heartbeat.result()
+        except RuntimeError as lost:
+            raise lost from found[1]
+        return found
+
+    def _beat(self, over: threading.Event, doing: str, progress: Progress) -> None:
+        """Exchange with the other ranks whether each is done, until all are."""
+        waiting, pause = _Waiting(self.rank, doing, self._warn_after), _LONGEST / 64
+        over.wait(pause)
+        try:
+            while not all(done := self.exchange_number(int(over.is_set()), doing)):
+                waiting.note(done)
+                over.wait(pause)
+                # Several exchanges within hang_timeout, after which a silent rank counts as lost.
+                pause = min(2 * pause, _LONGEST, self._hang_timeout / 4)
+        except BaseException:
             progress.stop()
             raise
 
-    rounds = Rounds(comm.rank, doing, exchange, agreement.hang_timeout, agreement.warn_after)
-    state, finished = _State(), threading.Event()
-    going = Task(lambda: rounds.run(lambda: state.done, finished.wait), "zeropp rounds")
 
-    def begin() -> _T:
-        going.start()
-        return work()
+class _Waiting:
+    """The log of ranks that others wait for: after ``warn_after`` seconds, and each time that has doubled."""
 
-    try:
-        found = tried(begin)
-    finally:
-        # Whatever a signal raises between the lines, its thread must not go on telling that this rank is at work.
-        # Python looks for signals at calls, and so not before this is stored.
-        state.done = True
-        finished.set()
-    _, error, told = tried(lambda: going.wait() if going.came_to_be() else rounds.run(lambda: True, finished.wait))
-    if error is not None and not isinstance(error, RuntimeError):
-        # A signal's, while the others were still at work: they hear of it, too.
-        found = None, error, told
-    try:
-        if going.came_to_be():
-            going.result()
-        elif error is not None:
-            raise error
-    except RuntimeError as lost:
-        raise lost from found[1]
-    return found
+    def __init__(self, rank: int, doing: str, warn_after: float | None) -> None:
+        self._rank, self._doing, self._warn_after = rank, doing, warn_after
+        self._since: float | None = None  # when the first rank was done
+
+    def note(self, done: list[int]) -> None:
+        """Take every rank's number, 1 if it is done; the first of those that wait logs which are not."""
+        now = time.monotonic()
+        if self._warn_after is None or not any(done):
+            return
+        self._since = self._since or now
+        if now - self._since < self._warn_after:
+            return
+        if done.index(1) == self._rank:
+            busy = [rank for rank, value in enumerate(done) if not value]
+            verb = "is" if len(busy) == 1 else "are"
+            _log.warning(
+                "rank %d has been waiting for %g s: %s %s still at %s",
+                self._rank, now - self._since, name_ranks(busy), verb, self._doing,
+            )  # fmt: skip
+        self._warn_after += now - self._since
 
 
-class _State:
-    done = False
+class EngineMeeting(Meeting):
+    """The ranks of an engine between passes, as for any other collective call."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.comm, engine.agreement.hang_timeout, engine.agreement.warn_after)
+        self._agreement = engine.agreement
+
+    def exchange(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's value."""
+        return self._agreement.exchange_objects(value, doing)
+
+    def exchange_number(self, number: int, doing: str) -> list[int]:
+        """Every rank's number."""
+        return [row[0] for row in self._agreement.exchange(AT_WORK, [number], doing)]
 
 
 class Left:
@@ -173,14 +235,14 @@ def together(
         doing: for errors, "loading ..." for one.
         work: may raise.
         left: how things are after an error.
-        at_disk: what work tells of its progress, if it may take ranks any time; see :func:`tried_in_rounds`. Otherwise
-            they wait for ``hang_timeout`` at most.
+        at_disk: what work tells of its progress, if it may take ranks any time; see :meth:`Meeting.do`. Otherwise they
+            wait for ``hang_timeout`` at most.
 
     Raises:
         Exception: this rank's own error, as it was.
         CheckpointError: another rank's, with its rank.
     """
-    result, error, told = tried(work) if at_disk is None else tried_in_rounds(engine, work, doing, at_disk)
+    result, error, told = tried(work) if at_disk is None else EngineMeeting(engine).do(work, doing, at_disk)
     accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, Left) else left), doing)
     _, how = accounts[0]
     if isinstance(error, CheckpointError):

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from zeropp.access.state import engine_of
 from zeropp.checkpoint.deepspeed_folder import ZeroFolder, zero_folder
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.files import WholeFiles
 from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata, sync_folder, write_synced
 from zeropp.checkpoint.named import metadata_of
 from zeropp.checkpoint.parts import MODEL, STATE
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.source import Source
 from zeropp.checkpoint.torch_state import TORCH_INDEX, TORCH_SINGLE
-from zeropp.checkpoint.whole_files import WholeFiles
 
 __all__ = [
     "LazyTensor",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 import zeropp
 from tests.support.checkpoint_training import train, wrap
 from zeropp import checkpoint
-from zeropp.checkpoint.whole_files import WholeFiles
+from zeropp.checkpoint.files import WholeFiles
 
 Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
 
@@ -54,16 +55,10 @@ def consolidated(folder: Path, trained: Pair) -> None:
 
 
 @pytest.mark.parametrize("make", [a_dataset, a_description_alone, consolidated])
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_save_replaces_checkpoints_alone(
-    make: Callable[[Path, Pair], None], exchanges: bool, trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where files are written into the checkpoint's own folder."""
+def test_save_replaces_checkpoints_alone(make: Callable[[Path, Pair], None], trained: Pair, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     make(folder, trained)
     before = contents(folder)
-    if not exchanges:
-        monkeypatch.setattr("zeropp.checkpoint.place.exchange_names", lambda one, other: False)
     with pytest.raises(checkpoint.CheckpointError, match="it is left as it is"):
         checkpoint.save(folder, *trained)
     assert contents(folder) == before and names(tmp_path) == ["there"]
@@ -80,12 +75,14 @@ def test_what_comes_in_while_it_is_written_stays(
         return write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "pwrite", writes)
-    with pytest.raises(checkpoint.CheckpointError, match=r"has more in it, .*\['notes'\]"):
-        checkpoint.save(folder, *trained)
-    assert (folder / "notes").read_text() == "keep me" and names(tmp_path) == ["there"]
+    checkpoint.save(folder, *trained)
     monkeypatch.undo()
+    assert (folder / "notes").read_text() == "keep me" and len(names(folder)) == 3
+    with pytest.raises(checkpoint.CheckpointError, match=r"has more in it: \['notes'\]"):
+        checkpoint.save(folder, *trained)
     (folder / "notes").unlink()
     checkpoint.save(folder, *trained)
+    assert len(names(folder)) == 2 and names(tmp_path) == ["there"]
 
 
 def test_a_damaged_checkpoint_is_replaced(trained: Pair, tmp_path: Path) -> None:
@@ -151,13 +148,16 @@ def test_the_working_directory_stays(trained: Pair, tmp_path: Path, monkeypatch:
         assert os.path.samefile(os.getcwd(), folder)
         checkpoint.load(folder, *trained)
     assert len(names(folder)) == 2 and names(tmp_path) == ["here"]
-    with pytest.raises(checkpoint.CheckpointError, match="or the working directory, which cannot be replaced"):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    for _ in range(2):
         checkpoint.export(".", trained[0])
+        assert names(Path(".")) == ["model.safetensors"] and os.path.samefile(".", tmp_path / "out")
 
 
 @pytest.mark.parametrize("how", ["disk", "bound"])
 def test_mount_points(how: str, trained: Pair, tmp_path: Path) -> None:
-    """A disk of its own, and a folder of the same disk, which only the system's table knows as one."""
+    """A disk of its own, and a folder of the same disk."""
     place, source = tmp_path / "a point", tmp_path / "source"
     for each in (place, source):
         each.mkdir()
@@ -170,37 +170,32 @@ def test_mount_points(how: str, trained: Pair, tmp_path: Path) -> None:
             checkpoint.save(place, *trained)
             checkpoint.load(place, *trained)
         assert len(names(place)) == 2 and names(tmp_path) == ["a point", "source"]
-        with pytest.raises(checkpoint.CheckpointError, match="choose a folder in it"):
-            checkpoint.consolidate(place, place)
-        checkpoint.consolidate(place, place / "out")
+        shutil.copytree(place, tmp_path / "saved")
+        for each in place.iterdir():
+            each.unlink()
+        for _ in range(2):
+            checkpoint.consolidate(tmp_path / "saved", place)
+        assert names(place) == ["model.safetensors"]
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_names_that_look_like_patterns(trained: Pair, tmp_path: Path) -> None:
-    """What a job that was killed has left of them goes, too; what is only called alike stays."""
-    for name in (".q[1].saving-01234567", ".q1.saving-01234567"):
-        (tmp_path / name).mkdir()
-    checkpoint.save(tmp_path / "q[1]", *trained)
-    assert names(tmp_path) == [".q1.saving-01234567", "q[1]"]
-
-
-def test_exports_that_were_cut_off(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one to the same place removes what they have left; what was about to be replaced gets its name back."""
-    (tmp_path / ".out.saving-01234567").mkdir()
-    checkpoint.export(tmp_path / "out", trained[0])
-    assert names(tmp_path) == ["out"]
-    (tmp_path / "out").rename(tmp_path / ".out.saving-replaced")
+def test_exports_that_fail(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave nothing, and what was there before; the error says so."""
+    checkpoint.save(tmp_path / "here", *trained)
+    checkpoint.export(tmp_path / "there", trained[0])
+    before = contents(tmp_path)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(WholeFiles, "write", full)
+    monkeypatch.setattr(WholeFiles, "write", full)
+    for out in (tmp_path / "new", tmp_path / "there"):
         with pytest.raises(OSError, match="No space left"):
-            checkpoint.export(tmp_path / "out", trained[0])
-    assert names(tmp_path) == ["out"]
-    checkpoint.load_safetensors(trained[0], tmp_path / "out")
+            checkpoint.export(out, trained[0])
+        with pytest.raises(checkpoint.CheckpointError, match=r"No space left .*what was there before is as it was"):
+            checkpoint.consolidate(tmp_path / "here", out)
+    assert contents(tmp_path) == before and names(tmp_path) == ["here", "there"]
 
 
 def test_a_series_that_goes_back(trained: Pair, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,20 +39,28 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_a_series_leaves_what_others_write(tmp_path: Path, gate: threading.Event) -> None:
+def test_a_series_leaves_what_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what its own jobs have left goes, and nothing that is under way in this process."""
     actor, critic = small(), small()
-    for name in (".step-00000001-hf.saving-01234567", ".step-5.saving-01234567", ".step-00000007.saving-01234567"):
+    for name in ("step-00000001-hf", "step-6", "step-00000007"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000-01234567-00000.safetensors").write_text("half")
+    opened, write = threading.Event(), os.pwrite
+
+    def waits(*arguments: Any) -> int:
+        assert threading.current_thread() is threading.main_thread() or opened.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", waits)
     checkpoint.save(tmp_path / "step-00000009", *critic, asynchronous=True)
+    while not any(tmp_path.glob("step-00000009/*.safetensors")):
+        time.sleep(0.01)
     series = checkpoint.Series(tmp_path)
-    gate.set()
     series.save(5, *actor)
+    opened.set()
     checkpoint.wait()
     found = sorted(each.name for each in tmp_path.iterdir())
-    assert found == [
-        ".step-00000001-hf.saving-01234567", ".step-5.saving-01234567", "latest", "step-00000005", "step-00000009"
-    ]  # fmt: skip
+    assert found == ["latest", "step-00000001-hf", "step-00000005", "step-00000009", "step-6"]
     for step_, pair in ((5, actor), (9, critic)):
         checkpoint.load(series.path(step_), *pair)
 
@@ -90,11 +99,11 @@ def test_files_that_go_before_they_have_their_name(tmp_path: Path, monkeypatch: 
     pair = small()
     checkpoint.save(tmp_path / "here", *pair)
     kept = (tmp_path / "here" / "metadata.json").read_bytes()
-    fsync = os.fsync
+    fsync, before = os.fsync, {*(tmp_path / "here").glob("*.safetensors")}
 
     def removes(descriptor: int) -> None:
         fsync(descriptor)
-        for each in tmp_path.glob(".here.saving-*/*.safetensors"):
+        for each in {*(tmp_path / "here").glob("*.safetensors")} - before:
             each.unlink()
 
     with monkeypatch.context() as patch:
