@@ -20,7 +20,7 @@ import torch.distributed as dist
 import zeropp
 from tests.support.checkpoint_training import CONFIGS, train
 from tests.support.quantized_model import Model
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
 from zeropp.checkpoint import attempt, background
 from zeropp.checkpoint.background import Background
@@ -102,7 +102,7 @@ def loses_at_the_end(path: Path, way: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("way", ["beside", "here"])
+@pytest.mark.parametrize("way", some(["beside", "here"], 2))
 def test_a_rank_that_goes_while_another_completes(way: str, tmp_path: Path) -> None:
     """What has its name stays whole: it is removed neither while it gets it nor afterwards."""
     told, _ = run_ranks(2, loses_at_the_end, tmp_path / "there", way)
@@ -166,6 +166,7 @@ def one_by_one(root: Path) -> list[str]:
     return told
 
 
+@pytest.mark.campaign
 def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
     """Every rank has them at the same call, and later saves are none the worse."""
     first, second = run_ranks(2, one_by_one, tmp_path)
@@ -176,7 +177,7 @@ def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
     assert first[3] == second[3] == ""
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", some([True, False], 2))
 def test_a_handler_that_waits_too(fails: bool, tmp_path: Path) -> None:
     """It is told in the place of the wait that it interrupts."""
     model, told = torch.nn.Linear(8, 8), []
@@ -283,6 +284,7 @@ def goes_on(root: Path, how: str) -> str:
     return told
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("how", "words"), [("removing", "the disk is broken"), ("looking", ""), ("starting", "failed on rank 1: Ended")]
 )
