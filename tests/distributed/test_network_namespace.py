@@ -19,6 +19,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
 def test_counts_the_bytes_of_a_gather(tcp: str | None, busy: bool) -> None:
     shard_nbytes = 16 << 20

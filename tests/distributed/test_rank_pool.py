@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import rank_pool
-from tests.support.rank_pool import RankError, RankFailure, RankTimeout, run_ranks
+from tests.support.rank_pool import RankError, RankFailure, RankTimeout, run_ranks, some
 
 
 class Unpicklable(ValueError):
@@ -181,28 +181,31 @@ def ignore(argument: object) -> None:
     pass
 
 
+@pytest.mark.campaign
 def test_what_ranks_import_is_no_part_of_the_limit() -> None:
     assert run_ranks(2, ignore, SlowToImport(), timeout=4) == [None, None]
 
 
-def test_timeout_kills_and_recovers() -> None:
-    before = run_ranks(2, sleep_on, 0, 0.0)
+@pytest.mark.parametrize("world", some([1, 2], 2))
+def test_timeout_kills_and_recovers(world: int) -> None:
+    before = run_ranks(world, sleep_on, 0, 0.0)
     processes = processes_of(before)
     start = time.monotonic()
-    with pytest.raises(RankTimeout, match=r"rank\(s\) \[1\] had not finished") as caught:
-        # Long enough for the other rank on a busy machine.
-        run_ranks(2, sleep_on, 1, 600.0, timeout=4)
+    with pytest.raises(RankTimeout, match=rf"rank\(s\) \[{world - 1}\] had not finished") as caught:
+        # Long enough for another rank on a busy machine.
+        run_ranks(world, sleep_on, world - 1, 600.0, timeout=2 * world)
     assert time.monotonic() - start < 15
     assert "sleep_on" in caught.value.failures[0].text  # the stack of the rank that hung
-    after = run_ranks(2, sleep_on, 0, 0.0)
+    after = run_ranks(world, sleep_on, 0, 0.0)
     assert not set(before) & set(after)
-    assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
+    assert [process.poll() for process in processes] == [-signal.SIGKILL] * world
 
 
-def test_death_of_a_process_is_reported_and_survived() -> None:
-    with pytest.raises(RankError, match=r"rank 1 died \(signal SIGKILL\)"):
-        run_ranks(2, die, 1)
-    assert len(run_ranks(2, sleep_on, 0, 0.0)) == 2
+@pytest.mark.parametrize("world", some([1, 2], 2))
+def test_death_of_a_process_is_reported_and_survived(world: int) -> None:
+    with pytest.raises(RankError, match=rf"rank {world - 1} died \(signal SIGKILL\)"):
+        run_ranks(world, die, world - 1)
+    assert len(run_ranks(world, sleep_on, 0, 0.0)) == world
 
 
 def test_large_results() -> None:
@@ -232,6 +235,7 @@ def test_global_state_does_not_leak_into_the_next_call() -> None:
     assert clean[0][:3] == (torch.float32, True, None)
 
 
+@pytest.mark.campaign
 def test_ranks_with_many_threads_are_replaced() -> None:
     few, same = (run_ranks(2, leave_threads, 3) for _ in range(2))
     assert few == same
@@ -255,7 +259,9 @@ def test_local_world_size_must_divide_world() -> None:
         run_ranks(4, total, 1.0, local_world_size=3)
 
 
-def test_shutdown_leaves_no_process() -> None:
-    processes = processes_of(run_ranks(2, sleep_on, 0, 0.0))
+def test_shutdown_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pool of its own: other tests go on with theirs."""
+    monkeypatch.setattr(rank_pool, "_pool", None)
+    processes = processes_of(run_ranks(1, sleep_on, 0, 0.0))
     rank_pool.shutdown()
-    assert [process.poll() for process in processes] == [0, 0]
+    assert [process.poll() for process in processes] == [0]

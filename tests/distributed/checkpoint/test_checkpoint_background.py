@@ -100,6 +100,7 @@ def fails_on_one(path: Path, hears: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize("hears", ["wait", "save"])
 def test_a_failed_write_is_an_error(hears: str, tmp_path: Path) -> None:
     for told in run_ranks(2, fails_on_one, tmp_path / "here", hears):
@@ -264,7 +265,10 @@ def test_an_error_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.
                 with pytest.raises(checkpoint.CheckpointError):
                     checkpoint.wait()
         assert ("saved asynchronously, failed" in caplog.text and "the disk is broken" in caplog.text) is not asks
-    # Of a whole program.
+
+
+@pytest.mark.campaign
+def test_an_error_that_nobody_asks_for_is_logged_at_the_end_of_a_program(tmp_path: Path) -> None:
     program = (
         "import os, torch, zeropp\n"
         "model = torch.nn.Linear(8, 8)\n"

@@ -78,6 +78,7 @@ def saved(path: Path, how: str, model: nn.Module, optimizer: torch.optim.Optimiz
     return path
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("how", "world", "name"),
@@ -180,6 +181,7 @@ def test_what_was_saved_by_torch_of_zeropp(tmp_path: Path) -> None:
     assert all(torch.equal(left[n][k], v) for n in right for k, v in right[n].items())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("stage", "written", "world", "name"),
     [
@@ -255,6 +257,7 @@ def reads_large(paths: list[Path]) -> list[int]:
     ]
 
 
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
     """That is, its share of the weights, and with states three times as much."""

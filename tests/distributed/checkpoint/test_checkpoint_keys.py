@@ -48,7 +48,8 @@ def rounds(path: Path, stage: int, keep: bool) -> tuple[dict[str, Tensor], dict[
     return before, after
 
 
-@pytest.mark.parametrize(("stage", "keep"), [(1, False), (3, False), (3, True)])
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("stage", "keep"), [(3, True), (1, False), (3, False)])
 def test_main_weights_of_a_checkpoint(stage: int, keep: bool, tmp_path: Path) -> None:
     """In full, or rounded to what is computed with."""
     for before, after in run_ranks(2, rounds, tmp_path / "here", stage, keep):
@@ -68,6 +69,7 @@ def saves_whole(path: Path, stage: int, gather: bool) -> tuple[bool, bool, dict[
     return saved, trained, zeropp.full_state(model), told
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings("ignore:.* was not written")
 @pytest.mark.parametrize(("stage", "gather"), [(3, True), (3, False), (2, False)])
 def test_whole_weights_in_16_bits(stage: int, gather: bool, tmp_path: Path) -> None:

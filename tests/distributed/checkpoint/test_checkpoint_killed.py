@@ -11,7 +11,10 @@ import pytest
 
 from tests.support.rank_pool import ROOT
 
-CASES = [(2, 3), pytest.param(4, 50, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])]
+CASES = [
+    pytest.param(2, 3, marks=pytest.mark.campaign),
+    pytest.param(4, 50, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)]),
+]
 
 
 @pytest.mark.parametrize(("runs", "moments"), CASES)

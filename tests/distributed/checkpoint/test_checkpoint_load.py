@@ -117,6 +117,7 @@ BLAMED = {
 }
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize("where", BLAMED)
 def test_what_one_rank_refuses_is_an_error_of_all(where: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, refuses, tmp_path / "here", where)

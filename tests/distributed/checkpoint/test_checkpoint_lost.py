@@ -20,7 +20,7 @@ import torch.distributed as dist
 import zeropp
 from tests.support.checkpoint_training import CONFIGS, train
 from tests.support.quantized_model import Model
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
 from zeropp.checkpoint import attempt, background
 from zeropp.checkpoint.background import Background
@@ -164,6 +164,7 @@ def one_by_one(root: Path) -> list[str]:
     return told
 
 
+@pytest.mark.campaign
 def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
     """Every rank has them at the same call, and later saves are none the worse."""
     first, second = run_ranks(2, one_by_one, tmp_path)
@@ -174,7 +175,7 @@ def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
     assert first[3] == second[3] == ""
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", some([True, False], 2))
 def test_a_handler_that_waits_too(fails: bool, tmp_path: Path) -> None:
     """It is told in the place of the wait that it interrupts."""
     model, told = torch.nn.Linear(8, 8), []
@@ -268,6 +269,7 @@ def goes_on(root: Path, how: str) -> str:
     return told
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("how", "words"), [("removing", "the disk is broken"), ("looking", "")])
 def test_what_takes_longer_than_ranks_wait(how: str, words: str, tmp_path: Path) -> None:
     """Removing what a failed save has left, and looking for the newest."""

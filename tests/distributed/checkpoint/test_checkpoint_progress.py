@@ -56,6 +56,7 @@ def test_a_bar_on_the_first_rank(tmp_path: Path) -> None:
     assert len(first) == 6 and set(second.values()) == {""}
 
 
+@pytest.mark.campaign
 def test_none_before_its_time_or_unless_wanted(tmp_path: Path) -> None:
     for seconds, how in ((1e9, {}), (0.0, {"progress": False})):
         first, _ = run_ranks(2, tells, tmp_path / str(seconds), seconds, **how)

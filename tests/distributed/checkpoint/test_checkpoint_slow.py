@@ -106,6 +106,7 @@ def one_is_slow(root: Path, action: str) -> tuple[list[str], bool]:
 RARE = [pytest.param(action, marks=pytest.mark.campaign) for action in ("export", "sixteen bit")]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("action", ["save", "in turns", *RARE])
 def test_a_slow_disk_is_waited_for(action: str, tmp_path: Path) -> None:
     """And named, where others wait for long."""
@@ -158,6 +159,7 @@ def signalled(root: Path, where: str) -> str:
     return told
 
 
+@pytest.mark.campaign
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("where", "words"),
@@ -198,6 +200,7 @@ def loses(root: Path) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.campaign
 def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
     """Within ``hang_timeout``, and what the ranks take to hear each other's accounts of it."""
     assert run_ranks(2, loses, tmp_path)[0] < TIMEOUT + 5

@@ -61,7 +61,7 @@ def loads_by_torch(path: Path, name: str, how: str, trained: int, make: type[Mod
     return went(model, optimizer)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(16)
 @pytest.mark.filterwarnings("ignore:carried errors of quantized gradients")
 @pytest.mark.parametrize(
     ("saved", "how", "world", "loaded", "trained"),
@@ -94,6 +94,7 @@ class WithNothing(Model):
         self.nothing = nn.Parameter(torch.empty(3, 0))
 
 
+@pytest.mark.campaign
 def test_a_parameter_without_elements(tmp_path: Path) -> None:
     before = run_ranks(2, saves_by_torch, tmp_path / "here", "stage 3", "app", WithNothing, local_world_size=2)
     after = run_ranks(2, loads_by_torch, tmp_path / "here", "stage 3", "app", 0, WithNothing, local_world_size=2)
@@ -126,6 +127,7 @@ def saves(path: Path, name: str, make: type[Model]) -> Went:
     return went(model, optimizer)
 
 
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Read by torch's planner from zeropp's own files."""
@@ -182,6 +184,7 @@ def test_a_single_process_reads_a_checkpoint(tmp_path: Path) -> None:
     dcp.load(given, storage_reader=checkpoint.Reader(tmp_path / "here", verify="none"))
 
 
+@pytest.mark.campaign
 def test_zeropp_goes_on_from_fsdp2(tmp_path: Path) -> None:
     before = run_ranks(2, fsdp2_saves, tmp_path / "here")
     after = run_ranks(2, loads_by_torch, tmp_path / "here", "stage 3", "plain", 0, Shardable, local_world_size=2)

@@ -63,7 +63,7 @@ def threads_of_groups(settings: dict[str, object], local: int) -> tuple[list[int
     return [len(threads) for threads in used.values()], len(set().union(*used.values()))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", some(PLACED, 2))
 def test_each_group_belongs_to_one_thread(name: str) -> None:
     world, local, settings = PLACED[name]

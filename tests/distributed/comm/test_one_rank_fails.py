@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,10 +15,20 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.support.branching_models import make_config
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
+from zeropp.comm import monitor, watch
 from zeropp.comm.hops import Comm, Hop
 
 SOON = 20.0  # seconds; hang_timeout is far more
+# Between two questions of a rank that waits: longer than others go on after a stop, after which they are lost.
+SLOW = 6.0
+
+
+@contextlib.contextmanager
+def asking_often() -> Iterator[None]:
+    """Ranks that wait ask the others each second."""
+    with mock.patch.object(monitor, "_ASKING", 1.0), mock.patch.object(watch, "_ASKING", 1.0):
+        yield
 
 
 class Fails(nn.Module):
@@ -45,6 +56,7 @@ class Fails(nn.Module):
         return x
 
 
+@asking_often()
 def wrapping() -> tuple[str, float]:
     """The error where memory runs out on rank 1 while it receives values, and seconds until it."""
     original, taken = Comm.broadcast, 0
@@ -83,6 +95,7 @@ def await_word(begun: float) -> None:
         time.sleep(0.2)
 
 
+@asking_often()
 def trained(
     where: str, ranks: list[int], settings: dict[str, Any], *, wrapper: bool, pause: float, common: bool = False
 ) -> tuple[list[str], float]:
@@ -122,8 +135,12 @@ def trained(
     return errors, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("wrapper", [True, False])
-@pytest.mark.parametrize("where", ["forward", "late forward", "backward", "step"])
+HEARD = [("backward", False), ("forward", True), ("forward", False), ("late forward", True), ("late forward", False),
+         ("step", True), ("backward", True), ("step", False)]  # fmt: skip
+
+
+@pytest.mark.every(8)
+@pytest.mark.parametrize(("where", "wrapper"), HEARD)
 def test_others_hear_of_it(where: str, wrapper: bool) -> None:
     settings: dict[str, Any] = {"stage": 3, "prefetch": 0, "reuse": 0}
     # With an error of all ranks in the step before, of the same kind.
@@ -137,6 +154,7 @@ def test_others_hear_of_it(where: str, wrapper: bool) -> None:
     assert seconds < SOON
 
 
+@asking_often()
 def inside(hop: str) -> tuple[str, float]:
     """The error where memory runs out in a collective of rank 1, which lives on, and seconds until it."""
     torch.manual_seed(0)
@@ -165,7 +183,7 @@ def inside(hop: str) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
-@pytest.mark.parametrize("hop", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("hop", some(["all_gather", "all_to_all"], 2))
 def test_memory_that_runs_out_in_a_collective(hop: str) -> None:
     for text, seconds in run_ranks(2, inside, hop):
         assert "rank 1 failed: OutOfMemoryError: CUDA out of memory" in text
@@ -189,6 +207,7 @@ def actor_and_critic() -> tuple[Fails, Fails, zeropp.ZeroOptimizer]:
     return *models, optimizers[0]
 
 
+@asking_often()
 def in_another() -> tuple[str, float]:
     """The error of a rank that waits in the critic where rank 0 has one in the actor, and lives on."""
     actor, critic, _ = actor_and_critic()
@@ -212,6 +231,7 @@ def test_a_rank_that_waits_in_another_model_hears_of_it() -> None:
     assert seconds < SOON
 
 
+@asking_often()
 def going_on(how: str) -> tuple[str, float]:
     """Errors of ranks of which rank 0 fails in the actor and goes on: with the critic, an evaluation, or a step.
 
@@ -243,6 +263,7 @@ def going_on(how: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("how", ["critic", "evaluation", "step", "next batch"])
 def test_a_rank_that_fails_alone_and_goes_on(how: str) -> None:
     """The others wait for what it does not come to."""
@@ -252,6 +273,7 @@ def test_a_rank_that_fails_alone_and_goes_on(how: str) -> None:
     assert max(first, second) < 1.5 * SOON
 
 
+@asking_often()
 def exchanging() -> tuple[str, float]:
     """The error of ranks 0 and 2 in an exchange to which rank 1 does not come: it has lost them, and lives on."""
     torch.manual_seed(0)
@@ -278,6 +300,7 @@ def test_a_rank_that_has_lost_the_others_ends_their_exchanges() -> None:
         assert seconds < SOON
 
 
+@asking_often()
 def interrupted(stage: int) -> tuple[str, float]:
     """The error of a rank that waits for one whose forward Ctrl-C has ended, and which lives on."""
     torch.manual_seed(0)
@@ -295,7 +318,7 @@ def interrupted(stage: int) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", some([1, 3], 2))
 def test_ctrl_c_in_a_forward(stage: int) -> None:
     """torch calls no hook then. In stage 1 the model's thread itself waits in a collective."""
     _, (other, seconds) = run_ranks(2, interrupted, stage)
@@ -303,6 +326,7 @@ def test_ctrl_c_in_a_forward(stage: int) -> None:
     assert seconds < SOON
 
 
+@asking_often()
 def repeated() -> list[float]:
     """Losses of stage 1 where a forward of rank 0 alone runs out of memory, and is slow when it is repeated."""
     torch.manual_seed(0)
@@ -316,7 +340,7 @@ def repeated() -> list[float]:
             loss = model(torch.ones(2, 64)).square().mean()
         except torch.OutOfMemoryError:
             model.armed = False
-            handle = model.layers[2].register_forward_pre_hook(lambda *args: time.sleep(12))
+            handle = model.layers[2].register_forward_pre_hook(lambda *args: time.sleep(SLOW))
             loss = model(torch.ones(2, 64)).square().mean()
             handle.remove()
         optimizer.backward(loss)
@@ -326,11 +350,13 @@ def repeated() -> list[float]:
     return losses
 
 
+@pytest.mark.campaign
 def test_a_forward_that_is_repeated_is_no_loss() -> None:
     first, second = run_ranks(2, repeated)
     assert first == second and len(first) == 3
 
 
+@asking_often()
 def alone() -> list[str]:
     """Errors of stage 1 where rank 0 evaluates alone for some time, in forwards that a hook ends by an exception."""
     torch.manual_seed(0)
@@ -339,7 +365,7 @@ def alone() -> list[str]:
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
     errors = []
     for number in range(3):
-        until = time.monotonic() + 12
+        until = time.monotonic() + SLOW
         while number == 1 and dist.get_rank() == 0 and time.monotonic() < until:
             model.armed = True
             with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
@@ -356,12 +382,13 @@ def alone() -> list[str]:
     return errors
 
 
+@pytest.mark.campaign
 def test_an_evaluation_on_one_rank_is_no_loss() -> None:
     assert run_ranks(2, alone) == [[], []]
 
 
-@pytest.mark.parametrize("where", ["forward", "late forward", "step"])
+@pytest.mark.parametrize("where", some(["forward", "late forward", "step"], 3))
 def test_an_error_of_all_ranks_is_no_loss(where: str) -> None:
     """Also if one of them takes long to go on."""
-    for errors, _ in run_ranks(2, trained, where, [0, 1], {"stage": 3}, wrapper=True, pause=8.0):
+    for errors, _ in run_ranks(2, trained, where, [0, 1], {"stage": 3}, wrapper=True, pause=SLOW):
         assert len(errors) == 1 and errors[0].startswith("CUDA out of memory"), errors

@@ -22,7 +22,7 @@ import zeropp
 import zeropp.fsdp2
 from bench.common import staged
 from tests.support.branching_models import make_config
-from tests.support.rank_pool import RankFailure, run_ranks
+from tests.support.rank_pool import RankFailure, run_ranks, some
 from zeropp.comm import groups
 from zeropp.comm.groups import HOST
 from zeropp.comm.members import find_members, is_fake, send_to_all
@@ -82,7 +82,7 @@ def using(folder: str, start: str) -> tuple[list[bool], set[str], int, float, fl
     return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
 
 
-@pytest.mark.parametrize("start", [START, "torch.distributed.init_process_group()"])
+@pytest.mark.parametrize("start", some([START, "torch.distributed.init_process_group()"], 2))
 def test_the_page_as_it_stands(start: str, tmp_path: Path) -> None:
     """Neither call names a backend; the fast way over gloo is taken all the same."""
     results = run_ranks(2, using, str(tmp_path), start, init=False)
@@ -130,14 +130,14 @@ def placed(hosts: list[str], launcher: str | None, claimed: int | None) -> tuple
 
 NODES: dict[str, tuple[list[str], str | None, int | None, int, set[str]]] = {
     "one host": (["a"] * 4, None, None, 4, {"local"}),
-    "two hosts": (["a", "a", "b", "b"], None, None, 2, {"local", "cross"}),
     "four hosts": (["a", "b", "c", "d"], None, None, 1, {"cross"}),
+    "two hosts": (["a", "a", "b", "b"], None, None, 2, {"local", "cross"}),
     "the launcher wins": (["a"] * 4, "2", None, 2, {"local", "cross"}),
     "the config wins": (["a"] * 4, "4", 1, 1, {"cross"}),
 }
 
 
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("name", some(NODES, 2))
 def test_nodes_from_host_names(name: str) -> None:
     hosts, launcher, claimed, local, links = NODES[name]
     assert run_ranks(4, placed, hosts, launcher, claimed) == [(local, links)] * 4
@@ -199,6 +199,7 @@ def connections(many: int) -> tuple[int, list[int], str]:
     return made, rows.view(-1).tolist(), said
 
 
+@pytest.mark.campaign
 def test_of_many_ranks_those_connect_that_send_to_each_other() -> None:
     """Each of 8 ranks sends to those 1, 2 and 4 places away, over 5 connections, and one socket listens."""
     for made, *found in run_ranks(8, connections, 7):

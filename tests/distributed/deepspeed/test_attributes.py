@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config, worst
 from tests.support.gathered_model import PLACED, Stack, data, lent
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from tests.support.zero_init_model import limits
 from zeropp.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 
@@ -44,7 +44,7 @@ def statuses(settings: dict[str, Any]) -> tuple[float, list[Any]]:
     return worst(found, known), seen
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", [name for name in PLACED if name not in ("stage 0", "stage 1")])
 def test_scripts_find_out_what_to_gather(name: str) -> None:
     for distance, seen in run_ranks(4, statuses, PLACED[name], local_world_size=2):
@@ -80,7 +80,7 @@ def carried(settings: dict[str, Any]) -> list[tuple[Any, ...]]:
     return rows
 
 
-@pytest.mark.parametrize("settings", [{}, {"persist": 100}], ids=str)
+@pytest.mark.parametrize("settings", some([{"persist": 100}, {}], 2), ids=str)
 def test_parts_of_all_ranks_are_the_whole(settings: dict[str, Any]) -> None:
     """By their sizes; a part is in the order of memory, which channels_last has of its own."""
     plain = [p for p in Stack().parameters() if p.is_floating_point()]

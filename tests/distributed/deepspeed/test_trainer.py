@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+from zeropp.compat.deepspeed import environment
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -27,16 +30,32 @@ ROOT = Path(__file__).resolve().parents[3]
 EXACT = 2e-6  # float32, relative: sums over ranks are in another order
 
 
-def both(folder: Path, kinds: list[str], job: str = "trainer_job") -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What one process found, and each of two ranks."""
+def started_ranks(command: list[str], env: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
+    """Commands and environments of two ranks, as torchrun under the stand-in starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**env, "PYTHONPATH": f"{environment()['PYTHONPATH']}:{env['PYTHONPATH']}", "WORLD_SIZE": "2"}
+    shared |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+
+
+def both(
+    folder: Path, kinds: list[str], job: str = "trainer_job", launcher: bool = True
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What one process found, and each of two ranks; by the stand-in's command and torchrun, or without them."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "HF_HUB_OFFLINE": "1"}
     module = ["-m", f"tests.support.{job}", str(folder), *kinds]
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
-    commands = [[sys.executable, *module], [sys.executable, "-m", "zeropp.compat.deepspeed", sys.executable, *ranks]]
-    logs = [(folder / name).open("w+") for name in ("plain.log", "ranks.log")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
+    commands = [([sys.executable, *module], env)]
+    if launcher:
+        commands += [([sys.executable, "-m", "zeropp.compat.deepspeed", sys.executable, *torchrun], env)]
+    else:
+        commands += started_ranks([sys.executable, *module], env)
+    logs = [(folder / f"{number}.log").open("w+") for number in range(len(commands))]
     running = [
-        subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        for command, log in zip(commands, logs, strict=True)
+        subprocess.Popen(command, env=own, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        for (command, own), log in zip(commands, logs, strict=True)
     ]
     for process, log in zip(running, logs, strict=True):
         code = process.wait(600)
@@ -53,8 +72,8 @@ def loaded(kind: str, folder: Path) -> nn.Module:
     return model
 
 
-def compare(folder: Path, kinds: list[str], bound: float = EXACT) -> None:
-    plain, ranks = both(folder, kinds)
+def compare(folder: Path, kinds: list[str], bound: float = EXACT, launcher: bool = True) -> None:
+    plain, ranks = both(folder, kinds, launcher=launcher)
     for kind in kinds:
         name, _, how = kind.partition(":")
         wanted = plain[kind]
@@ -79,6 +98,12 @@ def compare(folder: Path, kinds: list[str], bound: float = EXACT) -> None:
                 assert torch.allclose(states[1][key], value, rtol=0, atol=20 * bound), (kind, key)
 
 
+def test_trainer_trains_a_decoder_as_one_process(tmp_path: Path) -> None:
+    """Losses, norms, evaluation, generation while partitioned, and the file of ``save_model``."""
+    compare(tmp_path, ["decoder"], launcher=False)
+
+
+@pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_trainer_trains_as_one_process(tmp_path: Path) -> None:
     """Decoder, encoder, encoder-decoder, vision, experts: losses, norms, evaluation, generation while partitioned, and

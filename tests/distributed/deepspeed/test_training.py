@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import worst
 from tests.support.deepspeed_engine import MICRO, RATES, STEPS, WARMUP, loss_of, model_of, settings, train
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp.training.initialize import _device
 
 
@@ -104,7 +104,7 @@ def given_otherwise(how: str, folder: Path) -> list[float]:
     return train(engine, 0, STEPS)[0]
 
 
-@pytest.mark.parametrize("how", ["objects", "functions", "path in args", "base64 in a dict", "older names"])
+@pytest.mark.parametrize("how", some(["objects", "functions", "path in args", "base64 in a dict", "older names"], 2))
 def test_other_ways_to_give_parts(how: str, tmp_path: Path) -> None:
     wanted, _, _ = plain(2)
     for rank, losses in enumerate(run_ranks(2, given_otherwise, how, tmp_path)):

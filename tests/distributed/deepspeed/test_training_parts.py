@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 import zeropp
 from tests.support.branching_models import apart, worst
 from tests.support.deepspeed_engine import batch, model_of, settings, train
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, spread
 from zeropp.training import RepeatingLoader
 
 
@@ -124,6 +124,7 @@ def evaluated(stage: int, device: str, path: str) -> tuple[float, list[str]]:
         return apart(engine(batch(0, 0)), whole(batch(0, 0))), [str(each.message) for each in caught]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("stage", "device"), [(3, "cpu"), (3, "nvme"), (0, "cpu"), (2, "cpu")])
 def test_where_states_would_lie_does_not_matter_without_an_optimizer(stage: int, device: str, tmp_path: Path) -> None:
     """As Trainer and Accelerate ask for it where they only evaluate, and TRL for its reference model (stage 0)."""
@@ -160,6 +161,7 @@ def compiled() -> list[list[float]]:
     return found
 
 
+@pytest.mark.campaign
 def test_a_compiled_model_trains_alike() -> None:
     for plain, other in run_ranks(2, compiled, timeout=100):
         assert other == pytest.approx(plain, rel=1e-12)
@@ -216,8 +218,7 @@ def recomputed(kind: str, around: bool, reentrant: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize(("kind", "reentrant"), spread(["bf16", "fp16"], [False, True], 2))
 def test_checkpointing_around_the_whole_model(kind: str, reentrant: bool) -> None:
     """Its inputs are cast whenever it runs."""
     plainly, found = (run_ranks(2, recomputed, kind, around, reentrant) for around in (False, True))

@@ -123,6 +123,7 @@ def test_what_a_training_engine_names_its_latest(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
 
 
+@pytest.mark.campaign
 def test_the_module_is_a_command() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "error", "-m", "zeropp.checkpoint.zero_to_fp32", "/no/such/folder", "/no/such/out"]

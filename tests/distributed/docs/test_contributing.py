@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -164,6 +165,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.campaign
 def test_a_key_by_its_recipe(tree: Path) -> None:
     field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
     insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
@@ -182,6 +184,7 @@ def test_a_key_by_its_recipe(tree: Path) -> None:
     assert row in (tree / "docs/configuration.md").read_text()
 
 
+@functools.cache
 def names_read() -> set[str]:
     """Attributes that the code outside of the configuration reads."""
     found = set()

@@ -52,7 +52,7 @@ class Blocks(nn.Module):
 def saved(folder: str) -> tuple[int, int, list[int], bool]:
     """Save, resume and save; the first step of either run, the steps that are kept, and True if weights came back."""
     os.chdir(folder)
-    text = recipe("checkpoints.md", ("1001", "401"))
+    text = recipe("checkpoints.md", ("1001", "41"), ("step % 100", "step % 10"))
 
     def start() -> dict[str, object]:
         model = Blocks()
@@ -63,7 +63,7 @@ def saved(folder: str) -> tuple[int, int, list[int], bool]:
             optimizer.backward(model(torch.full((2, 32), step / 1000)).square().mean())
             optimizer.step()
 
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
         space: dict[str, object] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "train": train}
         run(text, space)
         space["state"] = zeropp.full_state(model)
@@ -79,7 +79,7 @@ def saved(folder: str) -> tuple[int, int, list[int], bool]:
 
 def test_a_run_is_saved_and_resumed(tmp_path: Path) -> None:
     for result in run_ranks(2, saved, str(tmp_path)):
-        assert result == (1, 401, [200, 300, 400], True)
+        assert result == (1, 41, [20, 30, 40], True)
 
 
 def adapted() -> str:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 import zeropp
 from tests.support.deepspeed_stand_in import standing_in
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp.config import load_config, require_supported
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -205,14 +205,18 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
 
 
 def test_zeropp_alone_is_imported_for_that_line() -> None:
-    """``zeropp.fsdp2`` is there without an import of its own; names of DeepSpeed's say where they are."""
-    program = "import zeropp; zeropp.fsdp2.apply; zeropp.add_config_arguments"
+    """It brings ``zeropp.fsdp2`` without an import of its own, and no trainer; DeepSpeed names say where they are."""
+    program = (
+        "import sys, zeropp, zeropp.integrations; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"
+        "zeropp.fsdp2.apply; zeropp.add_config_arguments"
+    )
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100)
     assert done.stderr.splitlines()[-1] == (
         "AttributeError: module 'zeropp' has no attribute 'add_config_arguments'; for scripts that use it: "
         "python -m zeropp.compat.deepspeed COMMAND"
     )
+    assert done.stdout == "[]\n"
 
 
 def test_without_fully_shard_zeropp_trains_the_same() -> None:
@@ -238,7 +242,7 @@ def accumulated(config: dict[str, Any] | None) -> dict[str, Tensor]:
     return zeropp.full_state(model, rank0_only=True) if config is not None else model.state_dict()
 
 
-@pytest.mark.parametrize("config", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("config", some([{"gradient_accumulation_steps": 2}, {}], 2), ids=str)
 def test_a_loop_that_accumulates_stays(config: dict[str, Any]) -> None:
     """As the table says of ``set_requires_gradient_sync``: without it, and with or without the key."""
     expected = accumulated(None)
@@ -338,6 +342,7 @@ def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
     assert run(every(command, ("node 8", "node 2 --standalone")), tmp_path).count("trained") == 2
 
 
+@pytest.mark.campaign
 def test_the_training_command(tmp_path: Path) -> None:
     """But for the virtual environment, which the test command has made in the same words."""
     setup, train = block(TRAIN, "sh").split(" '.[examples]' && ")
@@ -359,6 +364,7 @@ def test_the_test_command_is_what_ci_runs() -> None:
     assert {"dev", "examples"} <= set(extras) and "`pip install .`" in TEXT
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_the_trainer_s_command(tmp_path: Path) -> None:
     """With the example's script as train.py, which knows nothing of zeropp."""

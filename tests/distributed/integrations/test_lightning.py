@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import zeropp
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp.checkpoint import CheckpointError
 
 # Lightning joins ranks that torchrun describes by this, too; otherwise it would start some of its own.
@@ -22,12 +22,12 @@ def alone() -> dict[str, Any]:
     return {"state": module.state_dict(), **module.seen}
 
 
-def stages(wanted: dict[str, Any]) -> dict[int, list[Any]]:
+def stages(wanted: dict[str, Any], which: list[int]) -> dict[int, list[Any]]:
     """For each stage: how far weights are, losses, rates, validation losses, and elements that this rank has."""
     from tests.support import lightning_cases as cases
 
     found = {}
-    for stage in (0, 1, 2, 3):
+    for stage in which:
         given = {"stage": stage} if stage else {"zero_optimization": False}
         run, module = cases.trained(cases.strategy(**given))
         engine = run.strategy.engine
@@ -40,14 +40,15 @@ def stages(wanted: dict[str, Any]) -> dict[int, list[Any]]:
     return found
 
 
-def test_stages_equal_a_trainer_in_one_process() -> None:
+@pytest.mark.parametrize("which", some([[0, 3], [0, 1, 2]], 2), ids=str)
+def test_stages_equal_a_trainer_in_one_process(which: list[int]) -> None:
     """In float32, in which the order of additions differs: 1e-5, of weights and losses of about 1.
 
     Windows of two of five batches, clipping, a scheduler of steps, validation; ranks begin with other weights.
     """
     (wanted,) = run_ranks(1, alone)
-    first, second = run_ranks(2, stages, wanted, env=LAUNCHED, timeout=100)
-    for stage in (0, 1, 2, 3):
+    first, second = run_ranks(2, stages, wanted, which, env=LAUNCHED, timeout=100)
+    for stage in which:
         for distance, own, rates, *_ in (first[stage], second[stage]):
             assert distance < 1e-5 and rates == wanted["rates"] and len(set(rates)) == 3
             # Padded to blocks; each rank has its half.
@@ -80,7 +81,7 @@ def interrupted(folder: Path) -> list[float]:
 
     found: list[Any] = []
     kept: dict[str, Any] = {}
-    for name, epochs in (("whole", (3,)), ("parts", (2, 3))):
+    for name, epochs in (("whole", (2,)), ("parts", (1, 2))):
         for until in epochs:
             run, module = cases.trained(
                 cases.strategy(stage=3), max_epochs=until, callbacks=callbacks(folder, name, kept), path="last",
@@ -88,13 +89,13 @@ def interrupted(folder: Path) -> list[float]:
             )  # fmt: skip
         found.append((zeropp.full_state(module), module.seen["val"][-5:], module.seen["rates"][-3:], run.global_step))
     (whole, *others), (parts, *again) = found
-    assert others == again and others[-1] == 9
+    assert others == again and others[-1] == 6
     assert (folder / "parts" / "last.ckpt" / "checkpoint").is_dir()
-    assert "lr-AdamW" in (folder / "whole" / "lightning_logs" / "version_3" / "metrics.csv").read_text()
+    assert "lr-AdamW" in (folder / "whole" / "lightning_logs" / "version_2" / "metrics.csv").read_text()
     distances = [max(float((whole[name] - parts[name]).abs().max()) for name in whole)]
     for path, wanted in ((folder / "parts" / "last.ckpt", parts), (folder / "middle.ckpt", kept)):
         # Nothing is left to do but load.
-        run, module = cases.trained(cases.strategy(stage=1), max_epochs=3, max_steps=1, path=path)
+        run, module = cases.trained(cases.strategy(stage=1), max_epochs=2, max_steps=1, path=path)
         distances.append(cases.distance(module, wanted))
     with pytest.raises(CheckpointError, match="was saved without an optimizer"):
         cases.trained(cases.strategy(stage=1), path=folder / "weights.ckpt")

@@ -117,6 +117,7 @@ def measured(folder: Path) -> list[Any]:
     return [*found, float(sum(errors) / len(errors))]
 
 
+@pytest.mark.campaign
 def test_metrics_are_no_part_of_what_is_partitioned(tmp_path: Path) -> None:
     for found in run_ranks(2, measured, tmp_path, env=LAUNCHED, timeout=100):
         assert found[0] > 0 and found[1:3] == pytest.approx([found[3]] * 2, abs=1e-5)
@@ -170,6 +171,7 @@ def exported(folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.campaign
 def test_files_for_others_a_summary_and_the_end(tmp_path: Path) -> None:
     assert run_ranks(2, exported, tmp_path, env=LAUNCHED, timeout=100) == [[], []]
     assert json.loads((tmp_path / "x.ckpt" / "checkpoint" / "metadata.json").read_text())

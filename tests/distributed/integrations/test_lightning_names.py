@@ -155,6 +155,7 @@ def test_a_folder_of_deepspeed_s_strategy(tmp_path: Path) -> None:
         assert found == (0.0, 0, 10, 0)
 
 
+@pytest.mark.campaign
 def test_importing_zeropp_imports_no_trainer() -> None:
     import subprocess
     import sys

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zeropp
-from tests.support.rank_pool import RankFailure, run_ranks
+from tests.support.rank_pool import RankFailure, run_ranks, some
 from zeropp.checkpoint.metadata import Metadata
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
@@ -35,13 +35,14 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def precisions() -> list[str]:
-    """What is wrong with a precision."""
+def precisions(names: list[str]) -> list[str]:
+    """What is wrong with these precisions."""
     from tests.support import lightning_cases as cases
     from zeropp.integrations.lightning import ZeroPrecision
 
     wrong = []
-    for name, dtype in PRECISIONS.items():
+    for name in names:
+        dtype = PRECISIONS[name]
         # By a plugin: by its name Lightning turns float16 on a CPU into bfloat16.
         given = {"precision_plugin": ZeroPrecision(name), "initial_scale_power": 4, "loss_scale_window": 3}
         module = cases.built()
@@ -68,8 +69,12 @@ def precisions() -> list[str]:
     return wrong
 
 
-def test_every_precision_trains() -> None:
-    assert run_ranks(2, precisions, env=LAUNCHED, timeout=100) == [[], []]
+@pytest.mark.parametrize("names", some([["16-mixed"], [*PRECISIONS]], 2), ids=str)
+def test_every_precision_trains(names: list[str]) -> None:
+    assert run_ranks(2, precisions, names, env=LAUNCHED, timeout=100) == [[], []]
+
+
+HOOKS = ["clips by hand", "backward by hand", "manual", "windows that grow"]
 
 
 def hooked(wanted: dict[str, Any]) -> dict[str, float]:
@@ -88,13 +93,14 @@ def hooked(wanted: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def hooks_alone() -> dict[str, Any]:
+def hooks_alone(names: list[str]) -> dict[str, Any]:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
     from tests.support import lightning_cases as cases
 
     found = {}
-    for name, (kind, more) in cases.HOOKS.items():
+    for name in names:
+        kind, more = cases.HOOKS[name]
         if more.get("callbacks"):
             more = {**more, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
         module = cases.plain(2, kind, **more)
@@ -102,9 +108,10 @@ def hooks_alone() -> dict[str, Any]:
     return found
 
 
-def test_hooks_act_as_in_one_process() -> None:
+@pytest.mark.parametrize("names", some([HOOKS[2:3], HOOKS], 2), ids=str)
+def test_hooks_act_as_in_one_process(names: list[str]) -> None:
     """In float32: 1e-5, of weights of about 1."""
-    (wanted,) = run_ranks(1, hooks_alone)
+    (wanted,) = run_ranks(1, hooks_alone, names)
     states = [state["net.1.weight"] for state, _ in wanted.values()]
     # Each hook does something: no two end alike.
     assert all(float((a - b).abs().max()) > 1e-3 for i, a in enumerate(states) for b in states[:i])
@@ -112,7 +119,7 @@ def test_hooks_act_as_in_one_process() -> None:
         assert max(found.values()) < 1e-5, found
 
 
-def configured(folder: Path) -> list[str]:
+def configured(folder: Path, every: bool) -> list[str]:
     """What is wrong with a configuration that is given as a dict, as a file, or by the environment."""
     from tests.support import lightning_cases as cases
 
@@ -120,7 +127,7 @@ def configured(folder: Path) -> list[str]:
     path = folder / f"{dist.get_rank()}.json"
     path.write_text("// as in DeepSpeed's own examples\n" + json.dumps(CONFIG))
     states = []
-    for source in (given, path, str(path), None):
+    for source in (given, path, str(path), None)[:: 1 if every else 3]:
         if source is None:
             os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(path)
         # Whatever else is given: a configuration is all that counts.
@@ -137,8 +144,9 @@ def configured(folder: Path) -> list[str]:
     return wrong
 
 
-def test_configurations(tmp_path: Path) -> None:
-    assert run_ranks(2, configured, tmp_path, env=LAUNCHED, timeout=100) == [[], []]
+@pytest.mark.parametrize("every", some([False, True], 2))
+def test_configurations(every: bool, tmp_path: Path) -> None:
+    assert run_ranks(2, configured, tmp_path, every, env=LAUNCHED, timeout=100) == [[], []]
 
 
 def models(folder: Path) -> list[Any]:
@@ -156,6 +164,7 @@ def models(folder: Path) -> list[Any]:
     return [frozen, state["net.0.weight"], moved, cut, whole, sum_cut == pytest.approx(sum_whole)]
 
 
+@pytest.mark.campaign
 def test_frozen_and_late_models(tmp_path: Path) -> None:
     """Weights that are built in pieces are those that the same code gives rank 0 without."""
     begins = run_ranks(1, frozen_begins)[0]

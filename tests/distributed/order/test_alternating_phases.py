@@ -9,7 +9,7 @@ import torch
 
 from tests.support.branch_routes import ALL, agreements
 from tests.support.branching_models import Route, Routed, chain, gathers, logged, make_config
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from tests.support.sharded_and_plain import Pair
 
 
@@ -50,33 +50,32 @@ def alternate(
     return last, alones, talked
 
 
-LIMITS = [{}, {"reuse": 0, "prefetch": 0}, {"reuse": 0}]
-LIMIT_NAMES = ["default", "bare", "prefetch"]
+LIMITS: dict[str, dict[str, object]] = {"default": {}, "prefetch": {"reuse": 0}, "bare": {"reuse": 0, "prefetch": 0}}
 
 
-@pytest.mark.parametrize("settings", LIMITS, ids=LIMIT_NAMES)
-def test_train_and_eval_alternate(settings: dict[str, object]) -> None:
+@pytest.mark.parametrize("limits", some(LIMITS, 3))
+def test_train_and_eval_alternate(limits: str) -> None:
     """Both orders are known: nothing is learned again, and nothing is gathered in vain."""
-    for last, alones, talked in run_ranks(2, alternate, [(chain(6), True), (chain(6), False)], settings, 3):
+    for last, alones, talked in run_ranks(2, alternate, [(chain(6), True), (chain(6), False)], LIMITS[limits], 3):
         assert last == alones
         assert talked == 0
 
 
-@pytest.mark.parametrize("settings", LIMITS, ids=LIMIT_NAMES)
-def test_two_branches_alternate(settings: dict[str, object]) -> None:
+@pytest.mark.parametrize("limits", some(["prefetch", "bare", "default"], 3))
+def test_two_branches_alternate(limits: str) -> None:
     """A flag that is the same on all ranks chooses between two halves of the model."""
     passes = [(chain(0, 1, 2), True), (chain(3, 4, 5), True)]
-    for last, alones, _ in run_ranks(2, alternate, passes, settings, 4):
+    for last, alones, _ in run_ranks(2, alternate, passes, LIMITS[limits], 4):
         for found, needed in zip(last, alones, strict=True):
             assert found <= needed, f"gathered {found}, alone {needed}"
 
 
-@pytest.mark.parametrize("settings", LIMITS, ids=LIMIT_NAMES)
-def test_two_branches_with_a_common_stem_alternate(settings: dict[str, object]) -> None:
+@pytest.mark.parametrize("limits", some(LIMITS, 3))
+def test_two_branches_with_a_common_stem_alternate(limits: str) -> None:
     """Behind the stem the branch is a guess: a wrong one may fetch the other branch's two units, once."""
     passes = [(chain(0, 1, 2, 5), True), (chain(0, 3, 4, 5), True)]
     wrong = [Counter({"blocks.3": 1, "blocks.4": 1}), Counter({"blocks.1": 1, "blocks.2": 1})]
-    for last, alones, _ in run_ranks(2, alternate, passes, settings, 4):
+    for last, alones, _ in run_ranks(2, alternate, passes, LIMITS[limits], 4):
         for found, needed, guessed in zip(last, alones, wrong, strict=True):
             assert found <= needed + guessed, f"gathered {found}, alone {needed}"
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.branch_routes import agreements
 from tests.support.branching_models import Block, make_config
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from tests.support.sharded_and_plain import Pair
 
 
@@ -129,7 +129,7 @@ def thaw(settings: dict[str, object]) -> None:
         chooser.step(one_of_two_outputs, *choices)
 
 
-@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
+@pytest.mark.parametrize("settings", some([{}, {"reuse": 0, "prefetch": 0}], 2), ids=["default", "bare"])
 def test_ranks_part_once_more_is_trained(settings: dict[str, object]) -> None:
     run_ranks(2, thaw, settings)
 
@@ -182,7 +182,9 @@ def _repeated(model: nn.Module, x: Tensor, first: int, second: int) -> Tensor:
     return loss + model(x, second) if second else loss
 
 
-@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}], ids=["default", "bare", "live0"])
+@pytest.mark.parametrize(
+    "settings", some([{}, {"reuse": 0, "prefetch": 0}, {"live": 0}], 3), ids=["default", "bare", "live0"]
+)
 def test_a_forward_before_the_last_calls_a_block_more_often(settings: dict[str, object]) -> None:
     """Backward needs no unit that it has not known, but on one rank more often; such forwards have been seen to vary.
 

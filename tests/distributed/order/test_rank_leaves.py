@@ -139,7 +139,7 @@ def check_left(results: list[tuple[str, float, bool, bool]], how: str) -> None:
         assert any(REACHED in message for message, *_ in results)
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("how", LEAVES)
 def test_a_rank_that_leaves_stops_every_rank(how: str) -> None:
     check_left(run_ranks(2, leave, how, {}), how)
@@ -168,6 +168,7 @@ def hung_gather(settings: dict[str, object]) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.campaign
 def test_the_unit_that_is_waited_for_is_named() -> None:
     message, seconds = run_ranks(2, hung_gather, {"reuse": 0, "prefetch": 0})[0]
     assert "rank 0 was waiting for the gather of unit 'blocks.0'" in message
@@ -190,6 +191,7 @@ def silent_peer() -> str:
     return str(caught.value)
 
 
+@pytest.mark.campaign
 def test_without_overlap_the_error_is_named_too() -> None:
     message = run_ranks(2, silent_peer)[0]
     assert "no longer in step" in message and "rank 0 was gathering blocks.0" in message

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.branch_routes import agreements
 from tests.support.branching_models import WIDTH, make_config
-from tests.support.rank_pool import RankError, run_ranks
+from tests.support.rank_pool import RankFailure, run_ranks, some, spread
 from tests.support.sharded_and_plain import Pair
 
 Way = str  # words that a model's forward looks for
@@ -239,9 +240,7 @@ def branching(name: str, settings: dict[str, object]) -> int:
     return rounds[1]
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("settings", LIMITS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "settings"), spread(CASES, LIMITS, 3))
 def test_ranks_branch(name: str, settings: str) -> None:
     # A forward ends with a round where some module has not run yet: any rank's data may call for it.
     rounds = 1 if name == "a module that no rank has run" else 0
@@ -270,7 +269,7 @@ def borrows(settings: dict[str, object]) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("settings", LIMITS)
+@pytest.mark.parametrize("settings", some(LIMITS, 2))
 def test_a_weight_is_used_outside_its_module_while_its_unit_stays_gathered(settings: str) -> None:
     run_ranks(2, borrows, LIMITS[settings])
 
@@ -304,12 +303,13 @@ MORE = {
 
 def more_often_than_ever(name: str) -> None:
     model, steps, _ = MORE[name]
-    pair = Pair(model(), make_config(live=0, reuse=0, prefetch=0, hang_timeout=5), loss=one_forward)
+    pair = Pair(model(), make_config(live=0, reuse=0, prefetch=0, hang_timeout=2), loss=one_forward)
     for ways in steps:
         pair.train(*ways)
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_a_rank_that_alone_does_more_than_ever_is_told_so(name: str) -> None:
-    with pytest.raises(RankError, match=f"rank 1 alone {MORE[name][2]}"):
-        run_ranks(2, more_often_than_ever, name)
+    failures = run_ranks(2, more_often_than_ever, name, catch=True)
+    told = [each.message for each in failures if isinstance(each, RankFailure)]
+    assert any(re.search(f"rank 1 alone {MORE[name][2]}", text) for text in told), told

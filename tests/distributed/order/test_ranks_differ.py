@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.branch_routes import ALL, BARE, BRANCHES, follow
 from tests.support.branching_models import Block, Route, Routed, chain, make_config
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some, spread
 from tests.support.sharded_and_plain import Pair
 
 # Other orders.
@@ -19,8 +19,8 @@ from tests.support.sharded_and_plain import Pair
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}, {"overlap_comm": False}],
-    ids=["default", "bare", "live0", "inline"],
+    some([{}, {"reuse": 0, "prefetch": 0}, {"overlap_comm": False}, {"live": 0}], 2),
+    ids=["default", "bare", "inline", "live0"],
 )
 def test_gradients_finished_in_opposite_orders(settings: dict[str, object]) -> None:
     """Two equal units swapped between ranks would corrupt both without any error."""
@@ -39,10 +39,10 @@ def test_opposite_orders_on_four_ranks() -> None:
 # Parts of what is known, and more.
 
 
-PARTS = [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}, {"persist": 1000}]
+PARTS = [{}, {"reuse": 0, "prefetch": 0}, {"persist": 1000}, {"live": 0}]
 
 
-@pytest.mark.parametrize("settings", PARTS, ids=["default", "bare", "live0", "persistent"])
+@pytest.mark.parametrize("settings", some(PARTS, 2), ids=["default", "bare", "persistent", "live0"])
 def test_parts_of_a_known_sequence(settings: dict[str, object]) -> None:
     """A rank joins gathers and reductions of what it skips; a round at the end of each phase asks who wants more."""
     steps = [
@@ -71,13 +71,13 @@ def test_gradients_stay_until_zero_grad() -> None:
 
 
 KNOWN = {"first": chain(0, 1), "last": chain(2, 3)}
+PERSIST = {"partitioned": 0, "persistent": 1000}
 
 
-@pytest.mark.parametrize("known", KNOWN)
-@pytest.mark.parametrize("persist", [0, 1000], ids=["partitioned", "persistent"])
-def test_first_use_after_several_steps(persist: int, known: str) -> None:
+@pytest.mark.parametrize(("known", "persist"), spread(KNOWN, PERSIST, 2))
+def test_first_use_after_several_steps(known: str, persist: str) -> None:
     """Where the last blocks are known, backward reaches the new ones after their unit has been sent."""
-    run_ranks(2, follow, [[KNOWN[known]]] * 3 + [[ALL]] * 2 + [[KNOWN[known]]], {"persist": persist})
+    run_ranks(2, follow, [[KNOWN[known]]] * 3 + [[ALL]] * 2 + [[KNOWN[known]]], {"persist": PERSIST[persist]})
 
 
 @pytest.mark.parametrize("known", KNOWN)
@@ -128,7 +128,7 @@ def detached(settings: dict[str, object]) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
+@pytest.mark.parametrize("settings", some([{}, {"reuse": 0, "prefetch": 0}], 2), ids=["default", "bare"])
 def test_gradient_that_comes_late(settings: dict[str, object]) -> None:
     run_ranks(2, detached, settings)
 
@@ -167,12 +167,12 @@ def random_settings(seed: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some(range(8), 2))
 def test_random_parts_on_every_rank(seed: int) -> None:
     run_ranks(2, follow, random_routes(seed, 2), random_settings(seed))
 
 
-@pytest.mark.parametrize("seed", range(8, 10))
+@pytest.mark.parametrize("seed", some(range(8, 10), 2))
 def test_random_parts_on_four_ranks(seed: int) -> None:
     run_ranks(4, follow, random_routes(seed, 4), random_settings(seed), local_world_size=2)
 
@@ -236,7 +236,7 @@ def encircle(settings: dict[str, object]) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("settings", [{}, BARE, {"overlap_comm": False}], ids=str)
+@pytest.mark.parametrize("settings", some([{}, BARE, {"overlap_comm": False}], 2), ids=str)
 def test_ranks_leave_a_known_order_when_one_has_sent_more(settings: dict[str, object]) -> None:
     """Both come to block 2 in backward, one with block 1's gradients sent, the other before it has any."""
     run_ranks(2, encircle, settings)

@@ -50,7 +50,7 @@ def broken(routes: list[Route], evaluating: bool) -> None:
     pair.train(USED)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("evaluating", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("routes", [[chain(0, 1, 2)], [USED, chain(0, 1, 2)]], ids=["all ranks", "one rank"])
 def test_a_broken_promise_is_an_error_on_every_rank(routes: list[Route], evaluating: bool) -> None:
