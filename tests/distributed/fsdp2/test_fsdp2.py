@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.branching_models import apart
 from tests.support.fsdp2_models import PLAIN, gradients, plain_gradients, sharded, units, whole
 from tests.support.fsdp2_reference import Net, bound, table_of, tensors_of, tokens
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp import fsdp2
 
 Named = dict[str, Tensor]
@@ -101,6 +101,7 @@ def test_gradients_are_the_mean_within_the_codecs_bound(reshard: bool | int, dty
             check_mean(found, 2, bits, rounding=rounding)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("local", [4, 1])
 def test_gradients_of_one_hop_are_the_mean(local: int) -> None:
     for results in run_ranks(4, first_steps, True, "fp32", "fp32", local_world_size=local):
@@ -113,7 +114,7 @@ def test_the_divide_factor_replaces_the_mean() -> None:
         check_mean(found, 2, (8, 4), factor=4 / 3)
 
 
-@pytest.mark.parametrize("settings", [{}, {"hadamard": True}, {"hadamard": True, "feedback": "both"}], ids=str)
+@pytest.mark.parametrize("settings", some([{"hadamard": True, "feedback": "both"}, {"hadamard": True}, {}], 3), ids=str)
 def test_gradients_with_everything_quantized(settings: dict[str, Any]) -> None:
     """Backward sees other weights then: the error is small and the factor 1, but for a vector in crowded groups."""
     for taken, (plain,), _ in run_ranks(4, first_step, settings, 2, "fp32", "fp32", local_world_size=2):
@@ -220,6 +221,7 @@ def accumulated(sync: bool) -> Found:
     return gradients(model), rounds, cut
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sync", [True, False])
 def test_accumulated_gradients_are_the_sum_of_means(sync: bool) -> None:
     for found in run_ranks(4, accumulated, sync, local_world_size=2):

@@ -51,7 +51,7 @@ def reduced(local: int, pairwise: bool = True) -> list[str]:
     return wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("local, pairwise", [(2, True), (2, False), (4, True), (1, False)])
 def test_reductions_to_the_bit(local: int, pairwise: bool) -> None:
     """Any size, both dtypes, one hop or two; the factor comes once, at the end, whatever FSDP2 asks for."""
@@ -132,7 +132,7 @@ def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[
     return wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("local", [2, 1])
 @pytest.mark.parametrize("weights", ["int8", None])
 def test_gathers_to_the_bit(weights: str | None, local: int) -> None:

@@ -78,6 +78,7 @@ def swaps(how: str) -> dict[str, float]:
     return {name: float((kept[name] - clean[name]).norm() / clean[name].norm()) for name in kept}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("how", ["at once", "one of two", "while gradients are accumulated", "and back"])
 def test_an_error_does_not_go_to_another_parameter_of_the_same_size(how: str) -> None:
     for found in run_ranks(4, swaps, how, local_world_size=2):

@@ -71,6 +71,7 @@ def sharded_later(when: str) -> tuple[str, str, list[str]]:
     return *said, wrong + (["bytes were sent before the error"] if sent else [])
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("when", ["the root", "a block and the root", "a new module"])
 def test_what_is_sharded_after_apply_is_refused_at_first_use(when: str) -> None:
     names = {"a block and the root": "['(root)', 'blocks.1']", "a new module": "['head']"}.get(when, "['(root)']")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from tests.support.branching_models import apart
 from tests.support.fsdp2_models import DTYPES, PLAIN, gradients, hooks, plain_gradients
 from tests.support.fsdp2_reference import Net, tokens
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some, spread
 from zeropp import fsdp2
 from zeropp.fsdp2 import routes
 from zeropp.fsdp2.shards import parameter_groups
@@ -86,10 +86,11 @@ def replicated(replicas: int, how: str, dtype: str) -> tuple[float, float, float
     return plain, coded, worst(step(model, how), wanted)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("how", ["once", "accumulated", "unsynchronised", "a divide factor", "a hook"])
-@pytest.mark.parametrize("replicas", [2, 1])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    spread(["once", "accumulated", "unsynchronised", "a divide factor", "a hook"], ["fp32", "bf16"], 2),
+)
+@pytest.mark.parametrize("replicas", some([2, 1], 2))
 def test_replicas_have_the_mean_over_all_ranks(replicas: int, how: str, dtype: str) -> None:
     for plain, coded, removed in run_ranks(4, replicated, replicas, how, dtype, local_world_size=2):
         assert plain < 2e-6 and 1e-4 < coded < 0.03 and removed == 0.0
@@ -187,7 +188,7 @@ def experts(how: str) -> tuple[float, float, list[tuple[str, str, int]]]:
 
 
 @pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="torch before 2.13 has one mesh a call")
-@pytest.mark.parametrize("how", ["inside nodes", "across nodes", "replicated experts"])
+@pytest.mark.parametrize("how", some(["replicated experts", "inside nodes", "across nodes"], 3))
 def test_each_mesh_of_a_module_has_its_own_communication(how: str) -> None:
     for plain, coded, rows in run_ranks(4, experts, how, local_world_size=2):
         assert plain < 2e-6 and 1e-4 < coded < 0.03

@@ -87,6 +87,7 @@ def gathers_ahead(settings: dict[str, Any]) -> bool:
     return torch.equal(*losses)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, PLAIN], ids=["coded", "plain"])
 def test_gathers_of_two_units_overlap(settings: dict[str, Any]) -> None:
     assert run_ranks(4, gathers_ahead, settings, local_world_size=2) == [True] * 4
@@ -113,6 +114,7 @@ def reductions_at_once(settings: dict[str, Any], gated: bool) -> list[Tensor]:
     return outs
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{"gradient_bits": (8, 4)}, PLAIN], ids=["coded", "plain"])
 def test_reductions_of_two_units_overlap(settings: dict[str, Any]) -> None:
     apart, together = (run_ranks(4, reductions_at_once, settings, on, local_world_size=2) for on in (False, True))
@@ -207,7 +209,7 @@ def alone() -> str:
     model = sharded()
     # `apply` is collective, with the same limit; torch's first import of what shards takes seconds on a busy machine.
     dist.barrier()
-    fsdp2.apply(model, hang_timeout=6.0)
+    fsdp2.apply(model, hang_timeout=4.0)
     if dist.get_rank() == 3:
         return ""
     with pytest.raises(RuntimeError) as caught:
@@ -307,6 +309,7 @@ def named_memory(settings: dict[str, Any]) -> list[bool]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, PLAIN], ids=["coded", "plain"])
 def test_memory_on_several_lanes_is_named_there(settings: dict[str, Any]) -> None:
     """[Note: memory on several streams]; on CPU nothing follows from it, so that it is written down here."""
@@ -336,6 +339,7 @@ def with_a_hook(when: str) -> list[str]:
     return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_beside_an_all_reduce_hook(when: str) -> None:
     assert run_ranks(4, with_a_hook, when, local_world_size=2) == [[]] * 4

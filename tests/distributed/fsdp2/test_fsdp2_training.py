@@ -69,9 +69,9 @@ def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("reshard, secondary", [(True, "values"), (False, "values"), (2, "values"), (2, "codes")])
+@pytest.mark.parametrize("reshard, secondary", [(True, "values"), (False, "values"), (2, "codes"), (2, "values")])
 def test_every_rank_computes_with_the_decoded_weights(reshard: bool | int, secondary: str, dtype: str) -> None:
     """In forward and backward; from a smaller group the same, unless they travel as codes a second time."""
     assert run_ranks(4, weights_seen, reshard, dtype, secondary, local_world_size=2) == [[]] * 4
@@ -152,6 +152,7 @@ def test_losses_stay_within_the_codecs_bound(reshard: bool | int) -> None:
                 assert value == pytest.approx(other, rel=0.03)
 
 
+@pytest.mark.campaign
 def test_losses_in_bf16() -> None:
     usual = run_ranks(4, losses, None, 2, "bf16", local_world_size=2)[0]
     for found in run_ranks(4, losses, {"feedback": "cross"}, 2, "bf16", local_world_size=2):
@@ -181,7 +182,7 @@ def compared(reshard: bool | int, dtype: str) -> tuple[list[float], list[float],
     return *found, worst
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype: str) -> None:
@@ -200,6 +201,7 @@ def exact(reshard: bool | int) -> list[str]:
     return [name for name, mean in means.items() if apart(found[name], mean) > 1e-12 * float(mean.abs().max())]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_gradients_in_float64_are_summed_in_it(reshard: bool | int) -> None:
     assert run_ranks(4, exact, reshard, local_world_size=2) == [[]] * 4
@@ -229,10 +231,10 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes, r.codec) for r in adapter.ledger.rows}, sizes
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("settings", "reshard"),
-    [(s, r) for r in (True, 2) for s in ({}, PLAIN, {"gather_hops": 1})] + [({"secondary": "codes"}, 2)],
+    [({"secondary": "codes"}, 2), *((s, r) for r in (True, 2) for s in ({}, PLAIN, {"gather_hops": 1}))],
     ids=str,
 )
 def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshard: bool | int) -> None:
@@ -354,6 +356,7 @@ def frozen_units(feedback: str) -> tuple[list[float], list[str]]:
     return losses, list(adapter.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("feedback", ["cross", "both"])
 def test_units_that_are_frozen_wholly_carry_no_errors(feedback: str) -> None:
     results = run_ranks(4, frozen_units, feedback, local_world_size=2)

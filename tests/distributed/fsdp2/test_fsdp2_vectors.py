@@ -108,7 +108,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp16")], ids=str)
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_vectors_are_those_of_fsdp2_to_16_bits(name: str, dtypes: tuple[str, str]) -> None:
@@ -138,6 +138,7 @@ def matrices_beside_loud_vectors() -> list[float]:
     return found
 
 
+@pytest.mark.campaign
 def test_matrices_do_not_share_scales_with_vectors() -> None:
     for codes, values in run_ranks(4, matrices_beside_loud_vectors, local_world_size=2):
         assert values < 0.3 and values < codes
@@ -173,6 +174,7 @@ def many_sets() -> tuple[int, float]:
     return len(hooks(model)[1]._prepared), max(errors)
 
 
+@pytest.mark.campaign
 def test_packings_of_many_sets_of_parameters_are_not_all_kept() -> None:
     for kept, error in run_ranks(4, many_sets, local_world_size=2):
         assert kept <= 64 and error < 2 * WIDTH
@@ -216,6 +218,7 @@ def with_parts_missing(how: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["unused", "unused as zeros", "frozen", "accumulated"])
 def test_vectors_are_found_whichever_parameters_have_a_gradient(how: str) -> None:
     for errors in run_ranks(4, with_parts_missing, how, local_world_size=2):
@@ -240,6 +243,7 @@ def not_finite(value: float) -> tuple[list[str], list[str]]:
     return found, later
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_vectors_that_are_not_finite_arrive_and_are_not_carried_over(value: float) -> None:
     for found, later in run_ranks(4, not_finite, value, local_world_size=2):

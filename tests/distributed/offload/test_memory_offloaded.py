@@ -195,13 +195,14 @@ def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
     return make_config(**settings, **blocks, aio=SMALL)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("world", "name"), TURNS)
 def test_what_is_off_a_card_is_where_the_plan_says(world: int, name: str, tmp_path: Path) -> None:
     for rank, wrong in enumerate(run_ranks(world, owned, config_of(name, tmp_path), True, torch.float32, "cuda")):
         assert not wrong, f"rank {rank}: {wrong}"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("secondary", ["weights", "codes"])
 def test_what_hpz_caches_is_on_the_card(secondary: str, tmp_path: Path) -> None:
     coded = {**CODED, "secondary": secondary} if secondary == "codes" else {}
@@ -219,6 +220,7 @@ def test_rows_stay_in_memory_in_the_order_in_which_they_are_made(most: int, tmp_
         assert not wrong
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("persist", [0, 100])
 def test_rows_that_are_smaller_than_a_request_stay_in_memory(persist: int, tmp_path: Path) -> None:
     """On two ranks most rows of main weights have 2048 bytes, and those that gathers begin with 1024."""
@@ -229,7 +231,7 @@ def test_rows_that_are_smaller_than_a_request_stay_in_memory(persist: int, tmp_p
             assert not wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("stage 3") and "nvme" in name])
 def test_files_of_a_cpu_that_trains(name: str, tmp_path: Path) -> None:
     for wrong in run_ranks(2, owned, config_of(name, tmp_path), True, torch.float32, "cpu"):
@@ -285,6 +287,7 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
     return most, plan.new_weights, dict(sums), {unit.name: unit.arriving for unit in plan.units}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("keys", [{"stage": 1}, {"stage": 1, "bf16": {"enabled": True}}, {"persist": 100}], ids=str)
 def test_what_is_on_its_way(keys: dict[str, Any]) -> None:
     config = make_config(**keys, **offloading("cpu", "", ""))

@@ -12,7 +12,7 @@ from torch import nn
 
 import zeropp
 from tests.support.offload_pairs import Run, host_apart, run, same
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, spread
 
 
 class BeginAgain:
@@ -43,8 +43,7 @@ def trained(how: str, settings: dict[str, Any], apart: bool) -> list[str]:
         return same(plain, run(replace(Run(steps=5, settings=settings), paused=BeginAgain(how))))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("how", ["cleared", "loaded"])
+@pytest.mark.parametrize(("how", "apart"), spread(["cleared", "loaded"], [True, False], 2))
 def test_nothing_of_old_states_is_left(how: str, apart: bool, tmp_path: Path) -> None:
     settings = {
         "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},

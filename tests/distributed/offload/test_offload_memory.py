@@ -37,19 +37,21 @@ def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_a_model_that_has_no_room_in_memory(tmp_path: Path) -> None:
-    """50 Mi elements, of which weights, gradients and states take 800 MiB, within 600 MiB of private memory.
-
-    The same in memory is ended by the limit, so it is one.
-    """
-    limit = ("--limit", str(600 * MIB))
-    found = told(train(tmp_path, 1024, 12, 3, *limit))
+    """50 Mi elements, of which weights, gradients and states take 800 MiB, within 600 MiB of private memory."""
+    found = told(train(tmp_path, 1024, 12, 2, "--limit", str(600 * MIB)))
     assert found["numel"] * 16 > 800e6 and found["most"] - found["before"] < 600 * MIB
     assert found["losses"][-1] < found["losses"][0]
     assert not list(tmp_path.iterdir())
-    failed = train(tmp_path, 1024, 12, 3, *limit, "--cpu")
+
+
+@pytest.mark.campaign
+def test_a_limit_that_ends_what_is_in_memory(tmp_path: Path) -> None:
+    """The same model, in memory: so the limit of the test above is one."""
+    failed = train(tmp_path, 1024, 12, 2, "--limit", str(600 * MIB), "--cpu")
     assert failed.returncode != 0 and "can't allocate memory" in failed.stderr, failed.stderr[-2000:]
 
 
+@pytest.mark.campaign
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     """Over fifty steps: half a unit, 512 KiB, left behind at each of them would come to 13 MiB between the medians.
 

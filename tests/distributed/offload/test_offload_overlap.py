@@ -33,7 +33,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
         How often work was held up, how often in vain, and losses.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)))
     copies = reductions = holds = vain = 0
     begun = threading.Condition()
 
@@ -87,7 +87,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
         )
         for number in range(3):
             training = number > 0  # the first one learns the order
-            loss = model(torch.ones(2, 512)).square().mean()
+            loss = model(torch.ones(2, 256)).square().mean()
             optimizer.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -102,7 +102,7 @@ def test_copies_go_on_beside_collectives(held: str, tmp_path: Any) -> None:
         "aio": {"block_size": 4096},
         "stage": 3,
         "reuse": 0,
-        "prefetch": 10**6,
+        "prefetch": 250_000,
         "offload_optimizer": nvme,
         "offload_param": {**nvme, "max_in_cpu": 0},
     }

@@ -89,7 +89,7 @@ def read_at_once(what: str, settings: dict[str, Any], folder: str, late: bool) -
     return {name: value.clone() for name, value in found.items()}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("what", READS)
 def test_whoever_reads_waits(what: str, tmp_path: Path) -> None:
     """At once after a step of which nothing has been done yet, from memory and from files."""

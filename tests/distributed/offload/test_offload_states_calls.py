@@ -73,6 +73,7 @@ def _misread(model: nn.Module, weights: dict[str, Tensor], saved: dict[str, Tens
     return wrong + [f"gathered {name}" for name in read if not torch.equal(read[name], weights[name])]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [{}, BF16, {"persist": 1000, **BF16}, {"stage": 1, **BF16}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_models_are_evaluated_and_read_while_states_are_away(world: int, settings: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ CASES: list[tuple[str, Callable[[Training], None], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("way", "how"), [pytest.param(way, how, id=name) for name, way, how in CASES])
 def test_no_kernel_gets_both(way: Callable[[Training], None], how: dict[str, Any], tmp_path: Path) -> None:
     settings = copy.deepcopy(how["settings"])

@@ -26,7 +26,7 @@ def check(recipe: Recipe, world: int, how: str = "all", *, nodes: int = 1) -> No
         compare(run, plain, 1e-9, f"rank {number}")
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("model", STAGES)
 def test_every_model_trains_as_in_a_loop(model: str) -> None:
     check(Recipe(model=model, accumulation=3, steps=4, clip=0.5), 2)
@@ -61,6 +61,7 @@ def test_every_placement_trains_as_in_a_loop(case: str) -> None:
     check(Recipe(accumulation=4, steps=5, clip=0.5, zero=zero), world, how, nodes=nodes)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["all", "halves"])
 def test_deferred_sums_wait_for_the_last_micro_batch(how: str) -> None:
     check(Recipe(accumulation=4, steps=4, extension={"defer_cross_reduction": True}), 4, how, nodes=2)
@@ -162,7 +163,7 @@ def bits(dtype: torch.dtype, count: int, stage: int, layered: bool) -> dict[str,
     return state
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 1)])
@@ -172,6 +173,7 @@ def test_two_terms_of_a_sum_give_the_bits_of_a_loop(dtype: torch.dtype, stage: i
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.campaign
 def test_several_micro_batches_differ_from_a_loop_by_rounding() -> None:
     """In float32, of four steps with gradients near one: some roundings of 6e-8 each."""
     found, wanted = (run_ranks(2, bits, torch.float32, 5, 3, layered)[0] for layered in (True, False))
@@ -312,6 +314,7 @@ def _route(how: str, step: int, micro: int, rank: int) -> int:
     return 1 + {"by micro-batch": micro, "by rank": 2 * rank, "by both": (step + micro + rank) % 3}[how]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("how", ["by micro-batch", "by rank", "by both"])
 def test_micro_batches_may_go_different_ways(how: str) -> None:
     for difference in run_ranks(2, routed, how):

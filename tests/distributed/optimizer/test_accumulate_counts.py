@@ -52,6 +52,7 @@ def calls(
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{"reuse": 0}, NOTHING_KEPT], ids=["prefetch", "nothing kept"])
 def test_each_unit_is_gathered_twice_a_step_and_reduced_once(settings: dict[str, Any]) -> None:
     """While the order is learned, too. The tied embedding is used at both ends of the forward."""
@@ -64,6 +65,7 @@ def test_each_unit_is_gathered_twice_a_step_and_reduced_once(settings: dict[str,
         assert found[2]["blocks.1"] == (10, 5)
 
 
+@pytest.mark.campaign
 def test_stages_that_are_recomputed_are_gathered_no_more_often() -> None:
     """torch's older form of checkpointing has a backward of its own for each call, and so for each micro-batch."""
     for model, gathers in (("gpt, blocks recomputed", 2), ("gpt, blocks reentrant", 5)):
@@ -198,6 +200,7 @@ def on_the_device(world: int) -> list[Any]:
     return run_ranks(world, off_the_device, "", "", False)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_off_the_device_train_alike_and_are_read_twice(world: int, device: str, tmp_path: Path) -> None:
@@ -207,6 +210,7 @@ def test_weights_off_the_device_train_alike_and_are_read_twice(world: int, devic
         assert found[2] == {f"blocks.{index}": 2 for index in range(3)}
 
 
+@pytest.mark.campaign
 def test_a_loop_reads_weights_for_each_micro_batch(tmp_path: Path) -> None:
     """What the test above is held against."""
     for _, _, reads in run_ranks(2, off_the_device, "nvme", str(tmp_path), True):

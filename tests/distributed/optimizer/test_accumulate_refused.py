@@ -121,6 +121,7 @@ def refusals(cases: list[str]) -> dict[str, tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_refusal_says_what_was_given_and_expected(world: int) -> None:
     names = [[*CASES], ["tied since"], ["closed"]]

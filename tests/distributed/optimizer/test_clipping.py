@@ -76,7 +76,7 @@ def plain_steps(name: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor],
     return model.state_dict(), found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("late_weights", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -94,6 +94,7 @@ def test_clipped_steps_are_plain_torchs(name: str, fused: bool, late_weights: bo
         assert passes == (0 if fused else STEPS)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_of_64_bits_are_not_divided_in_32(name: str) -> None:
     weights, expected = plain_steps(name, torch.float64)

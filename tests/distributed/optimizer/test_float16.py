@@ -125,7 +125,7 @@ def overflowing(settings: dict[str, Any], pattern: str) -> tuple[list[float], li
     return scales, skipped, changed, optimizer.skipped_steps
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -255,6 +255,7 @@ def saved(folder: Path, way: str) -> list[float]:
     return scales
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
 def test_the_scale_is_saved(way: str, tmp_path: Path) -> None:
     plainly = run_ranks(2, saved, tmp_path, "")

@@ -109,7 +109,7 @@ def check_scaled(runs: list[tuple[Any, ...]], plain: tuple[Any, ...]) -> None:
             assert_close(found_state[name], value, 1e-5, f"rank {rank}: {name}")
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("poisoned", [-1, 0, 1])
 def test_grad_scaler_skips_everywhere(poisoned: int, clip: float | None) -> None:
@@ -117,6 +117,7 @@ def test_grad_scaler_skips_everywhere(poisoned: int, clip: float | None) -> None
     check_scaled(run_ranks(2, train_scaled, recipe, poisoned, clip), plain_scaled(recipe, 2, poisoned, clip))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("poisoned", [-1, 1])
 def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
     """`step` unscales before it clips."""
@@ -126,6 +127,7 @@ def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
     check_scaled(run_ranks(2, train_scaled, recipe, poisoned, 0.2, True), (scales, norms, state))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
     """The caller owns the boundary: nothing tells which backward is the last."""
@@ -133,8 +135,8 @@ def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
     check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 
 
-@pytest.mark.every(4)
-@pytest.mark.parametrize("poisoned", [-1, 0, 1])
+@pytest.mark.every(12)
+@pytest.mark.parametrize("poisoned", [1, -1, 0])
 @pytest.mark.parametrize("world", [2, 4])
 def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> None:
     """Two ranks: rank 1 owns nothing of the first unit. Four: ranks 2 and 3 own nothing."""
@@ -173,7 +175,8 @@ def scale_part(part: str, spoil: bool) -> tuple[int, float]:
     return optimizer.skipped_steps, scaler.get_scale()
 
 
-@pytest.mark.parametrize("spoil", [False, True])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("spoil", [True, False])
 @pytest.mark.parametrize("part", ["gate", "layer"])
 def test_grad_scaler_with_an_optimizer_over_a_part(part: str, spoil: bool) -> None:
     """Ranks may own no slice that the optimizer has, and what overflows may be none of its parameters."""
@@ -186,8 +189,8 @@ PLACED = {
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("placement", "overflow"), spread(PLACED, ["none", "of rank 3"], every=2))
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("placement", "overflow"), spread(PLACED, ["of rank 3", "none"], every=2))
 def test_grad_scaler_in_every_placement(placement: str, overflow: str) -> None:
     recipe, poisoned = Recipe(dtype=torch.float32, zero=PLACED[placement]), {"none": -1}.get(overflow, 3)
     runs = run_ranks(4, train_scaled, recipe, poisoned, 0.2, local_world_size=2)

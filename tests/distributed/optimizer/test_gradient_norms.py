@@ -13,7 +13,7 @@ import zeropp
 from tests.support.branching_models import Routed, make_config
 from tests.support.default_recipe import PLACED, RECIPE, backward
 from tests.support.parity import assert_close, build
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from zeropp.params import gradient
 from zeropp.wire import codecs
 from zeropp.wire.codecs import PlainCodec
@@ -31,8 +31,7 @@ def normed(settings: dict[str, object], clip: float | None) -> tuple[dict[str, f
     return norms, optimizer.grad_norm, optimizer.grad_norms()
 
 
-@pytest.mark.every(8)
-@pytest.mark.parametrize("placement", PLACED)
+@pytest.mark.parametrize("placement", some(["mics", *(name for name in PLACED if name != "mics")], len(PLACED)))
 def test_norms_of_each_gradient(placement: str) -> None:
     model = build(RECIPE)
     backward(model, 0, 4)
@@ -169,6 +168,7 @@ def flags_of_a_window(managed: bool) -> list[int]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("managed", "expected"), [(True, [0, 0, 1]), (False, [1, 1, 1])])
 def test_the_worlds_flag_is_asked_for_where_a_step_may_follow(managed: bool, expected: list[int]) -> None:
     """By the last backward of a known window, by every one where nobody knows which is the last."""
@@ -221,7 +221,9 @@ def alone(by_kernels: bool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor]
         return zeropp.full_state(model), norms, len(messages)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.campaign)]
+)
 def test_one_rank_brings_gradients_to_the_shard_in_one_go(dtype: torch.dtype) -> None:
     [(weights, norms, made)] = run_ranks(1, alone, False, dtype, init=False)
     [(found, measured, none)] = run_ranks(1, alone, True, dtype, init=False)

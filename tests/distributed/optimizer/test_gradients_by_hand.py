@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branch_routes import ALL
 from tests.support.branching_models import WIDTH, Routed, chain, make_config, worst
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some, spread
 from tests.support.sharded_and_plain import Pair
 
 Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
@@ -80,7 +80,7 @@ def model_and_sgd() -> tuple[Net, torch.optim.Optimizer]:
 
 def batches(world: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(2 * world, 6, generator=generator, dtype=torch.float64) for _ in range(8)]
+    return [torch.randn(2 * world, 6, generator=generator, dtype=torch.float64) for _ in range(6)]
 
 
 def share(batch: Tensor, rank: int) -> Tensor:
@@ -105,8 +105,7 @@ def cleared(how: str, persist: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
-@pytest.mark.parametrize("persist", [0, 10_000])
-@pytest.mark.parametrize("how", CLEARS)
+@pytest.mark.parametrize(("how", "persist"), spread(CLEARS, [0, 10_000], 2))
 def test_gradients_cleared(how: str, persist: int) -> None:
     assert max(run_ranks(2, cleared, how, persist)) < 1e-12
 
@@ -123,7 +122,7 @@ def numbers_waited_for(how: str) -> int:
     return optimizer.boundary.reads
 
 
-@pytest.mark.parametrize("how", CLEARS)
+@pytest.mark.parametrize("how", some(["by_groups", *(how for how in CLEARS if how != "by_groups")], len(CLEARS)))
 def test_clearing_gradients_adds_no_round(how: str) -> None:
     assert run_ranks(2, numbers_waited_for, how) == [4, 4]
 
@@ -145,6 +144,7 @@ def looked_at(persist: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("persist", [0, 10_000])
 def test_a_gradient_that_was_asked_for_is_not_lost(persist: int) -> None:
     assert max(run_ranks(2, looked_at, persist)) < 1e-12
@@ -202,7 +202,7 @@ def edited_by_hand(clipping: float) -> None:
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.01])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", some([2, 1], 2))
 def test_gradients_edited_by_hand(world: int, clipping: float) -> None:
     run_ranks(world, edited_by_hand, clipping)
 
@@ -223,6 +223,7 @@ def looked_at_between_backwards(bound: float) -> None:
         assert pair.optimizer.grad_norm == pytest.approx(float(norm), rel=1e-9)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bound", [1e-3, math.inf])
 def test_gradients_looked_at_between_backwards(bound: float) -> None:
     run_ranks(2, looked_at_between_backwards, bound)
@@ -311,15 +312,17 @@ def edited_between_looks(again: bool, edit: Callable[[Tensor], None], stage: int
     return norm, abs(pair.optimizer.grad_norm - norm)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("edit", [scale_down, scale_down_unseen, make_nan])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [True, False])
 def test_gradients_edited_between_looks_at_their_norms(again: bool, edit: Callable[[Tensor], None], stage: int) -> None:
     for norm, error in run_ranks(2, edited_between_looks, again, edit, stage):
         assert math.isnan(norm) == math.isnan(error) == (edit is make_nan)
         assert edit is make_nan or error < 1e-9 * norm
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("look", "edit"),
@@ -359,9 +362,10 @@ def asks_for_input_gradients(stage: int, how: str, always: bool) -> None:
         pair.check()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("always", [True, False], ids=["always", "first step"])
 @pytest.mark.parametrize("how", ["autograd.grad", "backward(inputs=...)"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [3, 2, 0])
 def test_backwards_without_gradients_of_parameters(stage: int, how: str, always: bool) -> None:
     run_ranks(2, asks_for_input_gradients, stage, how, always)
 
@@ -386,6 +390,7 @@ def edited_after_a_backward_over_more(stage: int) -> list[bool]:
     return taken
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_edited_after_a_backward_over_more_forwards(stage: int) -> None:
     assert run_ranks(2, edited_after_a_backward_over_more, stage) == [[True] * 3] * 2
@@ -425,7 +430,8 @@ def edited_in_every_step(stage: int) -> list[bool]:
     return taken
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("stage", [3, 1])
 def test_gradients_edited_in_every_step(stage: int) -> None:
     assert run_ranks(2, edited_in_every_step, stage) == [[True] * 4] * 2
 
@@ -446,8 +452,9 @@ def edited_after_a_look_at_held(stage: int, look: str) -> float:
     return pair.difference()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("look", ["norms", "clip"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [3, 1, 0])
 def test_gradients_edited_after_a_look_at_what_was_held(stage: int, look: str) -> None:
     assert max(run_ranks(2, edited_after_a_look_at_held, stage, look)) < 1e-12
 
@@ -470,6 +477,7 @@ def clipped_beside_a_late_one(again: bool) -> tuple[float, bool, bool]:
     return norm, same, pair.optimizer.step_was_taken
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("again", [False, True])
 def test_clipping_tells_of_an_edit_that_missed_a_gradient(again: bool) -> None:
     for norm, same, taken in run_ranks(2, clipped_beside_a_late_one, again):

@@ -44,6 +44,7 @@ def zeroed(settings: dict[str, Any], folder: str) -> None:
             each.zero_grad(set_to_none=number == 2)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_zeros_are_stepped(settings: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(2, zeroed, settings, str(tmp_path))
@@ -164,6 +165,7 @@ def in_an_engine(stage: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_has_forgotten_gradients_when_its_step_ends(stage: int) -> None:
     assert max(run_ranks(2, in_an_engine, stage)) < 1e-6

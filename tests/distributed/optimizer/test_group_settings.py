@@ -90,6 +90,7 @@ def changed_late(first: str) -> tuple[str, bool, bool]:
     return stepped(CHANGES["lr"][0], first)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("first", ["clip", "norms"])
 def test_settings_that_differ_after_gradients_were_looked_at(first: str) -> None:
     """A warm-up that sets the rate right before `step()`."""
@@ -102,7 +103,7 @@ def left_alike(name: str) -> tuple[str, bool, bool]:
     return stepped(SAME[name])
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_that_differ(name: str) -> None:
     for message, moved, trains in run_ranks(2, changed, name):
@@ -110,7 +111,7 @@ def test_settings_that_differ(name: str) -> None:
         assert not moved and trains
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SAME)
 def test_settings_that_are_the_same(name: str) -> None:
     for message, moved, _ in run_ranks(2, left_alike, name):
@@ -133,6 +134,7 @@ def plateau() -> tuple[int, str]:
     return 4, ""
 
 
+@pytest.mark.campaign
 def test_a_plateau_on_one_rank() -> None:
     for step, message in run_ranks(2, plateau):
         assert step == 2 and "group 0 lr is" in message

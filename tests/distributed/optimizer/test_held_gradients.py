@@ -96,7 +96,7 @@ def after_an_error(settings: dict[str, object], how: str) -> None:
     pair.check()
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(16)
 @pytest.mark.parametrize(("name", "how"), spread(HOLDING, ["forward", "evaluation", "lent"], 2))
 def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
     run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)
@@ -119,7 +119,7 @@ def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, 
     return pair.difference(), pair.optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("name", some(HOLDING, 2))
+@pytest.mark.parametrize("name", some(HOLDING, 3))
 def test_held_gradients_and_a_scaler_are_never_mixed(name: str) -> None:
     """A layer that only the first micro-batch of a later window uses: in that step or, once, a step is skipped."""
     uses = [[False, False], [True, False], [True, False], [True, True], [True, False]]
@@ -139,7 +139,7 @@ def cleared(settings: dict[str, object]) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("name", some(HOLDING, 2))
+@pytest.mark.parametrize("name", some(HOLDING, 3))
 def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
     run_ranks(4, cleared, HOLDING[name], local_world_size=2)
 
@@ -157,6 +157,7 @@ def removed(settings: dict[str, object]) -> None:
     pair.check()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 1", "deferred"])
 def test_a_gradient_taken_away_leaves_what_is_held_of_others(name: str) -> None:
     """What is held is cut at another level than the states."""

@@ -115,7 +115,7 @@ PLACED: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("adamw", torch.bfloat16), ("sgd", torch.bfloat16), ("sgd", torch.float16)], ids=str
 )

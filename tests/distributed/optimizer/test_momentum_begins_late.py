@@ -14,7 +14,7 @@ from torch import nn
 
 import zeropp
 from tests.support.branching_models import WIDTH, Routed, chain, make_config, worst
-from tests.support.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks, some
 from tests.support.sharded_and_plain import Pair, mean_square
 
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "dampening": 0.3}
@@ -49,6 +49,7 @@ def late_branches(config: dict[str, Any]) -> None:
         pair.check()
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -83,7 +84,7 @@ def unfrozen_step_by_step(config: dict[str, Any]) -> None:
                 assert pair.optimizer.state[parameter].get("momentum_buffer", parameter).shape == parameter.shape
 
 
-@pytest.mark.parametrize("settings", [{"stage": 1}, {}, {"offload_optimizer": {"device": "cpu"}}], ids=str)
+@pytest.mark.parametrize("settings", some([{}, {"stage": 1}, {"offload_optimizer": {"device": "cpu"}}], 3), ids=str)
 def test_blocks_that_are_unfrozen_step_by_step(settings: dict[str, Any]) -> None:
     run_ranks(2, unfrozen_step_by_step, make_config(**settings))
 
@@ -109,6 +110,7 @@ def in_an_engine(config: dict[str, Any], folder: str) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_whose_json_names_it(stage: int, tmp_path: Path) -> None:
     assert max(run_ranks(2, in_an_engine, make_config(stage=stage), str(tmp_path))) < 1e-6

@@ -124,7 +124,7 @@ CASES = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_skips(name: str) -> None:
     world, local, dtype, value, poisoned, place, settings, micro, at = CASES[name]
@@ -212,6 +212,7 @@ def loop_reads() -> list[int]:
     return counts
 
 
+@pytest.mark.campaign
 def test_one_host_read_a_step() -> None:
     assert run_ranks(2, loop_reads) == [[1, 1, 1, 1]] * 2
 
@@ -240,6 +241,7 @@ def unchecked(clipping: float) -> tuple[int, list[Tensor], list[Tensor]]:
     return optimizer.skipped_steps, list(zeropp.full_state(model).values()), list(plain.state_dict().values())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_a_step_that_nobody_checks_is_taken(clipping: float) -> None:
     """Where plain torch has NaN there is NaN, and nowhere else; clipping brings it everywhere, there as here."""
@@ -279,6 +281,7 @@ def watched_reads(settings: dict[str, object]) -> list[tuple[list[str], list[str
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}, {"persist": 1000}], ids=str)
 def test_no_read_in_forward_and_backward(settings: dict[str, object]) -> None:
     """Watched, not counted by ourselves.

@@ -50,6 +50,7 @@ def test_optimizers(optimizer: str) -> None:
     check(Recipe(optimizer=optimizer, accumulation=2, clip=0.5), 2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", ["Lion", "Adagrad"])
 def test_optimizers_over_two_nodes(optimizer: str) -> None:
     check(Recipe("frozen middle", optimizer=optimizer), 4, nodes=2)
@@ -202,6 +203,7 @@ def test_norm_sees_edited_gradients() -> None:
         assert_close(last, first / 4, 1e-9, "grad_norm after the gradients were scaled by 1/4")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bounds", [(0.4, 0.1), (0.1, 0.2)], ids=["again", "once"])
 def test_clipped_by_hand_and_by_the_configuration(bounds: tuple[float, float]) -> None:
     """The second clips what the first has left; SGD tells gradients of different sizes apart."""
@@ -252,6 +254,7 @@ def train_zero_with_forwards_in_between(recipe: Recipe) -> list[float]:
     return train_with_forwards_in_between(recipe, optimizer, model, [dist.get_rank()])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("model", ["gpt", "repeated blocks"])
 def test_forwards_without_backward_see_new_weights(model: str) -> None:
     recipe = Recipe(model)
@@ -263,6 +266,7 @@ def test_forwards_without_backward_see_new_weights(model: str) -> None:
 # Factors of the reduction.
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_sum_in_place_of_mean(nodes: int) -> None:
     recipe = Recipe(optimizer="SGD", steps=3, top={"gradient_allreduce_op": "sum"}, accumulation=2)
@@ -276,6 +280,7 @@ def train_with_factor(recipe: Recipe, factor: float) -> Trained:
     return run_steps(recipe, model, optimizer)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("top", [{}, {"gradient_allreduce_op": "sum"}])
 def test_given_factor(top: dict[str, object]) -> None:
     """The factor replaces the mean or sum; it is not applied on top."""
@@ -302,7 +307,7 @@ def train_in_group(recipe: Recipe, how: str) -> tuple[int, Trained]:
     return team, train_zero(recipe, group=group, rank=member)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("how", ["groups", "inner", "outer"])
 def test_two_teams(how: str, nodes: int) -> None:

@@ -129,6 +129,7 @@ def norms(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", ["stage 1", "stage 3", "persistent", "offload"])
 def test_norms_of_parts_are_refused_on_every_rank(name: str, world: int) -> None:
@@ -176,6 +177,7 @@ def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
     return model.state_dict() if settings is None else zeropp.full_state(model)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_clipping_by_value_and_edits_are_as_in_plain_torch(name: str, world: int) -> None:

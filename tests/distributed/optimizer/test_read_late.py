@@ -57,7 +57,7 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("poisoned", [None, 2])
 @pytest.mark.parametrize("name", PLACED)
@@ -103,6 +103,7 @@ WAITING: dict[str, tuple[dict[str, object], Any, bool]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("why", WAITING)
 def test_what_the_host_must_know_it_waits_for(why: str) -> None:
     settings, kind, unfused = WAITING[why]
@@ -152,7 +153,7 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
     return wrong, [optimizer.boundary.reads for _, optimizer in pair]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("factor", [1.0, float("nan")])
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=str)
 def test_a_rank_that_waits_does_what_others_have_done(settings: dict[str, object], factor: float) -> None:

@@ -134,6 +134,7 @@ def _set_rate(optimizer: zeropp.ZeroOptimizer) -> None:
     optimizer.inner.param_groups[0]["lr"] = 0.01
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize(
     ("disturb", "message"),
@@ -208,6 +209,7 @@ def loads_after(folder: Path, who: str) -> None:
         assert optimizer.step_was_taken
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("who", ["all", "one", "none"])
 def test_an_error_of_a_step_stands_in_the_way_of_no_state(who: str, tmp_path: Path) -> None:
     """Whoever has asked for it: it can be saved beside it, and loading puts an end to it on every rank."""
@@ -252,6 +254,7 @@ def saves_after_a_loss(how: str) -> str:
     def in_vain(unread: Unread, _: object) -> list[float]:
         if how == "interrupted":
             raise KeyboardInterrupt
+        agreement.hang_timeout = 2.0  # it never comes
         agreement.wait(lambda seconds: False, "waiting for the sum of norms and flags")
         return []
 

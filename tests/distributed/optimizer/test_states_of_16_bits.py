@@ -107,6 +107,7 @@ def test_states_of_plain_steps(name: str) -> None:
     run_ranks(2, stepped_before, name, BF16, 2)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["Adagrad", "Adagrad fused"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_made_with_the_optimizer(name: str, stage: int) -> None:
@@ -132,6 +133,7 @@ def wrapped_again(name: str) -> None:
     check_beside(model, zeropp.ZeroOptimizer(inner, model, make_config(stage=1, **BF16)), hand)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Adagrad", "Adagrad fused", "AdamW"])
 def test_states_of_a_model_that_is_wrapped_again(name: str) -> None:
     run_ranks(2, wrapped_again, name)

@@ -86,6 +86,7 @@ def wholly_frozen(unfrozen_before_loading: str) -> tuple[str, dict[str, Tensor],
     return said, zeropp.full_state(model), zeropp.full_state(other)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("when", ["before wrapping", "before loading"])
 def test_a_state_goes_on_where_the_same_was_unfrozen(when: str) -> None:
     for said, weights, found in run_ranks(2, wholly_frozen, when):
@@ -134,6 +135,7 @@ def saved(late: bool) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     return said, weights, zeropp.full_state(other)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_saved_states_know_what_was_unfrozen(late: bool) -> None:
     for said, weights, found in run_ranks(2, saved, late):

@@ -172,6 +172,7 @@ def in_inference_mode(stage: int) -> None:
     pair.check()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_inference_mode_around_changes(stage: int) -> None:
     run_ranks(2, in_inference_mode, stage)

@@ -281,7 +281,7 @@ PLACED: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("placement", PLACED)
 @pytest.mark.parametrize("name", ["every time", "two losses", "by hand", "now", "discarded"])
 def test_a_loop_equals_plain_torch_in_every_placement(name: str, placement: str) -> None:
@@ -353,6 +353,7 @@ def scaled(managed: bool, how: str) -> tuple[str, bool, list[float]]:
     return refused, loop.optimizer.step_was_taken, [scaler.get_scale()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["unscale_", "step"])
 def test_grad_scaler_is_for_whole_windows(how: str) -> None:
     for refused, taken, scales in run_ranks(2, scaled, True, how):

@@ -100,7 +100,7 @@ def named(found: Traffic, *, control: bool) -> Traffic:
     return {key: value for key, value in found.items() if (key[1] == "control") is control}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", CASES)
 def test_the_ledger_follows_the_formulas(name: str) -> None:
     world, local, settings, itemsize, wire, warm = CASES[name]
@@ -111,7 +111,8 @@ def test_the_ledger_follows_the_formulas(name: str) -> None:
         assert named(found, control=False) == wanted, f"rank {rank}"
 
 
-@pytest.mark.parametrize(("world", "local"), [(2, 2), (4, 2)])
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("world", "local"), [(4, 2), (2, 2)])
 def test_persistent_units_are_gathered_once_a_step(world: int, local: int) -> None:
     """Frozen persistent weights never change, so nothing of them travels."""
     settings = {"persist": 700}
@@ -221,6 +222,7 @@ def check_the_device(tcp: str | None, busy: bool, *, ranks: int, local: int, dty
     assert found["most"] / found["ledger"] >= 0.998, found
 
 
+@pytest.mark.campaign
 @pytest.mark.root
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
 def test_the_device_carries_what_the_ledger_says(tcp: str | None, busy: bool) -> None:

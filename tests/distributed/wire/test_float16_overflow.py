@@ -46,6 +46,7 @@ def stepped(settings: dict[str, object], backwards: int, divided: bool = True) -
     return optimizer.skipped_steps, zeropp.full_state(model)["weight"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", PLACED)
 def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
     settings, expected = PLACED[name], torch.full((300,), 1 - 2 * RATE * SLOPE)
@@ -55,6 +56,7 @@ def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
         torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 a hop
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["stage 1", "deferred", "mics, held"])
 def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
     """What a rank or a node holds is the sum over its backwards and ranks; it goes on scaled down by both."""
@@ -100,6 +102,7 @@ def at_the_floor(stage: int) -> tuple[list[bool], Tensor]:
     return taken, zeropp.full_state(model)["weight"]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_who_goes_on_at_the_floor_of_the_scale_has_a_new_window(stage: int) -> None:
     for taken, weight in run_ranks(2, at_the_floor, stage):

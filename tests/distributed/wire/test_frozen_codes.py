@@ -70,7 +70,7 @@ def frozen_seen(settings: dict[str, object]) -> list[str]:
     return wrong + ["conv.weight"] * (not torch.equal(state["conv.weight"], conv))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("world", "name"),
     [(w, n) for w in (1, 2, 4) for n in PLACED if (w, n) not in ((1, "mics"), (2, "hpz, differences"))],
@@ -89,7 +89,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     return owned_bytes(optimizer), plan.terms
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", PLACED)
 def test_owned_bytes_equal_the_plan(name: str) -> None:
     for found, planned in run_ranks(4, owned, PLACED[name], local_world_size=2):
@@ -141,7 +141,7 @@ def moved(settings: dict[str, object]) -> list[str]:
     return wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", ["stage 3", "one unit", "hpz", "hpz, codes", "persistent"])
 @pytest.mark.parametrize("world", [1, 4])
 def test_codes_are_moved_and_not_encoded_again(world: int, name: str) -> None:

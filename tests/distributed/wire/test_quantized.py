@@ -6,6 +6,7 @@ checked by itself, with SGD, so that no optimizer hides a factor.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import zeropp_kernels as kernels
 from tests.support.branching_models import make_config
 from tests.support.owned_memory import owned_bytes
 from tests.support.quantized_model import GRADIENTS, WEIGHTS, Model, bound, decoded, tokens, wrapped
-from tests.support.rank_pool import run_ranks, spread
+from tests.support.rank_pool import run_ranks
 from tests.support.used_weights import watch_weights
 
 # Nodes x ranks of each: all ranks, ranks to a node.
@@ -62,7 +63,7 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(
     ("world", "name"), [(w, name) for w in (1, 2, 4) for name in PLACED if (w, name) != (1, "mics")]
 )
@@ -104,8 +105,13 @@ QUANTIZED: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.every(4)
-@pytest.mark.parametrize(("name", "shape"), spread(QUANTIZED, SHAPES, 3))
+TELLING = [("default", "1x4"), ("both 4", "4x1"), ("feedback", "2x2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [pytest.param(*row, marks=() if row in TELLING else pytest.mark.campaign) for row in product(QUANTIZED, SHAPES)],
+)
 def test_gradients_lie_within_the_codecs_bound(name: str, shape: str) -> None:
     world, local = SHAPES[shape]
     settings, bits = QUANTIZED[name]
@@ -129,7 +135,7 @@ ROTATED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", ROTATED, ids=str)
 def test_rotated_gradients_and_those_with_replicas_are_the_mean(settings: dict[str, object]) -> None:
     for found, plain in run_ranks(4, gradients_of, {**GRADIENTS, "hadamard": True, **settings}, local_world_size=2):
@@ -190,7 +196,7 @@ def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]
     return found
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize(
     "settings",
@@ -232,7 +238,7 @@ OWNED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", OWNED, ids=str)
 def test_owned_bytes_equal_the_plan(settings: dict[str, object]) -> None:
     for found, planned in run_ranks(4, owned, {**WEIGHTS, **GRADIENTS, **settings}, local_world_size=2):
@@ -335,7 +341,7 @@ def spoilt(settings: dict[str, object], value: float) -> list[str]:
     return wrong + [f"{name} is not finite" for name, v in zeropp.full_state(model).items() if not v.isfinite().all()]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize(
     "settings",

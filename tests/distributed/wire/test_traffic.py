@@ -71,13 +71,14 @@ def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
     return found, wanted
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_byte_is_planned(name: str) -> None:
     for found, wanted in run_ranks(4, step, SETTINGS[name], local_world_size=2):
         assert found == wanted
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["stage 3", "stage 0, plain and coded", "stage 0, 32 bits"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_node_and_one_rank(world: int, name: str) -> None:
