@@ -62,7 +62,7 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
     return state, loss, zeropp.full_state(model), wrong
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("placement", PLACED)
 def test_an_average_equals_torchs(placement: str) -> None:
     model = build(RECIPE)
@@ -108,6 +108,7 @@ def only_saved(settings: dict[str, object]) -> list[int]:
     return [*found, sent()]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("placement", ["hpz", "persistent", "stage 1"])
 def test_an_average_that_is_only_saved_renews_nothing_before_the_next_forward(placement: str) -> None:
     for before, inside, after, forward in run_ranks(4, only_saved, PLACED[placement], local_world_size=2):

@@ -103,7 +103,7 @@ def refuse(name: str) -> list[str]:
     return wrong + [key for key, value in pair.plain.state_dict().items() if not torch.equal(state[key], value)]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_on_every_rank_and_nothing_is_changed(name: str) -> None:
     assert run_ranks(2, refuse, name) == [[], []]

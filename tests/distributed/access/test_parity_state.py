@@ -46,7 +46,7 @@ def take_states(recipe: Recipe) -> tuple[dict[str, Tensor], ...]:
     return model.state_dict(), zeropp.full_state(model), part, zeropp.full_state(model, rank0_only=True)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("persistence", PERSISTENCE)
 @pytest.mark.parametrize("model", ["gpt", "raw root", "convolutions", "nested lists", "low rank"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -88,7 +88,7 @@ def load_and_train(recipe: Recipe, state: dict[str, Tensor], steps: int) -> tupl
     return (list(loaded.missing_keys), list(loaded.unexpected_keys)), after, run
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("persistence", PERSISTENCE)
 @pytest.mark.parametrize("model", ["gpt", "raw root", "convolutions", "low rank"])
 def test_load_state_dict_of_a_plain_model(model: str, persistence: str) -> None:
@@ -145,6 +145,7 @@ def test_partial_load(persistence: str) -> None:
             assert torch.equal(full[name], part.get(name, value)), name
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bad", ["shape", "missing", "unexpected"])
 def test_refused_load(bad: str) -> None:
     """torch's own message, naming the entry; afterwards training goes on on every rank."""
@@ -191,7 +192,7 @@ def resume(recipe: Recipe, how: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     return straight.state, resumed.state
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lion"])
 @pytest.mark.parametrize("how", ["before a step", "after a step"])
 def test_resume_from_this_ranks_state(how: str, optimizer: str) -> None:
@@ -220,7 +221,8 @@ def resume_bf16(recipe: Recipe, model_first: bool) -> bool:
     return same and straight.losses == resumed.losses
 
 
-@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("model_first", [False, True])
 def test_resume_bf16_from_both_states(model_first: bool) -> None:
     recipe = Recipe(dtype=torch.float32, top={"bf16": {"enabled": True}})
     assert all(run_ranks(2, resume_bf16, recipe, model_first))
@@ -248,7 +250,7 @@ def wrap_again_and_again(recipe: Recipe, times: int) -> list[list[float]]:
     return [train_zero(recipe).losses for _ in range(times)]
 
 
-@pytest.mark.every(2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("world", [2, 4])
 def test_wrap_train_close_and_wrap_again(world: int) -> None:
     recipe = Recipe(steps=1)
@@ -267,7 +269,7 @@ def train_after_other_groups(recipe: Recipe) -> list[float]:
 
 
 def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
-    recipe = Recipe(steps=2)
+    recipe = Recipe(steps=1)
     runs = run_ranks(4, train_after_other_groups, recipe, timeout=40)
     for rank, plain in enumerate(train_plain(recipe, 4)):
         assert_close(runs[rank], plain.losses, 1e-9, f"rank {rank}")
@@ -346,6 +348,7 @@ def loads_another_precision(ranks: tuple[int, ...]) -> tuple[str, bool]:
     return str(caught.value), all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
 def test_a_state_of_another_precision_is_refused_by_all(ranks: tuple[int, ...]) -> None:
     for rank, (said, unchanged) in enumerate(run_ranks(2, loads_another_precision, ranks)):
@@ -416,6 +419,7 @@ def load_released(other: bool) -> tuple[str, bool]:
     return str(caught.value), all(bool(value.isfinite().all()) for value in zeropp.full_state(model).values())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("other", [False, True])
 def test_released_parameters_are_no_state_dict(other: bool) -> None:
     for message, finite in run_ranks(2, load_released, other):

@@ -58,6 +58,7 @@ def wanted_average() -> nn.Module:
     return average
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_average_below_stage_3(name: str) -> None:
     for apart, norms in run_ranks(2, averaged, WHOLE[name]):
@@ -105,6 +106,7 @@ def edited(zero: dict[str, Any]) -> list[str]:
     return said
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 2", "stage 3, small ones"])
 def test_edits_are_refused(name: str) -> None:
     assert all(len(said) == 9 for said in run_ranks(2, edited, WHOLE[name]))
@@ -191,6 +193,7 @@ def kept_in_an_engine(bf16: bool) -> list[float]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_average_in_an_engine_of_its_own_is_edited(bf16: bool) -> None:
     assert run_ranks(2, kept_in_an_engine, bf16) == [[0.0, 0.0, 0.0]] * 2

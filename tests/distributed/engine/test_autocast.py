@@ -103,7 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_trains_as_under_autocast_by_hand(name: str, world: int) -> None:
@@ -206,7 +206,7 @@ def kept_by_hand(kept: list[str], world: int) -> tuple[list[list[float]], dict[s
     return losses, dict(main.state_dict())
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 1}], ids=str)
 @pytest.mark.parametrize("kept", [["1"], ["conv", "scale"], ["blocks.0", "table"]], ids=str)
 def test_modules_that_are_kept_in_float32(kept: list[str], zero: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NUMEL = 2 * 512
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("built", "settings", "computed", "main", "itemsize"),
     [
@@ -90,6 +91,7 @@ def stepped(settings: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
     return optimizer.skipped_steps, zeropp.full_state(model)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sums", ["exchange", "backend"])
 def test_what_dividing_before_the_sum_is_for_is_so_without_it(sums: str) -> None:
     """Two gradients overflow float16 when they are added; their mean does not, with any of the keys."""

@@ -58,14 +58,15 @@ def destroyed(stage: int, more: dict[str, Any]) -> tuple[float, float, float]:
     return left, forward, worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        (0, {}),
         (1, {}),
+        (0, {}),
+        (2, {"bf16": {"enabled": True}, "zero": {"offload_optimizer": CPU}}),
         (2, {}),
         (1, {"bf16": {"enabled": True}}),
-        (2, {"bf16": {"enabled": True}, "zero": {"offload_optimizer": CPU}}),
     ],
     ids=str,
 )
@@ -99,8 +100,9 @@ def short_of_memory(stage: int, first: bool) -> float:
     return worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
+@pytest.mark.every(20)
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, 1, 2])
 def test_another_engine_after_one_that_failed(stage: int, first: bool) -> None:
     assert max(run_ranks(2, short_of_memory, stage, first)) == 0.0
 
@@ -141,6 +143,7 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
     return forward, kept, worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("how", ["after a step", "a window's middle", "states away"])
 @pytest.mark.parametrize(
     "more",
@@ -182,7 +185,8 @@ def away(how: str) -> tuple[float, float]:
     return left, worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
-@pytest.mark.parametrize("how", ["states away", "lent", "frozen codes"])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("how", ["frozen codes", "lent", "states away"])
 def test_values_that_are_not_at_hand_stay_with_the_engine(how: str) -> None:
     """Codes are those of before: what is encoded once more may come out otherwise."""
     for left, gone_on in run_ranks(2, away, how):
@@ -202,7 +206,8 @@ def begins_again(stage: int) -> float:
     return worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("stage", [3, 2])
 def test_other_weights_may_be_loaded_between_two_engines(stage: int) -> None:
     assert run_ranks(2, begins_again, stage) == [0.0, 0.0]
 
@@ -224,7 +229,8 @@ def of_inference(stage: int) -> float:
     return worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("stage", [3, 0])
 def test_a_model_that_was_evaluated(stage: int) -> None:
     """What is trained is what was before; the rest stays frozen."""
     assert max(run_ranks(2, of_inference, stage)) == 0.0
@@ -275,6 +281,7 @@ def rounded_elsewhere(how: str) -> tuple[float, float]:
     return left, worst(zeropp.full_state(model), main)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["autocast", "average"])
 def test_weights_that_are_not_the_main_ones_are_not_left_behind(how: str) -> None:
     assert run_ranks(2, rounded_elsewhere, how) == [(0.0, 0.0)] * 2

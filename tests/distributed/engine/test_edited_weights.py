@@ -126,7 +126,7 @@ def train(model: nn.Module, optimizer: Any, cast: torch.dtype | None) -> list[Te
 
     found = []
     for step, edit in enumerate(EDITS.values()):
-        for _ in range(2):
+        for _ in range(2 if step == 0 else 1):
             output(step).float().square().mean().backward()
             moved = climb(optimizer)
             found.append(output(step).detach())
@@ -161,15 +161,21 @@ def plain(cast: torch.dtype | None) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 WORLDS = {
-    1: ["stage 2", "stage 3", "offload", "bf16"],
-    2: ["stage 0", "stage 1", "stage 2", "stage 3", "kept gathered", "persistent", "offload", "offload 3", "bf16"],
+    1: ["offload", "stage 2", "stage 3", "bf16"],
+    2: ["stage 0", "stage 3", "persistent", "bf16", "stage 1", "stage 2", "kept gathered", "offload", "offload 3"],
     # A rank has no part of the model's only slices.
-    3: ["stage 0", "stage 2", "stage 3", "some persistent", "offload 3", "bf16 offload"],
-    4: ["hpz", "mics", "bf16 hpz", "lossless", "delta"],
+    3: ["stage 2", "bf16 offload", "stage 0", "stage 3", "some persistent", "offload 3"],
+    4: ["mics", "delta", "hpz", "bf16 hpz", "lossless"],
 }
+DEFAULT = {1: 1, 2: 3, 3: 2, 4: 2}  # the first so many rows of each world; the others are for the campaign
+ROWS = [
+    pytest.param(world, name, marks=() if index < DEFAULT[world] else pytest.mark.campaign)
+    for world, names in WORLDS.items()
+    for index, name in enumerate(names)
+]
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in WORLDS.items() for name in names])
+@pytest.mark.parametrize(("world", "name"), ROWS)
 def test_edits_are_computed_with(world: int, name: str) -> None:
     settings = SETTINGS[name]
     bound = 1e-1 if name == "delta" else 2e-2 if "bf16" in settings else 1e-5
@@ -246,7 +252,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "own": lambda groups: Assigning(groups, 0.1),
 }
-EXCHANGED = [(2, "stage 0"), (2, "stage 2"), (2, "kept gathered"), (3, "stage 3"), (2, "offload 3"), (4, "hpz")]
+EXCHANGED = [(2, "stage 0"), (2, "stage 2"), (3, "stage 3"), (4, "hpz"), (2, "kept gathered"), (2, "offload 3")]
 
 
 def exchanged_here(settings: dict[str, Any], name: str) -> list[Tensor]:
@@ -255,6 +261,7 @@ def exchanged_here(settings: dict[str, Any], name: str) -> list[Tensor]:
     return exchanged(model, optimizer, lambda: zeropp.full_state(model))
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("world", "name"), EXCHANGED)
 def test_tensors_in_the_place_of_weights(world: int, name: str, optimizer: str) -> None:
@@ -300,6 +307,7 @@ def looked_ahead_here(settings: dict[str, Any]) -> list[Tensor]:
     return looked_ahead(model, zeropp.ZeroOptimizer(inner, model, make_config(**settings)))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("world", "name"), [(2, "stage 0"), (3, "stage 2"), (2, "stage 3"), (2, "persistent")])
 def test_weights_that_the_user_keeps_in_the_state(world: int, name: str) -> None:
     model = make_model()
@@ -327,6 +335,7 @@ def penalized(settings: dict[str, Any], when: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("when", ["in the loss", "before", "after"])
 @pytest.mark.parametrize(("world", "name"), [(2, "stage 0"), (3, "stage 2"), (2, "stage 3")])
 def test_penalties_on_tensors_of_the_groups(world: int, name: str, when: str) -> None:
@@ -343,10 +352,10 @@ def slowly_agreed(settings: dict[str, Any]) -> list[float]:
 
     def slow(tensor: Tensor, kind: str) -> None:
         largest(tensor, kind)
-        time.sleep(0.3)
+        time.sleep(0.15)
 
     comm.largest = slow  # type: ignore[method-assign]
-    for step in range(3):
+    for step in range(2):
         model(batch(step)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -398,6 +407,7 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
     return error, [*off, apart(model(batch(4)).detach(), twin(batch(4)).detach())]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("which", ["first", "set", "one rank"])
 @pytest.mark.parametrize(("name", "world"), [("stage 1", 2), ("persistent", 3), ("offload", 2)])
 def test_edits_that_some_ranks_miss_are_refused_on_every_rank(name: str, world: int, which: str) -> None:
@@ -468,6 +478,7 @@ def quiet(settings: dict[str, Any]) -> list[int]:
     return counts
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", ["stage 2", "stage 3", "offload"])
 def test_nothing_is_exchanged_where_nothing_is_edited(name: str) -> None:
     for counts in run_ranks(2, quiet, SETTINGS[name]):
@@ -489,6 +500,7 @@ def saved_and_loaded(settings: dict[str, Any]) -> bool:
     return listed == len(optimizer.slices.stepped) and edited != apart(model(batch(1)).detach(), 0.0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_have_slices_alone(world: int) -> None:
     assert all(run_ranks(world, saved_and_loaded, SETTINGS["stage 2"]))
@@ -506,6 +518,7 @@ def copied_groups(settings: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 2", "offload"])
 def test_groups_are_pickled_and_copied_as_plain_tensors(name: str) -> None:
     assert all(run_ranks(2, copied_groups, SETTINGS[name]))
@@ -537,6 +550,7 @@ def edited_and_evaluated(settings: dict[str, Any]) -> list[str]:
     return [text for text in said if "this forward computes with the old weights" in text]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "warnings"), [("stage 2", 1), ("persistent", 1), ("stage 0", 0), ("stage 3", 0)])
 def test_a_forward_that_misses_an_edit_says_so(name: str, warnings: int) -> None:
     for said in run_ranks(2, edited_and_evaluated, SETTINGS[name]):

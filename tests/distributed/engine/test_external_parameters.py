@@ -55,6 +55,7 @@ def borrow(say: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     return zeropp.full_state(model), plain.state_dict(), touched
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("say", ["before", "after", "never"])
 def test_external_parameters_may_be_registered_and_need_not_be(say: str) -> None:
     for found, expected, touched in run_ranks(2, borrow, say):
@@ -98,7 +99,8 @@ def say_late(settings: dict[str, object]) -> tuple[float, list[int]]:
     return worst(zeropp.full_state(model), plain.state_dict()), [unit.users for unit in optimizer.engine.units]
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", ["stage 3", "stage 1"])
 def test_an_external_parameter_may_be_registered_while_it_runs(name: str) -> None:
     for off, holds in run_ranks(2, say_late, PLACED[name]):
         assert off <= 1e-12 and set(holds) == {0}

@@ -81,6 +81,7 @@ def trains(stage: int, who: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("stage", "who"), [(1, 0), (2, 1), (3, 0), (3, 1)])
 def test_one_rank_reads_a_part(stage: int, who: int) -> None:
     assert max(run_ranks(2, trains, stage, who)) < 1e-12
@@ -115,6 +116,7 @@ def keeps(stage: int, how: str) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["in a list", "in a cycle"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_how_long_a_rank_keeps_the_graph_of_a_part_does_not_matter(stage: int, how: str) -> None:
@@ -184,6 +186,7 @@ def prompt_is_saved(kind: str) -> float:
     return distance
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_a_prompt_of_any_size_is_saved_by_one_rank(kind: str) -> None:
     """Above the threshold of persistent parameters, too: what PEFT runs alone gathers nothing."""

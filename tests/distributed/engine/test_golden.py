@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.golden.runs import CASES, EQUAL, differences, run
-from tests.support.rank_pool import some
 
 BITS = ("losses", "norms", "weights")
 
 
-@pytest.mark.parametrize("pair", some(EQUAL, 2), ids=" = ".join)
-def test_configurations_that_lose_nothing_are_bit_equal(pair: tuple[str, str]) -> None:
+ROWS = [(EQUAL[0], 6), *(pytest.param(pair, 20, marks=pytest.mark.campaign) for pair in EQUAL)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "steps"), ROWS, ids=lambda value: " = ".join(value) if isinstance(value, tuple) else None
+)
+def test_configurations_that_lose_nothing_are_bit_equal(
+    pair: tuple[str, str], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in pair:
+        monkeypatch.setitem(CASES, name, dataclasses.replace(CASES[name], steps=steps))
     found = run(pair)
     one, other = ([{key: rank[key] for key in BITS} for rank in found[name]] for name in pair)
     assert differences(one, other) == []

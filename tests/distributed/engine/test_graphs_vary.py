@@ -52,8 +52,9 @@ def depth(steps: list[list[tuple[tuple[bool, bool], ...]]]) -> None:
         pair.check()
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("steps", [[[SECOND], [BOTH], [SECOND], [BOTH]], [[SECOND], [SECOND], [BOTH, SECOND]]])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_a_part_of_a_unit_used_for_the_first_time(world: int, steps: list) -> None:
     """Backward needs its weight after all gradients that were known to come have come."""
     run_ranks(world, depth, [step[:world] for step in steps])
@@ -76,6 +77,7 @@ def recomputed(steps: list[list[Route]]) -> None:
         pair.check()
 
 
+@pytest.mark.campaign
 def test_reentrant_checkpointing_in_another_order() -> None:
     run_ranks(2, recomputed, [[ALL], [ALL], [ALL, chain(1, 0, 2, 3)], [ALL]])
 
@@ -152,6 +154,7 @@ def two_backwards(retain: bool) -> None:
         pair.check()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("retain", [False, True])
 def test_two_backwards_with_a_borrowed_weight(retain: bool) -> None:
     run_ranks(2, two_backwards, retain)
@@ -184,8 +187,9 @@ def scaled(steps: list[list[Route]], edit: bool) -> list[tuple[float, bool]]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("edit", [False, True], ids=["GradScaler", "by hand"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_late_gradients_are_not_mixed_with_scaled_ones(world: int, edit: bool) -> None:
     """In the step that first shows another order, what comes late cannot be added any more; later it can."""
     changed = BRANCHES if world == 2 else [BRANCHES[1]]
@@ -216,6 +220,7 @@ def loops() -> None:
         pair.check()
 
 
+@pytest.mark.campaign
 def test_a_block_called_a_varying_number_of_times() -> None:
     run_ranks(2, loops)
 

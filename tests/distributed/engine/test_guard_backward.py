@@ -93,7 +93,7 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
 WORKS = ["twice", "two graphs", "reversed graphs", "autograd.grad", "part of it", "read by a hook", "saved view"]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 10**9, "prefetch": 10**6}], ids=["bare", "kept"])
 @pytest.mark.parametrize("how", WORKS)
 def test_a_late_backward_is_right(how: str, settings: dict[str, object]) -> None:
@@ -124,6 +124,7 @@ def inside_a_block(settings: dict[str, object]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{"reuse": 0, "prefetch": 0}, {}], ids=["bare", "kept"])
 def test_a_backward_that_comes_to_a_weight_that_is_away_is_refused(settings: dict[str, object]) -> None:
     for message in run_ranks(2, inside_a_block, settings):
@@ -152,6 +153,7 @@ def read_after_a_failure(who: list[int]) -> None:
     pair.check()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("who", [[0], [0, 1]])
 def test_values_are_refused_after_a_backward_that_failed(who: list[int]) -> None:
     run_ranks(2, read_after_a_failure, who)
@@ -184,7 +186,8 @@ def backward_that_failed_once_more(settings: dict[str, object]) -> float:
     return pair.difference()
 
 
-@pytest.mark.parametrize("settings", [{}, BARE, {"stage": 1}], ids=["3", "bare", "1"])
+@pytest.mark.every(5)
+@pytest.mark.parametrize("settings", [BARE, {}, {"stage": 1}], ids=["bare", "3", "1"])
 def test_a_backward_that_failed_is_run_again(settings: dict[str, object]) -> None:
     assert max(run_ranks(2, backward_that_failed_once_more, settings)) < 1e-12
 
@@ -211,6 +214,7 @@ def backward_after_a_failure(settings: dict[str, object], again: bool) -> tuple[
     return pair.optimizer.step_was_taken, pair.optimizer.grad_norm
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=["3", "1"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_backward_of_another_graph_after_one_that_failed(settings: dict[str, object], again: bool) -> None:
@@ -240,9 +244,10 @@ def two_losses(settings: dict[str, object]) -> None:
     pair.check()
 
 
-PLACED: dict[str, dict[str, object]] = {"stage 1": {"stage": 1}, "stage 3": {}, "hpz": {"zero_hpz_partition_size": 2}}
+PLACED: dict[str, dict[str, object]] = {"hpz": {"zero_hpz_partition_size": 2}, "stage 3": {}, "stage 1": {"stage": 1}}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", PLACED)
 def test_two_backwards_of_one_graph(name: str) -> None:
     run_ranks(4, two_losses, PLACED[name], local_world_size=2)
@@ -259,6 +264,7 @@ def penalised(settings: dict[str, object]) -> bool:
     return torch.allclose(pair.model(pair.batch(1)), pair.plain(pair.batch(1)), rtol=0, atol=1e-12)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 3", "stage 1"])
 def test_backward_through_gradients_is_refused_by_name(name: str) -> None:
     assert run_ranks(2, penalised, PLACED[name]) == [True, True]

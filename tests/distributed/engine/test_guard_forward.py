@@ -161,7 +161,7 @@ def compare(name: str, settings: dict[str, object]) -> tuple[float, float, float
     return off, pair.difference(), float(settings.get("live", 10**9)), live_numel(pair.engine.units)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0, "live": 0}], ids=["default", "bare"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside_a_pass_any_use_equals_torch(name: str, settings: dict[str, object]) -> None:
@@ -184,6 +184,7 @@ def kept_loss(settings: dict[str, object]) -> float:
     return pair.difference()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 def test_a_loss_kept_on_the_module(settings: dict[str, object]) -> None:
     """Backward is right, though it begins at nothing that a forward has returned."""

@@ -120,6 +120,7 @@ def metadata(persist: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", PERSIST)
 def test_metadata_is_true_while_partitioned(kind: str) -> None:
     for wrong in run_ranks(2, metadata, PERSIST[kind]):
@@ -167,6 +168,7 @@ def touch_model(persist: int, who: list[int]) -> tuple[list[str], float]:
     return wrong, still_trains(pair)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize("kind", PERSIST)
 def test_moving_copying_and_pickling_the_model_are_refused(kind: str, who: list[int]) -> None:

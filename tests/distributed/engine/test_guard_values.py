@@ -187,7 +187,7 @@ def touch(table: str, persist: int, who: list[int], before_first_pass: bool) -> 
     return wrong, still_trains(pair)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize("kind", PERSIST)
 @pytest.mark.parametrize("table", ["values", "edits"])
@@ -197,6 +197,7 @@ def test_values_outside_a_pass_are_refused(table: str, kind: str, who: list[int]
         assert off < 1e-6
 
 
+@pytest.mark.campaign
 def test_values_are_refused_on_a_single_rank() -> None:
     for table in ("values", "edits"):
         for wrong, off in run_ranks(1, touch, table, 20, [0], False, init=False):
@@ -216,7 +217,7 @@ def unasked(name: str, persist: int) -> tuple[str, float]:
     return complaint, still_trains(pair)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("kind", PERSIST)
 @pytest.mark.parametrize("name", UNASKED)
 def test_ways_past_torch_function(name: str, kind: str) -> None:
@@ -244,6 +245,7 @@ def gradients(persist: int, who: list[int]) -> tuple[list[str], float]:
     return wrong, still_trains(pair)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize("kind", PERSIST)
 def test_gradients_between_backward_and_step_are_refused(kind: str, who: list[int]) -> None:
@@ -286,7 +288,8 @@ def explained(stage: int) -> list[str]:
     return [*said, str(error.value)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every(5)
+@pytest.mark.parametrize("stage", [2, 0, 1, 3])
 def test_errors_do_not_speak_of_what_only_some_stages_do(stage: int) -> None:
     for said in run_ranks(2, explained, stage):
         assert not [text for text in said if "partition" in text or "released" in text]

@@ -78,7 +78,7 @@ CASES: list[tuple[str, type[BaseException], bool, bool]] = [
 ]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(20)
 @pytest.mark.parametrize(("name", "kind", "before", "graph"), CASES)
 def test_training_goes_on_with_the_same_bits(name: str, kind: type[BaseException], before: bool, graph: bool) -> None:
     plain = run_ranks(2, trained, SETTINGS[name], None, before, graph)

@@ -74,12 +74,20 @@ def check_variants(world: int, nodes: int, fields: dict[str, Any], names: list[s
         assert not any(result.values()), f"rank {rank}: {result}"
 
 
-TWICE = [("gpt", torch.float32), pytest.param("repeated blocks", torch.float64, marks=pytest.mark.campaign)]
+TELLING = ["cut below blocks", "merged into one", "leaf name", "few kept", "one and a half units live"]
+TELLING += ["some reuse", "no overlap"]
+TWICE = [
+    ("gpt", torch.float32, TELLING),
+    *(
+        pytest.param(*case, list(VARIANTS), marks=pytest.mark.campaign)
+        for case in (("gpt", torch.float32), ("repeated blocks", torch.float64))
+    ),
+]
 
 
-@pytest.mark.parametrize(("model", "dtype"), TWICE, ids=str)
-def test_settings_change_nothing(model: str, dtype: torch.dtype) -> None:
-    check_variants(2, 1, {"model": model, "dtype": dtype, "steps": 2, "accumulation": 2, "evaluate": True})
+@pytest.mark.parametrize(("model", "dtype", "names"), TWICE, ids=["gpt", "gpt, all", "repeated blocks, all"])
+def test_settings_change_nothing(model: str, dtype: torch.dtype, names: list[str]) -> None:
+    check_variants(2, 1, {"model": model, "dtype": dtype, "steps": 2, "accumulation": 2, "evaluate": True}, names)
 
 
 MODELS = ["nested lists", "encoder", "frozen middle, segments recomputed", "tied segments, reentrant", "low rank"]
@@ -94,23 +102,32 @@ def test_settings_change_nothing_on_four_ranks(model: str, nodes: int) -> None:
     check_variants(4, nodes, {"model": model, "dtype": torch.float32, "steps": 3}, names)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("how", ["no_sync", "loss.backward"])
-def test_settings_change_nothing_in_bf16(how: str) -> None:
+BF16 = [name for name in VARIANTS if "kept" in name or "live" in name or "modules" in name]
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "names"),
+    [
+        ("no_sync", 2, ["single modules", "all kept", "nothing live"]),
+        pytest.param("no_sync", 3, BF16, marks=pytest.mark.campaign),
+        pytest.param("loss.backward", 3, BF16, marks=pytest.mark.campaign),
+    ],
+    ids=["no_sync", "no_sync, all", "loss.backward, all"],
+)
+def test_settings_change_nothing_in_bf16(how: str, steps: int, names: list[str]) -> None:
     top: dict[str, object] = {"bf16": {"enabled": True}}
-    names = [name for name in VARIANTS if "kept" in name or "live" in name or "modules" in name]
-    fields = {"model": "gpt", "dtype": torch.float32, "steps": 3, "how": how, "accumulation": 3, "top": top}
+    fields = {"model": "gpt", "dtype": torch.float32, "steps": steps, "how": how, "accumulation": steps, "top": top}
     check_variants(2, 1, fields, names)
 
 
-@pytest.mark.every(2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD nesterov", "Lion"])
 def test_settings_change_nothing_under_other_optimizers(optimizer: str) -> None:
     names = ["single modules", "merged into one", "small kept", "no prefetch, no reuse"]
     check_variants(2, 1, {"dtype": torch.float32, "optimizer": optimizer, "steps": 3}, names)
 
 
-@pytest.mark.every(2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_settings_change_nothing_under_clipping(dtype: torch.dtype) -> None:
     names = ["all cut, blocks", "single modules", "merged to 20 blocks a rank", "small kept", "few kept"]

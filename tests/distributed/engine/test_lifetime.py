@@ -50,6 +50,7 @@ def train(model: str) -> list[weakref.ref[object]]:
     return [weakref.ref(thing) for thing in (module, optimizer, engine, engine.comm, *engine.units, *engine.buffers)]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_is_left(model: str) -> None:
     left = train(model)
@@ -138,7 +139,7 @@ def fail(*_: object) -> None:
 NOTHING = {"alive": [], "left": [], "threads": 0, "unfreed": 0}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("end", ["rest", "forward", "error", "closed", "model first", "optimizer first"])
 def test_nothing_outlives_model_and_optimizer(end: str) -> None:
     for found in run_ranks(2, steps_then, end, {"persist": 10}, False):
@@ -185,6 +186,7 @@ def saved_whole(persist: int) -> tuple[int, int]:
     return sum(storages().values()) - before, agreements(optimizer) - asked
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("persist", [0, 10])
 def test_a_state_dict_leaves_nothing_behind_and_asks_once(persist: int) -> None:
     assert run_ranks(2, saved_whole, persist) == [(0, 1)] * 2

@@ -70,6 +70,7 @@ def kept(mem_efficient_linear: bool, settings: dict[str, Any]) -> tuple[int, int
     return most, left, far, functional.linear is LINEAR
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mem_efficient_linear", "settings"),
     [(True, {}), (False, {}), (True, {"bf16": {"enabled": True}, "memory_efficient_linear": False})],

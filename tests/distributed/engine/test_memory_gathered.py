@@ -99,10 +99,10 @@ def most_live(units_live: float, settings: dict[str, object]) -> tuple[int, int,
     return limit, watch.most_free, watch.most_held, units, watch.samples
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0}, {"prefetch": 0}], ids=["both", "prefetch", "reuse"])
 @pytest.mark.parametrize("units_live", [0, 1.5])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_live_elements_stay_below_the_limit(world: int, units_live: float, settings: dict[str, object]) -> None:
     """Beside the limit: units on the call stack (here three at most) and those with incomplete gradients."""
     for limit, free, held, sizes, samples in run_ranks(world, most_live, units_live, settings):
@@ -134,7 +134,7 @@ def passed_over(limit: int, prefetch: int) -> tuple[int, int]:
     return watch.most_free, max(u.numel for u in optimizer.engine.units)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("prefetch", [0, 10**9])
 @pytest.mark.parametrize("units_live", [0, 1, 2])
 def test_units_passed_over_stay_below_the_limit(units_live: int, prefetch: int) -> None:

@@ -87,7 +87,7 @@ OWNED = {
 }
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(14)
 @pytest.mark.parametrize("name", OWNED)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_owned_bytes_equal_the_plan(world: int, name: str) -> None:
@@ -95,6 +95,7 @@ def test_owned_bytes_equal_the_plan(world: int, name: str) -> None:
         assert not wrong, f"rank {rank}: {wrong}"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_each_parameter_group_has_markers(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 8, dtype=dtype))
@@ -119,6 +120,7 @@ def held(settings: dict[str, object], micro: int) -> tuple[list[int], int, int]:
     return found, plan.held_gradients, owned_bytes(optimizer)["held_gradients"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"defer_cross_reduction": True}, {"mics_shard_size": 2}], ids=str)
 def test_held_gradients_equal_the_plan_and_are_gone_with_the_last_backward(settings: dict[str, object]) -> None:
     for found, planned, after in run_ranks(4, held, settings, 3, local_world_size=2):
@@ -214,6 +216,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     return found, plan.total, whole
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"persist": 100}, {"stage": 0}, {"stage": 2}], ids=str)
 def test_the_process_holds_no_more_than_the_plan(settings: dict[str, object]) -> None:
     for found, planned, whole in run_ranks(2, in_memory, settings):

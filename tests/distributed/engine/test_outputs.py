@@ -87,7 +87,7 @@ def returning(name: str, persist: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("persist", KEPT)
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_a_module_returns(name: str, persist: str) -> None:
@@ -134,8 +134,9 @@ def forces(settings: dict[str, object]) -> None:
         assert all(unit.users == 0 for unit in pair.engine.units)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"persist": 1000}], ids=str)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_gradients_inside_forward(world: int, settings: dict[str, object]) -> None:
     run_ranks(world, forces, settings)
 
@@ -157,7 +158,7 @@ def compiled(how: str, settings: dict[str, object]) -> None:
         assert worst(zeropp.full_state(model), pair.plain.state_dict()) < 1e-12
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"persist": 1000}, {"unit_min_blocks": 128}, {"stage": 0}], ids=str)
 @pytest.mark.parametrize("how", ["blocks, before", "blocks", "model"])
 def test_compiling(how: str, settings: dict[str, object]) -> None:
@@ -189,8 +190,9 @@ def first_used_without_zero_grad() -> None:
     pair.check(1e-9)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", [clipped_no_sync, first_used_without_zero_grad])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 1])
 def test_gradients_that_come_with_the_step(world: int, case: Callable[[], None]) -> None:
     run_ranks(world, case)
 
@@ -225,6 +227,7 @@ def after_an_edit(nested: bool) -> None:
     optimizer.step()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_model_works_after_an_edit_was_named(nested: bool) -> None:
     run_ranks(1, after_an_edit, nested, init=False)
@@ -293,7 +296,7 @@ def with_other_ways_back(name: str, settings: dict[str, object]) -> None:
         pair.check()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 @pytest.mark.parametrize("name", MODULES)
 def test_backward_finds_the_way_back(name: str, settings: dict[str, object]) -> None:

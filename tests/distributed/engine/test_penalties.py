@@ -86,7 +86,7 @@ def penalised(name: str, settings: dict[str, object], first: bool) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"stage": 0}], ids=["kept", "bare", "stage 0"])
 @pytest.mark.parametrize("name", MODELS)
@@ -124,6 +124,7 @@ def outside(how: str, keep: bool) -> tuple[str, list[str], bool]:
     return message, [str(each.message) for each in caught], optimizer.step_was_taken
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", PENALTIES)
 def test_a_penalty_computed_outside_is_named_where_it_is_computed(how: str) -> None:
     for message, said, taken in run_ranks(2, outside, how, True):

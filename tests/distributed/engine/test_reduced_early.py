@@ -40,6 +40,7 @@ def events(route: Route, settings: dict[str, object]) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "settings", [{}, {"reuse": 0, "prefetch": 0}, {"stage": 1}], ids=["default", "bare", "stage 1"]
 )

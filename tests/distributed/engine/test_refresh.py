@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import Block, apart, make_config
 from tests.support.parity import assert_close
-from tests.support.rank_pool import RankFailure, run_ranks, some
+from tests.support.rank_pool import RankFailure, run_ranks, some, spread
 from zeropp.order.refresh import Refresh
 from zeropp.params.flat_buffer import FlatBuffer
 
@@ -81,7 +81,7 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
     return stepped - start, done - stepped, [moment - stepped for moment in began]
 
 
-@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+@pytest.mark.parametrize("name", some(["hpz", "stage 2"], 2))
 def test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own(name: str) -> None:
     """Four units whose refreshes take 0.3 s each: the first block has run long before the last unit has arrived."""
     for stepped, forward, began in run_ranks(4, slowly, KEPT[name], 0.3, local_world_size=2):
@@ -111,8 +111,7 @@ def skip_and_restore(settings: dict[str, object], skip: str) -> None:
         Refresh.start = original  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("skip", ["step", "load"])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize(("name", "skip"), spread(KEPT, ["step", "load"], 2))
 def test_weights_of_an_older_version_are_never_used(name: str, skip: str) -> None:
     for failure in run_ranks(4, skip_and_restore, KEPT[name], skip, local_world_size=2, catch=True):
         assert isinstance(failure, RankFailure) and "caches weights of old versions" in failure.message
@@ -144,6 +143,7 @@ def values_after_a_load(settings: dict[str, object]) -> tuple[Tensor, Tensor, li
     return found, other(x).detach(), [wrapping, loaded - trained, refreshes() - loaded]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_a_load_is_seen_and_evaluation_renews_nothing(name: str) -> None:
     for found, expected, sent in run_ranks(4, values_after_a_load, KEPT[name], local_world_size=2):
@@ -202,7 +202,7 @@ def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
     return difference
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("what", "only"), [("step", None), ("step", 1), ("load", None)])
 @pytest.mark.parametrize("name", some([*KEPT, "stage 3"], 2))
 def test_weights_that_changed_before_an_error_are_new_ones(name: str, what: str, only: int | None) -> None:
@@ -235,7 +235,7 @@ def clamped(settings: dict[str, object]) -> float:
     return off
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", [*KEPT, "stage 3"])
 def test_a_hook_after_the_step_may_edit_weights(name: str) -> None:
     assert max(run_ranks(4, clamped, KEPT.get(name, {}), local_world_size=2)) < 1e-12
@@ -275,7 +275,7 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
     return done, zeropp.full_state(model), whole
 
 
-@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+@pytest.mark.parametrize("name", some(["hpz", "stage 2"], 2))
 def test_first_weights_travel_while_the_last_are_stepped(name: str) -> None:
     results = run_ranks(4, portions, KEPT[name], torch.optim.AdamW, local_world_size=2)
     others = run_ranks(4, portions, KEPT[name], Unknown, local_world_size=2)
@@ -299,7 +299,7 @@ def long_pieces(settings: dict[str, object], kind: type[Any]) -> tuple[dict[str,
     return zeropp.full_state(model), max(units.count(unit) for unit in units)
 
 
-@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+@pytest.mark.parametrize("name", some(["hpz", "stage 2"], 2))
 def test_all_slices_of_a_unit_are_stepped_once(name: str) -> None:
     results = run_ranks(4, long_pieces, KEPT[name], torch.optim.AdamW, local_world_size=2)
     others = run_ranks(4, long_pieces, KEPT[name], Unknown, local_world_size=2)

@@ -298,18 +298,20 @@ def try_on_one(name: str) -> tuple[str, str, float]:
     return attempt(bad_on_one(name))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_a_mistake_on_every_rank(name: str) -> None:
     _, kinds, pattern = EVERYWHERE[name]
     check(run_ranks(2, try_everywhere, name, timeout=40), kinds, pattern)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_bring_different_things(name: str) -> None:
     check(run_ranks(2, try_different, name, timeout=40), "ValueError", DIFFERENT[name][1])
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", ON_ONE)
 def test_a_mistake_on_one_rank(name: str) -> None:
     _, kinds, pattern = EVERYWHERE[name]

@@ -63,6 +63,7 @@ def call_inside(name: str) -> list[str]:
     return messages
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_in_the_middle_of_a_pass(name: str) -> None:
     for forward, backward in run_ranks(2, call_inside, name, timeout=40):

@@ -65,6 +65,7 @@ def together(name: str, config: dict[str, Any]) -> float:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
@@ -73,7 +74,8 @@ def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
     assert max(run_ranks(2, together, name, config)) < 1e-6
 
 
-@pytest.mark.parametrize("scale", [0, 512])
+@pytest.mark.every(2)
+@pytest.mark.parametrize("scale", [512, 0])
 def test_a_loss_of_two_engines_is_scaled_once(scale: float) -> None:
     """Weights and activations are rounded to float16, 1e-3 of them; scales are not the same in both."""
     fp16 = {"enabled": True, "loss_scale": scale, "initial_scale_power": 9}

@@ -133,7 +133,7 @@ def changed(name: str, grad: bool) -> tuple[list[str], bool]:
     return said, optimizer.step_was_taken
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", NEW)
 def test_new_parameters_are_named(name: str, grad: bool) -> None:
@@ -142,6 +142,7 @@ def test_new_parameters_are_named(name: str, grad: bool) -> None:
         assert trains
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", TIED)
 def test_parameters_that_are_tied_later_are_named(name: str) -> None:
     for said, trains in run_ranks(2, changed, name, True):
@@ -203,6 +204,7 @@ def changed_harmlessly(name: str) -> list[str]:
     return list(zeropp.full_state(model))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_brings_no_parameters_is_fine(name: str) -> None:
     for names in run_ranks(2, changed_harmlessly, name):

@@ -99,6 +99,7 @@ def states_of(name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_state_dict_has_tied_weights_once(name: str) -> None:
     assert run_ranks(2, states_of, name) == [[], []]
@@ -134,6 +135,7 @@ def saved(path: Path) -> dict[str, Tensor]:
     return zeropp.full_state(engine.module)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("limit", [None, 2000])
 def test_safetensors_of_a_checkpoint_load_strictly(limit: int | None, tmp_path: Path) -> None:
     """Into the plain model, from one file or several."""

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, str, dict[str, object], int]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(20)
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_model_waits_for_is_reported_with_its_unit(case: str) -> None:
     kind, *_ = CASES[case]

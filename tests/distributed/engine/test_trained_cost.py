@@ -33,7 +33,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
     return owned[0], owned[1], owned[2]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"zero_hpz_partition_size": 2}], ids=["3", "1", "hpz"])
 def test_an_unfrozen_block_costs_what_a_trainable_one_costs(settings: dict[str, object]) -> None:
     for before, after, expected in run_ranks(4, sizes, settings, local_world_size=2):
@@ -166,6 +166,7 @@ def live_in_backward(when: str, kind: type[Routed]) -> tuple[int, int]:
     return most, max(unit.numel for unit in units)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", [Routed, GivenMore], ids=["plain", "unused inputs"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_frozen_blocks_are_released_in_backward(when: str, kind: type[Routed]) -> None:
@@ -249,6 +250,7 @@ def frozen_outside(kind: type[nn.Module], grad: bool) -> None:
     pair.check()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("kind", [Scaled, Shifted])
 def test_frozen_weights_around_trained_blocks_stay_until_backward_has_used_them(

@@ -75,7 +75,7 @@ def _share_parameter(module: torch.nn.Module, path: str, parameter: torch.nn.Par
     module.get_submodule(parent)._parameters[name] = parameter
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(20)
 @pytest.mark.parametrize(("name", "placement"), spread(UNCOMMON, PLACED, every=2))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]

@@ -57,7 +57,7 @@ def train(model: nn.Module, settings: dict[str, object], device: str | None) -> 
         torch.optim.AdamW(model.parameters(), lr=0.01), model, make_config(**settings), device=device
     )
     losses = []
-    for step in range(3):
+    for step in range(2):
         loss = model((torch.arange(4) + 4 * step + 12 * dist.get_rank()) % 37).sum()
         loss.backward()
         optimizer.step()
@@ -69,8 +69,8 @@ def train(model: nn.Module, settings: dict[str, object], device: str | None) -> 
 
 
 PLACED: dict[str, dict[str, object]] = {
-    "stage 3": {},
     "bf16, small ones persistent": {"bf16": {"enabled": True}, "persist": 100},
+    "stage 3": {},
     "stage 1": {"stage": 1},
     "stage 0": {"stage": 0},
     "hpZ, coded both ways": {**CODED, "zero_hpz_partition_size": 2, "zeropp_loco_param": {}, "feedback": "both"},
@@ -90,7 +90,7 @@ def differences(settings: dict[str, object]) -> list[str]:
     return wrong + [f"{name} is missing" for name in wanted.keys() ^ state.keys()]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", PLACED)
 def test_ranks_without_values_train_alike(name: str) -> None:
     for wrong in run_ranks(2, differences, PLACED[name]):
@@ -103,6 +103,7 @@ def test_in_nodes_of_two() -> None:
         assert wrong == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 3", "hpZ, coded both ways"])
 def test_over_a_backend_of_one_device(name: str) -> None:
     """No group but the model's own device's: what is exchanged while placing must not need the host's."""
@@ -120,7 +121,7 @@ def recurrent() -> list[str]:
         optimizer = zeropp.ZeroOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(), device="cpu"
         )
-        for step in range(3):
+        for step in range(2):
             model(torch.full((4, 2, 6), step + 1.0))[0].square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -151,6 +152,7 @@ def stateful(kind: str) -> str:
     return "nothing was refused"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "kind, said",
     [
@@ -167,7 +169,7 @@ def test_an_optimizer_without_values_is_refused(kind: str, said: str) -> None:
 def peak() -> tuple[int, int, int]:
     """The most bytes alive while wrapping, beyond those before; those that stay; and those of one unit."""
     with torch.device("meta" if dist.get_rank() else "cpu"):
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     config = make_config()
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
     adopt, before, found = FlatBuffer.adopt, sum(storages().values()), [0]
@@ -324,6 +326,7 @@ def refusal(name: str) -> str:
     return "nothing was refused"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_every_rank(name: str) -> None:
     for said in run_ranks(2, refusal, name):
@@ -343,6 +346,7 @@ def placed_state(offload: bool) -> dict[str, int]:
     return {name: value.nbytes for name, value in state.items()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("offload", [True, False])
 def test_full_state_on_either_device(offload: bool) -> None:
     first, second = run_ranks(2, placed_state, offload)

@@ -84,6 +84,7 @@ def wrapped(kind: str) -> str:
     return "nothing"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
