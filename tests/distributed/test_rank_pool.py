@@ -260,7 +260,7 @@ def test_local_world_size_must_divide_world() -> None:
 
 
 def test_shutdown_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pool of its own: other tests go on with theirs."""
+    """It has a pool of its own: the processes of other tests stay."""
     monkeypatch.setattr(rank_pool, "_pool", None)
     processes = processes_of(run_ranks(1, sleep_on, 0, 0.0))
     rank_pool.shutdown()

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -162,7 +163,7 @@ def lost_together() -> list[str]:
             errors.append(str(caught.value))
         store.set("told", "")
     else:
-        store.wait(["told"])
+        store.wait(["told"], timedelta(seconds=30))
     for optimizer in (first, second):
         optimizer.close()
     return errors

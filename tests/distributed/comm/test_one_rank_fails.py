@@ -20,7 +20,7 @@ from zeropp.comm import monitor, watch
 from zeropp.comm.hops import Comm, Hop
 
 SOON = 20.0  # seconds; hang_timeout is far more
-# Between two questions of a rank that waits: longer than others go on after a stop, after which they are lost.
+# Seconds in which a rank that waits asks several times, and a rank that has stopped would count as lost.
 SLOW = 6.0
 
 
@@ -223,6 +223,7 @@ def in_another() -> tuple[str, float]:
     return str(caught.value), seconds
 
 
+@pytest.mark.campaign
 def test_a_rank_that_waits_in_another_model_hears_of_it() -> None:
     (own, _), (other, seconds) = run_ranks(2, in_another)
     assert own.startswith("CUDA out of memory")

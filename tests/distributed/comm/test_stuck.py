@@ -130,7 +130,7 @@ def stuck() -> tuple[str, float, bool, list[str], list[bool]]:
         dist.barrier()
         store = dist.distributed_c10d._get_default_store()
         if pair.rank == 1:
-            store.wait(["told"])
+            store.wait(["told"], timedelta(seconds=30))
             return "", 0.0, True, [], []
         start, said = time.monotonic(), ""
         try:

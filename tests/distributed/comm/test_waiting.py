@@ -185,7 +185,7 @@ def hasty(group_timeout: float | None, hang_timeout: float) -> tuple[str, float]
     model, optimizer = wrapped(hang_timeout=hang_timeout, warn_after=None)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        store.wait(["told"])
+        store.wait(["told"], timedelta(seconds=30))  # its own timeout is that of the group
         return "", 0.0
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:

@@ -98,6 +98,7 @@ def compare(folder: Path, kinds: list[str], bound: float = EXACT, launcher: bool
                 assert torch.allclose(states[1][key], value, rtol=0, atol=20 * bound), (kind, key)
 
 
+@pytest.mark.timeout(300)
 def test_trainer_trains_a_decoder_as_one_process(tmp_path: Path) -> None:
     """Losses, norms, evaluation, generation while partitioned, and the file of ``save_model``."""
     compare(tmp_path, ["decoder"], launcher=False)

@@ -124,7 +124,7 @@ PARTS: list[tuple[dict[str, Any], list[Any]]] = [
 
 
 def parts(folder: Path) -> list[tuple[float, list[Any], dict[str, Any]]]:
-    """Of each: how far weights are from saved ones; steps, iteration of the scheduler, states; what came back."""
+    """For each case: distance of weights from saved ones; steps, iteration of the scheduler, states; what came back."""
     first = engine_of()
     train(first, 0, CUT)
     saved = zeropp.full_state(first.module)

@@ -205,7 +205,7 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
 
 
 def test_zeropp_alone_is_imported_for_that_line() -> None:
-    """It brings ``zeropp.fsdp2`` without an import of its own, and no trainer; DeepSpeed names say where they are."""
+    """``import zeropp`` gives ``zeropp.fsdp2``, and loads no trainer; names of DeepSpeed's say where they are."""
     program = (
         "import sys, zeropp, zeropp.integrations; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"
         "zeropp.fsdp2.apply; zeropp.add_config_arguments"
