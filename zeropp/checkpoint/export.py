@@ -62,7 +62,7 @@ def export(
         progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank, and what was there stays.
+        OSError, CheckpointError: it cannot be written; on every rank, and what was there stays.
     """
     engine = _begin(model, "checkpoint.export()", f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
     # A link would be replaced itself.
