@@ -6,12 +6,11 @@ Start with :mod:`~zeropp.checkpoint.parts`, which makes boxes of what a rank has
 
 from zeropp.checkpoint.background import wait
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.export import consolidate, export
+from zeropp.checkpoint.export import consolidate, export, save_16bit_model
 from zeropp.checkpoint.load import Loaded, load, load_foreign, load_safetensors
 from zeropp.checkpoint.reader import Reader
 from zeropp.checkpoint.save import save
 from zeropp.checkpoint.series import Series
-from zeropp.checkpoint.sixteen_bit import save_16bit_model
 from zeropp.checkpoint.stateful import state
 
 __all__ = [

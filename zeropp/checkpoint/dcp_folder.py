@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,7 @@ import torch
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
 from zeropp.checkpoint.named import Found, Later
-from zeropp.checkpoint.pickles import Record, Stored, read_pickle
-from zeropp.checkpoint.torch_files import read_torch_file
+from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file, refused
 from zeropp.checkpoint.torch_state import box_of
 
 __all__ = ["DCP_METADATA", "find_dcp"]
@@ -32,11 +33,32 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def _is_known(module: str, name: str) -> bool:
-    # A path is there to say where the folder was.
-    if module in ("pathlib", "pathlib._local"):
-        return name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    return module in _MODULES and name in _CLASSES
+# Functions and types that are called, all of them types that a pickle cannot change.
+_CALLED = {("torch", "Size"): tuple, ("torch.serialization", "_get_layout"): str, ("collections", "OrderedDict"): dict}
+
+
+class _Unpickler(pickle.Unpickler):
+    """A reader of ``.metadata``, for which DCP's classes are records, and which calls nothing else that it names.
+
+    torch's own restricted reader knows pickle's protocol 2 alone, and DCP writes Python's newest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name in the pickle stands for."""
+        # A path is there to say where the folder was.
+        is_path = module in ("pathlib", "pathlib._local") and name.endswith("Path") and name.isidentifier()
+        if is_path or (module in _MODULES and name in _CLASSES):
+            return type("Record", (Record,), {"name": name})
+        if (module, name) in _CALLED:
+            return _CALLED[module, name]
+        # Of what is there: asked for, some attributes of torch would be imported.
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        raise refused(self._path, [f"{module}.{name}"])
 
 
 def find_dcp(folder: Path) -> Found:
@@ -60,13 +82,13 @@ class _Folder:
 
     def find(self) -> Found:
         try:
-            data = self._path.read_bytes()
+            entries = dict(self._entries(_Unpickler(self._path).load()))
         except OSError as error:
             raise CheckpointError(f"{str(self._path)!r} cannot be read: {error}") from error
-        metadata = read_pickle(data, repr(str(self._path)), _is_known)
-        try:
-            entries = dict(self._entries(metadata))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # A damaged pickle may lead to any error.
             raise CheckpointError(f"{str(self._path)!r} is damaged: {type(error).__name__}: {error}") from error
         files = [FileEntry(name=name, nbytes=self._nbytes(name), sums="") for name in self._numbers]
         return Found(self._folder, self._folder, files, entries, self.locate)

@@ -19,12 +19,13 @@ from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
 from zeropp.checkpoint.named import Named
 from zeropp.checkpoint.parts import MODEL, STATE
-from zeropp.checkpoint.pickles import Record, Stored
-from zeropp.checkpoint.torch_files import read_torch_file
+from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
 from zeropp.checkpoint.torch_state import entry_of
 
-__all__ = ["ZeroFolder", "is_known", "model_files", "zero_folder"]
+__all__ = ["PACKAGES", "ZeroFolder", "model_files", "zero_folder"]
 
+PACKAGES = ("deepspeed", "numpy")
+"""Packages whose classes stand in DeepSpeed's files: its loss scaler and the like, and arrays in users' states."""
 _LATEST = "latest"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -82,12 +83,6 @@ def optim_files(folder: Path) -> list[Path]:
     return _numbered(folder, _OPTIM)
 
 
-def is_known(module: str, name: str) -> bool:
-    """Tell whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
-    # Its loss scaler, its number of a stage and the like; and what numpy leaves in the states of users.
-    return module.split(".")[0] in ("deepspeed", "numpy")
-
-
 @dataclass(frozen=True)
 class _Piece:
     """A run of elements of a row, in one file."""
@@ -140,7 +135,7 @@ class ZeroFolder:
         return len(self.files) - 1
 
     def _read(self, path: Path) -> Any:
-        found = read_torch_file(path, is_known)
+        found = read_torch_file(path, PACKAGES)
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__}, expected a dict")
         return found

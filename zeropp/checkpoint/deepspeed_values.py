@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeropp.checkpoint.deepspeed_folder import is_known, model_files, optim_files
-from zeropp.checkpoint.pickles import Record, Stored
-from zeropp.checkpoint.torch_files import read_torch_file
+from zeropp.checkpoint.deepspeed_folder import PACKAGES, model_files, optim_files
+from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
 
 __all__ = ["RunValues", "read_run_values"]
 
@@ -56,7 +55,7 @@ def read_run_values(folder: Path) -> RunValues:
     found = RunValues()
     if not files:
         return found
-    saved = read_torch_file(files[0], is_known)
+    saved = read_torch_file(files[0], PACKAGES)
     if not isinstance(saved, Mapping):
         return found
     found.counts = {name: saved[name] for name in _COUNTS if isinstance(saved.get(name), int)}
@@ -85,7 +84,7 @@ def _loss_scale(folder: Path) -> dict[str, Any] | None:
     names = {"cur_scale": "value", "cur_iter": "iterations", "last_overflow_iter": "last_overflow",
              "cur_hysteresis": "left"}  # fmt: skip
     for path in optim_files(folder)[:1]:
-        saved = read_torch_file(path, is_known)
+        saved = read_torch_file(path, PACKAGES)
         inner = saved.get("optimizer_state_dict") if isinstance(saved, Mapping) else None
         scaler = inner.get("loss_scaler") if isinstance(inner, Mapping) else None
         if isinstance(scaler, Record) and all(isinstance(scaler.get(name), int | float) for name in names):

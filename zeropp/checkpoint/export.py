@@ -1,4 +1,4 @@
-"""Out of zeropp: files of whole tensors that transformers reads, from a running model or from a checkpoint."""
+"""Out of zeropp: files of whole tensors that transformers and torch read, from a running model or a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.awaited import require_values
-from zeropp.access.state import engine_of, gather_main
+from zeropp.access.state import engine_of, gather_computed, gather_main
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
@@ -25,10 +25,11 @@ from zeropp.checkpoint.place import require_files
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, common_path, together
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
 
-__all__ = ["consolidate", "export"]
+__all__ = ["consolidate", "export", "gather_16bit", "save_16bit_model"]
 
 Layout = Literal["hf", "single"]
 _CONFIGS = ("config.json", "generation_config.json")
@@ -41,34 +42,50 @@ def export(
     model: nn.Module,
     *,
     dtype: torch.dtype | None = None,
-    layout: Layout = "hf",
+    layout: Layout | Literal["torch"] = "hf",
     file_nbytes: int = FILE_NBYTES,
     progress: bool = True,
 ) -> None:
-    """Write whole weights and buffers as safetensors files. Collective: every rank calls it, between passes.
+    """Write whole weights and buffers to files. Collective: every rank calls it, between passes.
 
-    The ranks share the files out; each has one unit in memory at a time. Names are those of the plain model's
-    ``state_dict()``, tied ones under the first; those of a transformers model are what transformers itself would save,
-    also where it splits or joins weights for that. Its configuration is written beside, so that ``from_pretrained``
-    reads the directory.
+    The files are safetensors. The ranks share them out; each has one unit in memory at a time. Names are those of the
+    plain model's ``state_dict()``, tied ones under the first; those of a transformers model are what transformers
+    itself would save, also where it splits or joins weights for that. Its configuration is written beside, so that
+    ``from_pretrained`` reads the directory.
 
     Args:
         path: a directory, made, or its files replaced if it is an earlier export; rank 0's, with a warning, where ranks
             differ.
         model: wrapped by a ZeroOptimizer.
         dtype: of floating weights; None for the dtype that the model computes in.
-        layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one.
+        layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one;
+            "torch" for one of ``torch.save`` in place of safetensors: the file ``path`` with the ``state_dict()``,
+            which the first rank has whole in its memory.
         file_nbytes: largest size of a file in bytes.
         progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank, with how things are now.
+        OSError, CheckpointError: it cannot be written; on every rank, with how things are now.
     """
-    engine = engine_of(model)
-    engine.require_idle("checkpoint.export()", averaged=True, needs=NOTHING)
-    engine.agreement.require_same_call(f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
+    engine = _begin(model, "checkpoint.export()", f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
+    # A link would be replaced itself.
     target = Path(os.path.realpath(common_path(engine, path, "checkpoint.export()")))
-    require_values(engine)
+    if layout == "torch":
+        _write_state(engine, target, _gathered(engine, model, dtype, trained_only=False))
+    else:
+        _write_folder(engine, model, target, dtype, layout, file_nbytes, progress)
+
+
+def _write_folder(
+    engine: Engine,
+    model: nn.Module,
+    target: Path,
+    dtype: torch.dtype | None,
+    layout: Layout,
+    file_nbytes: int,
+    progress: bool,
+) -> None:
+    """:func:`export`, of safetensors files, where ranks have agreed to it."""
     doing = f"exporting to {str(target)!r}"
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
@@ -236,6 +253,118 @@ def _save_configs(model: nn.Module, folder: Path) -> None:
             each.save_pretrained(folder)
 
 
+def save_16bit_model(
+    save_dir: str | os.PathLike[str],
+    model: nn.Module,
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """:func:`export` with ``layout="torch"``, by the name and arguments of DeepSpeed's engine.
+
+    Args:
+        save_dir: a directory, made if it is not there.
+        model: wrapped by a ZeroOptimizer.
+        save_filename: of the file, which is replaced.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+
+    Returns:
+        Whether it was written: in stage 3 only with ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
+
+    Raises:
+        OSError, CheckpointError: it cannot be written; on every rank, and a file that was there stays.
+    """
+    call = "checkpoint.save_16bit_model()"
+    engine = _begin(model, call, f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
+    path = common_path(engine, save_dir, call) / save_filename
+    zero = engine.maker.config.zero
+    if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
+        if engine.comm.rank == 0:
+            notify(
+                f"{str(path)!r} was not written, since stage3_gather_16bit_weights_on_model_save is false; set it to "
+                "true, or use zeropp.checkpoint.export"
+            )
+        return False
+    _write_state(engine, path, _gathered(engine, model, None, exclude_frozen_parameters))
+    return True
+
+
+def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    """Whole weights and buffers on the first rank's CPU, in the dtypes that are computed with; None on other ranks.
+
+    Collective, between passes.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+    """
+    doing = "gathering 16-bit weights"
+    return _gathered(
+        _begin(model, doing, f"{doing}, {exclude_frozen_parameters=}"), model, None, exclude_frozen_parameters
+    )
+
+
+def _begin(model: nn.Module, call: str, same: str) -> Engine:
+    """The engine of a model whose whole weights are about to be gathered, once ranks have agreed to it.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        call: for errors.
+        same: text that has to be the same on every rank.
+    """
+    engine = engine_of(model)
+    engine.require_idle(call, averaged=True, needs=NOTHING)
+    engine.agreement.require_same_call(same)
+    require_values(engine)
+    return engine
+
+
+def _gathered(
+    engine: Engine, model: nn.Module, dtype: torch.dtype | None, trained_only: bool
+) -> dict[str, Tensor] | None:
+    """The plain model's state on the first rank's CPU, and None on other ranks."""
+    first, state = engine.comm.rank == 0, dict[str, Tensor]()
+    named, aliases = model_names(model)
+    kinds = _kinds(engine, named, dtype)
+    # In the dtype that is computed with fewer bytes travel.
+    gather = gather_computed if dtype is None else gather_main
+    for buffer in engine.buffers:
+        # Gathering is collective, whoever keeps the values.
+        for name, values in zip(buffer.names, gather(engine, buffer), strict=True):
+            if first:
+                state[name] = values.to("cpu", kinds[name][0], copy=True)
+    if not first:
+        return None
+    frozen = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
+    left_out = frozen if trained_only else set()
+    # Copies of the rest, too, which training goes on to write to.
+    state |= {n: t.detach().to("cpu", kinds[n][0], copy=True) for n, t in named.items() if n not in state}
+    whole = {name: state[name] for name in named} | {alias: state[name] for alias, name in aliases.items()}
+    return {name: tensor for name, tensor in whole.items() if aliases.get(name, name) not in left_out}
+
+
+def _write_state(engine: Engine, path: Path, state: dict[str, Tensor] | None) -> None:
+    """Write the first rank's state to a file of ``torch.save``, beside it first; the other ranks have None."""
+    left = Left("what was there before is as it was")
+
+    def write() -> None:
+        if state is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.writing")
+        try:
+            with open(beside, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+            left.text = "it is complete all the same"
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+    together(engine, f"writing {str(path)!r}", write, left, at_disk=Progress())
+
+
 def consolidate(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -313,7 +442,7 @@ def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 def _limit(layout: str, file_nbytes: int) -> int | None:
     if layout not in ("hf", "single"):
-        raise ValueError(f'layout is {layout!r}; expected "hf" or "single"')
+        raise ValueError(f'layout is {layout!r}; expected "hf" or "single", or in export() "torch"')
     require_file_nbytes(file_nbytes)
     return file_nbytes if layout == "hf" else None
 

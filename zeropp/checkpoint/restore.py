@@ -17,7 +17,6 @@ from zeropp.checkpoint.metadata import DTYPES
 from zeropp.checkpoint.names import compare, has_extra_state, match, match_groups, model_names
 from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
 from zeropp.checkpoint.random_state import draw_anew, restore_random_state
-from zeropp.checkpoint.sixteen_bit import round_main
 from zeropp.checkpoint.source import Source
 from zeropp.checkpoint.ties import require_equal
 from zeropp.checkpoint.together import telling, together
@@ -209,13 +208,21 @@ class Restore:
         parts += [self._there(average_parts(a, name, "slice"), prefix_of(name)) for name, a in self._averages.items()]
         self.source.read(itertools.chain(*parts))
         if "model" in self.kinds and not self.engine.maker.config.zero.load_from_fp32_weights:
-            round_main(self.engine, self._renamed)
+            self._round_main()
         self.values = decode(self._json, lambda name: self._held[name].values)
         if "model" in self.kinds:
             self._read_codes()
         for name, average in self._averages.items():
             fill_in(average, name, self._renamed, self.metadata)
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
+
+    def _round_main(self) -> None:
+        """Round the main weights that were read to the dtypes that are computed with."""
+        dtypes = {name: buffer.compute_dtype for buffer in self.engine.buffers for name in buffer.names}
+        for part in main_parts(self.engine, "slice"):
+            name = part.name.removeprefix(MODEL)
+            if name in self._renamed:
+                part.values.copy_(part.values.to(dtypes[name]))
 
     def _encoded(self) -> dict[str, Any]:
         """The values among what is asked for that are no tensors, in the checkpoint's encoding."""

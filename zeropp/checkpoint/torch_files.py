@@ -1,6 +1,8 @@
-"""Files of ``torch.save``: what they hold, and at which byte each tensor lies; no tensor is read.
+"""Files of ``torch.save``: their values, and the byte at which each tensor lies; no tensor is read.
 
-Such a file is a zip archive of a pickle and, uncompressed, the memory of each storage.
+torch's own restricted reader makes the values, so nothing that a file names is called. Tensors come from it without
+memory, on the meta device, with the place of their storage in the file. A memory map would read them when they are
+used, and a file that is cut short meanwhile would end the process.
 """
 
 from __future__ import annotations
@@ -8,23 +10,63 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.pickles import read_pickle
 
-__all__ = ["read_torch_file"]
+__all__ = ["Record", "Stored", "read_torch_file", "refused"]
 
-_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # what files of torch before 1.6 begin with
-_LOCAL = struct.Struct("<4s22xHH")  # of an entry's own header: signature, lengths of name and extra field
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the first bytes of a file of torch before 1.6
+_HEADER, _LENGTHS = 30, 26  # bytes of an entry's own header, and the place of two lengths in it
+
+
+class Record:
+    """A stand-in for an object whose class is known by its name alone; it does nothing.
+
+    Attributes:
+        name: of the class.
+        args: arguments of the object's constructor.
+        state: state that the object would have been given.
+    """
+
+    name = ""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: object) -> Record:
+        made = super().__new__(cls)
+        made.args, made.state = args, {}
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def get(self, key: str) -> Any:
+        """One attribute of the object, or None."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: first byte of its first element, dtype, shape, and strides in elements."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class _Window(io.RawIOBase):
     """A range of a file as a file of its own."""
 
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+    def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._place = file, begin, length, 0
 
     def readable(self) -> bool:
@@ -40,31 +82,26 @@ class _Window(io.RawIOBase):
         self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence])
         return self._place
 
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._place)
-        count = left if size is None or size < 0 else min(size, left)
+    def readinto(self, memory: Any) -> int:
         self._file.seek(self._begin + self._place)
-        data = self._file.read(count)
+        data = self._file.read(min(len(memory), max(0, self._length - self._place)))
+        memory[: len(data)] = data
         self._place += len(data)
-        return data
+        return len(data)
 
 
-def read_torch_file(
-    path: Path,
-    records: Callable[[str, str], bool] = lambda module, name: False,
-    begin: int = 0,
-    length: int | None = None,
-) -> Any:
-    """The contents of a file of ``torch.save``, with :class:`~zeropp.checkpoint.pickles.Stored` for each tensor.
+def read_torch_file(path: Path, records: Collection[str] = (), begin: int = 0, length: int | None = None) -> Any:
+    """The values of a file of ``torch.save``, with a :class:`Stored` for each tensor.
 
     Args:
         path: of the file.
-        records: as in :func:`~zeropp.checkpoint.pickles.read_pickle`.
+        records: packages whose classes become a :class:`Record`.
         begin: first byte of the archive in the file.
         length: of the archive in bytes; None for the rest of the file.
 
     Raises:
-        CheckpointError: it cannot be read, is no such file, is compressed, or names what is not known. Nothing is run.
+        CheckpointError: the file cannot be read, is none of ``torch.save``, is compressed, or names other classes or
+            functions. Nothing is run.
     """
     try:
         with path.open("rb") as file:
@@ -72,64 +109,117 @@ def read_torch_file(
             length = nbytes - begin if length is None else length
             if begin < 0 or length < 0 or begin + length > nbytes:
                 raise CheckpointError(f"{str(path)!r} has {nbytes} bytes, expected {begin + length}; it was cut short")
-            return _Archive(path, file, begin, length).read(records)
+            window = cast(IO[bytes], _Window(file, begin, length))
+            storages = _storages(path, window)
+            return _Notes(path, begin, storages).replace(_load(path, window, records))
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     except CheckpointError:
         raise
     except Exception as error:
-        # Whatever zipfile makes of a damaged one: names that are no text, versions that there never were.
-        raise CheckpointError(f"{str(path)!r} is no file of torch.save, or is damaged: {error}") from error
+        # A damaged file may lead to any error: names that are no text, versions that there never were.
+        raise CheckpointError(
+            f"{str(path)!r} is no file of torch.save with its usual pickle_protocol, or is damaged: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
-class _Archive:
-    def __init__(self, path: Path, file: BinaryIO, begin: int, length: int) -> None:
-        self._path, self._file, self._begin = path, file, begin
-        file.seek(begin)
-        if file.read(len(_OLD)) == _OLD:
-            raise CheckpointError(
-                f"{str(path)!r} is of the format of torch before 1.6, of which no part can be read alone; load it with "
-                "torch.load(weights_only=True) and save it again"
+def refused(path: Path, names: Collection[str]) -> CheckpointError:
+    """The error for a file that names classes or functions that are not known."""
+    shown = f"{', '.join(sorted(names)[:5])}{' and others' if len(names) > 5 else ''}"
+    return CheckpointError(
+        f"{str(path)!r} is refused: it names {shown}, which unpickling would call. Nothing was called: values, tensors "
+        "and records of the format are all that is read. Save it again without such objects"
+    )
+
+
+def _storages(path: Path, file: IO[bytes]) -> dict[int, int]:
+    """First byte and length of each entry of an archive, counted from the archive's first byte."""
+    if file.read(len(_OLD)) == _OLD:
+        raise CheckpointError(
+            f"{str(path)!r} is of the format of torch before 1.6, of which no part can be read alone; load it with "
+            "torch.load(weights_only=True) and save it again"
+        )
+    found = {}
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(
+                    f"{str(path)!r} has compressed entries, of which no part can be read alone; load it with "
+                    "torch.load(weights_only=True) and save it again"
+                )
+            # All entries lie in one folder, which is named after the file.
+            if info.filename.partition("/")[2] == "byteorder" and archive.read(info) != b"little":
+                raise CheckpointError(f"{str(path)!r} is in big-endian order; save it again on this machine")
+            # The archive's directory does not tell the length of this header: torch pads it to align the data.
+            file.seek(info.header_offset + _LENGTHS)
+            name, padding = struct.unpack("<HH", file.read(4))
+            found[info.header_offset + _HEADER + name + padding] = info.file_size
+    return found
+
+
+def _load(path: Path, file: IO[bytes], records: Collection[str]) -> Any:
+    file.seek(0)
+    unknown = get_unsafe_globals_in_checkpoint(file)
+    if others := [name for name in unknown if name.split(".")[0] not in records]:
+        raise refused(path, others)
+    inert: list[Any] = [(type("Record", (Record,), {"name": name.rpartition(".")[2]}), name) for name in unknown]
+    file.seek(0)
+    with safe_globals(inert):
+        return torch.load(file, map_location="meta", weights_only=True)
+
+
+class _Notes:
+    """Notes of the places of tensors, which take the place of the tensors."""
+
+    def __init__(self, path: Path, begin: int, storages: dict[int, int]) -> None:
+        self._path, self._begin, self._storages = path, begin, storages
+        # With the value itself, whose number would else be given to another.
+        self._done: dict[int, tuple[object, object]] = {}
+
+    def replace(self, value: Any) -> Any:
+        """A value with notes in place of the tensors inside; dicts and lists stay the same objects."""
+        if isinstance(value, Tensor):
+            return self._note(value)
+        if not isinstance(value, dict | list | tuple | Record):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        found: Any = value
+        self._done[id(value)] = value, found
+        if isinstance(value, tuple):
+            found = tuple(map(self.replace, value))
+            self._done[id(value)] = value, found
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                value[key] = self.replace(each)
+        elif isinstance(value, list):
+            value[:] = map(self.replace, value)
+        else:
+            value.args, value.state = self.replace(value.args), self.replace(value.state)
+        return found
+
+    def _note(self, tensor: Tensor) -> Stored:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise self._error(
+                f"of class {type(tensor).__module__}.{type(tensor).__qualname__}, with layout {tensor.layout}; "
+                "expected plain dense ones. Save it again with such instead"
             )
-        self._zip = zipfile.ZipFile(_Window(file, begin, length))
-        # All entries lie in one folder, which is named after the file.
-        self._entries = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
-
-    def read(self, records: Callable[[str, str], bool]) -> Any:
-        if "data.pkl" not in self._entries or "constants.pkl" in self._entries:
-            raise CheckpointError(
-                f"{str(self._path)!r} is no file of torch.save: it has {sorted(self._entries)[:5]}, expected data.pkl "
-                "and no constants.pkl, which TorchScript has"
+        if tensor.is_conj() or tensor.is_neg():
+            raise self._error(
+                "that was saved as a conjugated or negated view, whose values are not those in the file; save it again "
+                "after resolve_conj().resolve_neg()"
             )
-        if "byteorder" in self._entries and self._member("byteorder") != b"little":
-            raise CheckpointError(f"{str(self._path)!r} was written in big-endian order; save it again on this machine")
-        return read_pickle(self._member("data.pkl"), repr(str(self._path)), records, self._storage)
-
-    def _member(self, name: str) -> bytes:
-        begin, nbytes = self._place(name)
-        self._file.seek(begin)
-        return self._file.read(nbytes)
-
-    def _storage(self, key: str) -> tuple[int, int]:
-        return self._place(f"data/{key}")
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """First byte of an entry in the file, and its length."""
-        info = self._entries.get(name)
-        if info is None:
-            raise CheckpointError(f"its entry {name!r} is missing")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(
-                f"{str(self._path)!r} has compressed entries, of which no part can be read alone; load it with "
-                "torch.load(weights_only=True) and save it again"
+        storage = tensor.untyped_storage()
+        begin: int = getattr(storage, "_checkpoint_offset", -1)
+        # torch computes places where it knows the writer, and does not look at the archive.
+        if storage.nbytes() > self._storages.get(begin, -1):
+            raise self._error(
+                f"of shape {tuple(tensor.shape)}, whose {storage.nbytes()} bytes are no entry of it: it is damaged, or "
+                "was not written by torch.save; load it with torch.load(weights_only=True) and save it again"
             )
-        # The directory of the archive does not tell how long this header is: torch pads it to align the data.
-        self._file.seek(self._begin + info.header_offset)
-        head = self._file.read(_LOCAL.size)
-        if len(head) != _LOCAL.size or not head.startswith(b"PK\x03\x04"):
-            raise CheckpointError(f"{str(self._path)!r} is damaged: its entry {name!r} has no header")
-        _, first, second = _LOCAL.unpack(head)
-        begin = self._begin + info.header_offset + _LOCAL.size + first + second
-        if begin + info.file_size > self._path.stat().st_size:
-            raise CheckpointError(f"{str(self._path)!r} is damaged: its entry {name!r} lies beyond its end")
-        return begin, info.file_size
+        begin += self._begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return Stored(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{str(self._path)!r} has a tensor {what}")

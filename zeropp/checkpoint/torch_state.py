@@ -11,9 +11,8 @@ from zeropp.checkpoint.boxes import row_major
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
 from zeropp.checkpoint.named import Found
-from zeropp.checkpoint.pickles import Stored
 from zeropp.checkpoint.source import StridedBox
-from zeropp.checkpoint.torch_files import read_torch_file
+from zeropp.checkpoint.torch_files import Stored, read_torch_file
 
 __all__ = ["TORCH_INDEX", "TORCH_SINGLE", "box_of", "entry_of", "find_torch", "indexed_names", "paths_of"]
 

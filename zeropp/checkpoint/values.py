@@ -26,7 +26,7 @@ _Json = Any
 _TENSORS = ("~tensor", "~array", "~scalar")
 # Three levels of JSON for each at most, and what reads it takes 200.
 _DEPTH = 50
-_INTEGER_BITS = 14_280
+_INTEGER_BITS = 128  # in the state of numpy's usual generator, which data loaders keep
 
 
 def encode(value: object, name: str, tensors: dict[str, Tensor]) -> _Json:
@@ -52,12 +52,14 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], depth: int) ->
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
-        # Python itself reads no integers of more than 4300 digits.
         if value.bit_length() > _INTEGER_BITS:
-            raise CheckpointError(f"{name} is an integer of {value.bit_length()} bits; {_INTEGER_BITS} are the most")
+            raise CheckpointError(
+                f"{name} is an integer of {value.bit_length()} bits; {_INTEGER_BITS} are the most. Give it as a string"
+            )
         return value
     if type(value) is str:
-        return _encode_text(value)
+        _require_text(value, name)
+        return value
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": repr(value)}
     if isinstance(value, Tensor):
@@ -78,13 +80,15 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], depth: int) ->
     )
 
 
-def _encode_text(value: str) -> _Json:
+def _require_text(value: str, name: str) -> None:
     try:
         value.encode()
-    except UnicodeEncodeError:
-        # Half of a pair, as in names of files that are no UTF-8: readers of JSON refuse it.
-        return {"~utf8": value.encode("utf-8", "surrogatepass").hex()}
-    return value
+    except UnicodeEncodeError as error:
+        # Readers of JSON refuse it.
+        raise CheckpointError(
+            f"{name} is {ascii(value)[:60]}, a string with half of a surrogate pair, as of a file's name that is no "
+            "UTF-8; give it as list(os.fsencode(...)), or leave it out"
+        ) from error
 
 
 def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor], depth: int) -> _Json:
@@ -156,11 +160,10 @@ def _not_plain(name: str, what: str) -> CheckpointError:
 
 def _keep(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     """Add a tensor under its name, or one like it if another has that already."""
-    plain = name.encode("utf-8", "backslashreplace").decode()
-    found, number = plain, 1
+    found, number = name, 1
     while found in tensors:
         number += 1
-        found = f"{plain}~{number}"
+        found = f"{name}~{number}"
     tensors[found] = tensor
     return found
 
@@ -188,6 +191,7 @@ def decode(value: _Json, tensor: Callable[[str], Tensor]) -> Any:
     if tag == "~tensor":
         return tensor(inner)
     if tag == "~utf8":
+        # Such strings are no longer written; checkpoints from before the first release may have them.
         return bytes.fromhex(inner).decode("utf-8", "surrogatepass")
     if tag in ("~array", "~scalar"):
         array = tensor(inner).numpy()

@@ -16,10 +16,10 @@ from zeropp import checkpoint
 from zeropp.access.state import engine_of
 from zeropp.checkpoint.deepspeed_values import RunValues, read_run_values
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.save import begin
-from zeropp.checkpoint.sixteen_bit import gather_16bit
 from zeropp.checkpoint.to_fp32_command import make_executable, write_script
 from zeropp.checkpoint.together import absolute, path_of_rank_0
 from zeropp.config import Config

@@ -66,6 +66,8 @@ def saves_whole(path: Path, stage: int, gather: bool) -> tuple[bool, bool, dict[
     told = [str(each.message) for each in caught if "was not written" in str(each.message)]
     model.table.requires_grad_(False)
     trained = checkpoint.save_16bit_model(path / "trained", model, "some.bin", exclude_frozen_parameters=True)
+    checkpoint.export(path / "out" / "computed.pt", model, layout="torch")
+    checkpoint.export(path / "out" / "main.pt", model, layout="torch", dtype=torch.float32)
     return saved, trained, zeropp.full_state(model), told
 
 
@@ -73,12 +75,17 @@ def saves_whole(path: Path, stage: int, gather: bool) -> tuple[bool, bool, dict[
 @pytest.mark.filterwarnings("ignore:.* was not written")
 @pytest.mark.parametrize(("stage", "gather"), [(3, True), (3, False), (2, False)])
 def test_whole_weights_in_16_bits(stage: int, gather: bool, tmp_path: Path) -> None:
-    """In stage 3 where the key allows it, and else nothing is written and the first rank says why."""
+    """In stage 3 where the key allows it, and else nothing is written and the first rank says why; export does it."""
     ranks = run_ranks(2, saves_whole, tmp_path, stage, gather)
     writes = stage < 3 or gather
     assert [rank[:2] for rank in ranks] == [(writes, writes)] * 2
     assert [len(rank[3]) for rank in ranks] == [int(not writes), 0]
     assert (tmp_path / "all").exists() == writes
+    for name, dtype in (("computed", torch.bfloat16), ("main", torch.float32)):
+        exported = torch.load(tmp_path / "out" / f"{name}.pt", weights_only=True)
+        assert ranks[0][2].keys() == exported.keys()
+        assert all(torch.equal(exported[n], v.to(dtype)) for n, v in ranks[0][2].items())
+    assert len(list((tmp_path / "out").iterdir())) == 2
     if writes:
         found = torch.load(tmp_path / "all" / "pytorch_model.bin", weights_only=True)
         expected = {name: value.bfloat16() for name, value in ranks[0][2].items()}
