@@ -154,7 +154,7 @@ def third_in_line() -> list[bool]:
 
     def held(message: Tensor, unit: str, *args: Any, **options: Any) -> list[Tensor]:
         if unit == "blocks.0":
-            seen.append(queued.wait(1.0))
+            seen.append(queued.wait(0.5))
         return send(message, unit, *args, **options)
 
     cross.all_to_all = held
@@ -209,7 +209,7 @@ def alone() -> str:
     model = sharded()
     # `apply` is collective, with the same limit; torch's first import of what shards takes seconds on a busy machine.
     dist.barrier()
-    fsdp2.apply(model, hang_timeout=4.0)
+    fsdp2.apply(model, hang_timeout=3.0)
     if dist.get_rank() == 3:
         return ""
     with pytest.raises(RuntimeError) as caught:
@@ -339,7 +339,7 @@ def with_a_hook(when: str) -> list[str]:
     return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
 
 
-@pytest.mark.every(2)
+@pytest.mark.campaign
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_beside_an_all_reduce_hook(when: str) -> None:
     assert run_ranks(4, with_a_hook, when, local_world_size=2) == [[]] * 4

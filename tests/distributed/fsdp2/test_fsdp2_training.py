@@ -182,7 +182,7 @@ def compared(reshard: bool | int, dtype: str) -> tuple[list[float], list[float],
     return *found, worst
 
 
-@pytest.mark.every(5)
+@pytest.mark.campaign
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype: str) -> None:

@@ -201,9 +201,9 @@ def one_by_one(where: str, folder: str, order: tuple[int, ...]) -> tuple[dict[st
         return found, [output, *zeropp.full_state(model).values()]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
-    ("where", "world"), [("cpu", 2), ("cpu", 1), ("all on nvme apart", 2), ("stage 2", 1), ("stage 2 apart", 2)]
+    ("where", "world"), [("all on nvme apart", 2), ("cpu", 2), ("stage 2 apart", 2), ("stage 2", 1), ("cpu", 1)]
 )
 def test_each_unit_waits_for_its_own_step(where: str, world: int, tmp_path: Path) -> None:
     """``step()`` has stepped nothing when it returns, and each unit runs while those wanted after it are held."""
@@ -333,7 +333,8 @@ def ask(where: str, folder: str) -> dict[str, tuple[list[str], list[str], list[T
     return found
 
 
-@pytest.mark.parametrize(("where", "world"), [("cpu", 1), ("nvme apart", 2)])
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("where", "world"), [("nvme apart", 2), ("cpu", 1)])
 def test_what_waits_for_the_whole_step(where: str, world: int, tmp_path: Path) -> None:
     """Whatever reads or replaces weights, states or gradients outside of a forward; what is loaded then stays."""
     for found, plain in run_ranks(world, with_and_without, ask, where, str(tmp_path), timeout=120):

@@ -196,7 +196,7 @@ def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]
     return found
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize(
     "settings",

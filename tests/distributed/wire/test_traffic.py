@@ -71,7 +71,7 @@ def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
     return found, wanted
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_byte_is_planned(name: str) -> None:
     for found, wanted in run_ranks(4, step, SETTINGS[name], local_world_size=2):
