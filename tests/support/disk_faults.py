@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,15 @@ def offload_threads() -> list[threading.Thread]:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def open_files(folder: Path) -> int:
+    """The number of files in a folder that this process has open, those without a name included."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            found += os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder.resolve()}/")
+    return found
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:

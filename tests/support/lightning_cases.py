@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import zeropp
+from tests.support.disk_faults import open_files
 from zeropp.integrations.lightning import ZeroStrategy
 from zeropp.params.piece import piece_of
 
@@ -141,8 +142,8 @@ def built_late(stage: int, folder: Any = None, **given: Any) -> tuple[int | None
     """What becomes of a model that is built in ``configure_model``.
 
     Returns:
-        Elements that this rank has of a weight before the model is wrapped; the sum of trained weights; files in a
-        folder before it is.
+        Elements that this rank has of a weight before the model is wrapped; the sum of trained weights; open
+        files in a folder before it is.
     """
     chosen, rows, files = strategy(stage=stage, **given), [], []
     setup = chosen.setup
@@ -150,7 +151,7 @@ def built_late(stage: int, folder: Any = None, **given: Any) -> tuple[int | None
     def look(run: Any) -> None:
         piece = piece_of(run.lightning_module.wide.weight)
         rows.append(None if piece is None or piece.row is None else piece.row.numel())
-        files.append(0 if folder is None else sum(each.is_file() for each in folder.rglob("*")))
+        files.append(0 if folder is None else open_files(folder))
         setup(run)
 
     chosen.setup = look
