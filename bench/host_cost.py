@@ -11,7 +11,8 @@ are aten calls and collectives; timed is the processor time of the main thread, 
 
 The bound is on unit less group; beyond it the exit code is 1. With ``--wrap`` wrapping is measured instead: processor
 time of the main thread, memory that stays and most memory, each world size in a process of its own. The bounds are on
-the time, and on the memory beyond that of the smallest world.
+the time, and on the memory beyond that of the smallest world. With ``--import`` the wall time of ``import zeropp``
+after ``import torch`` is measured, with a bound.
 
 Run: ``python -m bench.host_cost --world 8 64 1024 --json host_cost.json``, or with ``--wrap``.
 """
@@ -23,6 +24,8 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -44,6 +47,7 @@ PARAMETERS = 12
 TARGET_US = 60
 WRAPPED_UNITS, WRAPPED_PARAMETERS = 2000, 15  # 30,000 parameters
 WRAP_S, WRAP_MIB = 3.0, 50.0
+IMPORT_S = 0.3
 CONFIG = {
     "zero_optimization": {
         "stage": 3,
@@ -231,6 +235,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, bound])
 
 
+def import_seconds(rounds: int = 7) -> float:
+    """Median seconds that ``import zeropp`` takes after ``import torch``, in new processes that may cache bytecode."""
+    program = "import time, torch; begin = time.perf_counter(); import zeropp; print(time.perf_counter() - begin)"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", program]
+    times = [float(subprocess.run(command, env=env, capture_output=True, check=True).stdout) for _ in range(rounds + 1)]
+    return statistics.median(times[1:])  # the first may compile
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,8 +252,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200, help="calls per timed round")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--wrap", action="store_true", help="measure wrapping")
+    parser.add_argument("--import", action="store_true", dest="imports", help="measure importing zeropp")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.imports:
+        seconds = import_seconds()
+        print(f"{describe(machine('cpu'))}\nimport zeropp, after import torch: {seconds:.2f} s")
+        raise SystemExit(seconds > IMPORT_S)
     pairs = [(world, min(args.local, world)) for world in args.world]
     if args.wrap:
         # Memory is the process's, so each has one of its own; and nothing is inherited.

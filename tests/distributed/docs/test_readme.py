@@ -205,9 +205,11 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
 
 
 def test_zeropp_alone_is_imported_for_that_line() -> None:
-    """``import zeropp`` gives ``zeropp.fsdp2``, and loads no trainer; names of DeepSpeed's say where they are."""
+    """``import zeropp`` gives ``zeropp.fsdp2``, and loads only what trains; names of DeepSpeed's say where they are."""
     program = (
         "import sys, zeropp, zeropp.integrations; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"
+        "late = ('sympy', 'torch.distributed.tensor', 'zeropp.checkpoint', 'zeropp.fsdp2', 'zeropp.training')\n"
+        "print([name for name in late if name in sys.modules])\n"
         "zeropp.fsdp2.apply; zeropp.add_config_arguments"
     )
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
@@ -216,7 +218,7 @@ def test_zeropp_alone_is_imported_for_that_line() -> None:
         "AttributeError: module 'zeropp' has no attribute 'add_config_arguments'; for scripts that use it: "
         "python -m zeropp.compat.deepspeed COMMAND"
     )
-    assert done.stdout == "[]\n"
+    assert done.stdout == "[]\n[]\n"
 
 
 def test_without_fully_shard_zeropp_trains_the_same() -> None:
