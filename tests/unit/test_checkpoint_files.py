@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from zeropp.checkpoint.checksums import STRETCH, Checksums
 from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks, write_blocks
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import write_files
-from zeropp.checkpoint.metadata import DTYPES, FileEntry
+from zeropp.checkpoint.metadata import DTYPES, FileEntry, write_synced
 from zeropp.checkpoint.parts import Part, whole
 from zeropp.checkpoint.tasks import in_threads
 
@@ -160,3 +161,23 @@ def test_the_first_error_of_a_thread_ends_all() -> None:
     with pytest.raises(OSError, match="full"):
         in_threads(100, work, 4)
     assert len(taken) <= 4
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(("fsync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(("replace", source.stat().st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    path = tmp_path / "metadata.json"
+    write_synced(path, b"{}")
+    file, folder = path.stat().st_ino, tmp_path.stat().st_ino
+    assert events == [("fsync", file), ("replace", file), ("fsync", folder)]

@@ -114,6 +114,9 @@ def test_goes_on_like_plain_torch(elsewhere: tuple[Path, list[Went]]) -> None:
     after = run_ranks(2, goes_on, path, "stage 3", local_world_size=2)
     mean = [sum(pair) / 2 for pair in zip(*(rank.losses for rank in after), strict=True)]
     assert mean == pytest.approx(losses_of_plain_torch(before[0].state, states_of(before)), rel=1e-6)
+    # Ranks that did not save have random numbers of their own: no rank draws another's, or any drawn before.
+    drawn = [number for rank in after for number in rank.drawn]
+    assert len(set(drawn)) == len(drawn) and not set(drawn) & {number for rank in before for number in rank.drawn}
 
 
 def test_each_rank_reads_its_own_part(elsewhere: tuple[Path, list[Went]]) -> None:

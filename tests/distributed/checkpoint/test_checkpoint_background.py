@@ -100,7 +100,6 @@ def fails_on_one(path: Path, hears: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.every(8)
 @pytest.mark.parametrize("hears", ["wait", "save"])
 def test_a_failed_write_is_an_error(hears: str, tmp_path: Path) -> None:
     for told in run_ranks(2, fails_on_one, tmp_path / "here", hears):
