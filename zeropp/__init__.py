@@ -7,8 +7,10 @@ they are used and let go right after.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from zeropp._extensions import MODULES as EXTENSIONS
 from zeropp.access.accumulate import accumulate
 from zeropp.access.average import ema
 from zeropp.access.state import comm_report, full_state
@@ -44,15 +46,18 @@ __version__ = "0.1.0"
 # Imported when they are first used, since a program that trains may need none of them.
 _MODULES = ("checkpoint", "fsdp2", "plan", "training", "zero")
 _FUNCTIONS = {
-    "estimate_zero2_model_states_mem_needs": "zeropp.plan.estimate",
-    "estimate_zero2_model_states_mem_needs_all_cold": "zeropp.plan.estimate",
-    "estimate_zero2_model_states_mem_needs_all_live": "zeropp.plan.estimate",
-    "estimate_zero3_model_states_mem_needs": "zeropp.plan.estimate",
-    "estimate_zero3_model_states_mem_needs_all_cold": "zeropp.plan.estimate",
-    "estimate_zero3_model_states_mem_needs_all_live": "zeropp.plan.estimate",
-    "init_distributed": "zeropp.training.distributed",
-    "initialize": "zeropp.training.initialize",
+    "estimate_zero2_model_states_mem_needs": "zeropp.deepspeed.estimates",
+    "estimate_zero2_model_states_mem_needs_all_cold": "zeropp.deepspeed.estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "zeropp.deepspeed.estimates",
+    "estimate_zero3_model_states_mem_needs": "zeropp.deepspeed.estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "zeropp.deepspeed.estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "zeropp.deepspeed.estimates",
+    "init_distributed": "zeropp.deepspeed.distributed",
+    "initialize": "zeropp.deepspeed.initialization",
 }
+# The core does not import it: it is named here, and imported when a model is built or wrapped.
+if importlib.util.find_spec("zeropp.deepspeed"):
+    EXTENSIONS.append("zeropp.deepspeed.extension")
 # Names of DeepSpeed's that its stand-in has and this package has not.
 _OF_THE_STAND_IN = (
     "DeepSpeedEngine", "PipelineEngine", "accelerator", "add_config_arguments", "checkpointing", "init_inference",
@@ -65,26 +70,26 @@ if TYPE_CHECKING:
     from zeropp import plan as plan
     from zeropp import training as training
     from zeropp import zero as zero
-    from zeropp.plan.estimate import (
+    from zeropp.deepspeed.distributed import init_distributed as init_distributed
+    from zeropp.deepspeed.estimates import (
         estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
     )
-    from zeropp.plan.estimate import (
+    from zeropp.deepspeed.estimates import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
     )
-    from zeropp.plan.estimate import (
+    from zeropp.deepspeed.estimates import (
         estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
     )
-    from zeropp.plan.estimate import (
+    from zeropp.deepspeed.estimates import (
         estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
     )
-    from zeropp.plan.estimate import (
+    from zeropp.deepspeed.estimates import (
         estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
     )
-    from zeropp.plan.estimate import (
+    from zeropp.deepspeed.estimates import (
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
     )
-    from zeropp.training.distributed import init_distributed as init_distributed
-    from zeropp.training.initialize import initialize as initialize
+    from zeropp.deepspeed.initialization import initialize as initialize
 else:  # a type checker would take any name for one that this function has
 
     def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeropp.training import checkpointing
+from zeropp.deepspeed import checkpointing
 
 pytestmark = [
     pytest.mark.gpu,

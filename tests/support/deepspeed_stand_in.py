@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.compat.deepspeed.place import STAND_IN
-from zeropp.compat.deepspeed.refusals import RefusingFinder
+from zeropp.deepspeed.refusals import RefusingFinder
+from zeropp.deepspeed.stand_in_path import STAND_IN
 
 __all__ = [
     "ADAMW",

@@ -130,7 +130,7 @@ def made(model: Any, args: TrainingArguments, kind: str, trainer: type[Trainer] 
     trained = [p for p in model.parameters() if p.requires_grad]
     if PLAIN:
         # What the JSON says: no decay, and its schedule, which transformers has under no name.
-        from zeropp.training.schedulers import WarmupDecayLR
+        from zeropp.deepspeed.schedulers import WarmupDecayLR
 
         optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
         more["optimizers"] = (

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from zeropp.config import ConfigError
 from zeropp.config.foreign import ARGUMENTS
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.deepspeed.json_optimizers import Lion, UncorrectedAdam, make_optimizer, make_scheduler
+from zeropp.deepspeed.schedulers import SCHEDULERS, WarmupLR
 from zeropp.optimizer.elementwise import check_elementwise
-from zeropp.training.elementwise import Lion, UncorrectedAdam
-from zeropp.training.from_config import make_optimizer, make_scheduler
-from zeropp.training.schedulers import SCHEDULERS, WarmupLR
 
 
 def made(kind: str | None, **params: Any) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import zeropp
-from zeropp.compat.deepspeed.place import VERSION as STAND_IN_VERSION
+from zeropp.deepspeed.stand_in_path import VERSION as STAND_IN_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"zeropp": ROOT / "zeropp", "zeropp_kernels": ROOT / "kernels" / "zeropp_kernels"}
@@ -55,6 +55,7 @@ ROOMS = {
     "zeropp_kernels": 0,
     "config": 0,
     "_compat": 0,
+    "_extensions": 0,
     "partition": 1,
     "comm": 2,
     "wire": 3,
@@ -69,11 +70,12 @@ ROOMS = {
     "optimizer": 9,
     "init": 9,
     "checkpoint": 10,
-    "zero": 10,
-    "training": 11,
-    "__init__": 12,
+    "deepspeed": 11,
     "integrations": 12,
+    "zero": 13,
+    "training": 13,
     "compat": 13,
+    "__init__": 14,
 }
 
 
@@ -377,7 +379,7 @@ def test_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
     info = f"zeropp-{zeropp.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"zeropp", "zeropp_kernels", info}
     expected = {"zeropp/py.typed", "zeropp_kernels/py.typed", f"{info}/licenses/LICENSE"}
-    expected.add(f"zeropp/compat/deepspeed/stand_in/deepspeed-{STAND_IN_VERSION}.dist-info/METADATA")
+    expected.add(f"zeropp/deepspeed/stand_in/deepspeed-{STAND_IN_VERSION}.dist-info/METADATA")
     for package, folder in PACKAGES.items():
         expected |= {f"{package}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
     assert expected - names == set()

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 import zeropp
-from zeropp.compat.deepspeed.place import STAND_IN
-from zeropp.compat.deepspeed.refusals import MODULES
 from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.support import SUPPORT, Kind
 from zeropp.config.zero import ZeroConfig
+from zeropp.deepspeed import attributes
+from zeropp.deepspeed.refusals import MODULES
+from zeropp.deepspeed.stand_in_path import STAND_IN
+from zeropp.deepspeed.training_optimizer import TrainingOptimizer
 from zeropp.engine.hooks import EXTERNAL_AS
-from zeropp.params import carried
-from zeropp.training.optimizer import TrainingOptimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "migrating.md"
@@ -190,7 +190,7 @@ def test_no_other_calls_are_named() -> None:
 
 ENGINE = inspect.getsource(zeropp.training.Engine)
 OPTIMIZER = inspect.getsource(TrainingOptimizer)
-CARRIED = inspect.getsource(carried)
+CARRIED = inspect.getsource(attributes)
 OWNERS = {
     "engine": lambda name: hasattr(zeropp.training.Engine, name) or re.search(rf"self\.{name}\b", ENGINE),
     "optimizer": lambda name: hasattr(TrainingOptimizer, name) or re.search(rf"self\.{name} = ", OPTIMIZER),

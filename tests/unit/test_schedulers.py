@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeropp.training.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zeropp.deepspeed.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def optimizer(groups: int = 1, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ import pytest
 
 from zeropp.compat import deepspeed as compat
 from zeropp.compat.deepspeed.__main__ import main
-from zeropp.compat.deepspeed.place import STAND_IN, VERSION, require_alone, require_first
+from zeropp.deepspeed.stand_in_path import STAND_IN, VERSION, require_alone, require_first
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from zeropp._extensions import extensions
 from zeropp.access.refusals import replace_in
-from zeropp.access.resting import RestingWeights
-from zeropp.access.state import gather_codes, gather_main
+from zeropp.access.state import cached_values, gather_codes, gather_main
 from zeropp.comm.hops import Comm
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.parking import NOTHING
-from zeropp.params.carried import drop
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed, unguard, unregister
@@ -52,9 +51,9 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
     with contextlib.suppress(RuntimeError):
         engine.finish_load()
         engine.refresh.start_put_off()
-        resting, found = RestingWeights(engine), dict[nn.Parameter, Tensor]()
+        found = dict[nn.Parameter, Tensor]()
         for parameter in (parameter for unit in engine.units for parameter in unit.parameters):
-            values = resting(parameter)
+            values = cached_values(engine, parameter)
             if values is None:
                 return {}
             found[parameter] = values
@@ -68,7 +67,8 @@ def give_back(weights: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, values in weights.items():
         parameter.data = values
         unregister(parameter)
-        drop(parameter)
+        for extension in extensions():
+            extension.parameter_freed(parameter)
 
 
 def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Engine]:

@@ -279,6 +279,24 @@ def _is_local(engine: Engine, module: nn.Module) -> bool:
     return resting is not None and exact and all(map(resting.has, module.parameters()))
 
 
+def cached_values(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
+    """A parameter's whole values in the dtype that the model computes in, where every rank caches them between passes.
+
+    Local. None where they are not cached, or not the newest.
+    """
+    if engine.closed or engine.loans:
+        return None
+    unit = engine.unit_of[id(parameter)]
+    if not unit.persistent or unit.stale:
+        return None
+    # The step queues the refresh on every rank, so it ends without a call of anyone else.
+    engine.refresh.wait()
+    buffer, index = unit.place_of(parameter)
+    if buffer.coded or engine.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes():
+        return None
+    return buffer.layout.views(buffer.flat)[index]
+
+
 def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
     """A copy of what this rank has of a parameter, if that is all of it; else the parameter, with its shape alone."""
     if not is_guarded(parameter):

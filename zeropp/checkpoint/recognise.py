@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from zeropp._extensions import extensions
 from zeropp.checkpoint.conversions import convert_source
 from zeropp.checkpoint.dcp_folder import DCP_METADATA, find_dcp
-from zeropp.checkpoint.deepspeed_folder import ZeroFolder, zero_folder
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.foreign import safetensors_metadata
 from zeropp.checkpoint.metadata import METADATA
@@ -22,10 +22,14 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 __all__ = ["foreign_source"]
 
 _KNOWN = (
-    "safetensors files (*.safetensors), files of torch.save (*.pt, *.pth, *.bin, also with "
-    "pytorch_model.bin.index.json), a folder of torch.distributed.checkpoint (.metadata) or of DeepSpeed (latest, or "
-    "*_optim_states.pt)"
+    "safetensors files (*.safetensors)",
+    "files of torch.save (*.pt, *.pth, *.bin, also with pytorch_model.bin.index.json)",
+    "a folder of torch.distributed.checkpoint (.metadata)",
 )
+
+
+def _known() -> str:
+    return ", ".join([*_KNOWN, *(each for extension in extensions() for each in extension.checkpoint_formats)])
 
 
 def foreign_source(
@@ -67,24 +71,24 @@ def foreign_source(
 
 def _source(place: Path, names: Mapping[str, Tensor], optimizer: ZeroOptimizer | None, prefix: str | None) -> Source:
     if not place.exists():
-        raise CheckpointError(f"there is nothing at {str(place)!r}; expected {_KNOWN}")
+        raise CheckpointError(f"there is nothing at {str(place)!r}; expected {_known()}")
     if place.is_file() and place.suffix != ".safetensors":
         return named_source(find_torch(place), names, optimizer, prefix)
     if (place / METADATA).is_file():
         raise CheckpointError(f"{str(place)!r} is a checkpoint of zeropp; load it with zeropp.checkpoint.load")
     if (place / DCP_METADATA).is_file():
         return named_source(find_dcp(place), names, optimizer, prefix)
-    folder = zero_folder(place)
-    if folder is not None:
-        found = ZeroFolder(folder)
-        if optimizer is not None:
-            found.add_optimizer(key for group in optimizer.param_groups for key in group)
-        return Source(folder, metadata_of(found.files, found.named), "none")
+    keys = None if optimizer is None else frozenset(key for group in optimizer.param_groups for key in group)
+    for extension in extensions():
+        found = extension.read_checkpoint(place, keys)
+        if found is not None:
+            folder, files, named = found
+            return Source(folder, metadata_of(files, named), "none")
     if place.is_file() or any(place.glob("*.safetensors")):
         return Source(*safetensors_metadata(place), "none")
     if (place / TORCH_INDEX).is_file() or (place / TORCH_SINGLE).is_file():
         return named_source(find_torch(place), names, optimizer, prefix)
     raise CheckpointError(
         f"{str(place)!r} is of no format that is known here: it has "
-        f"{sorted(each.name for each in place.iterdir())[:5]}; expected {_KNOWN}"
+        f"{sorted(each.name for each in place.iterdir())[:5]}; expected {_known()}"
     )

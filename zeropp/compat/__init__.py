@@ -1,5 +1,4 @@
-"""Other libraries' names over zeropp, for scripts that nobody wants to rewrite.
+"""Old import paths of :mod:`zeropp.deepspeed`, for scripts that have them.
 
-Knows what such scripts import and reach into; not how anything is trained, which is all called from ``zeropp``.
-Start with ``deepspeed/__init__.py``.
+Knows names alone. Start with ``deepspeed/__init__.py``, and find the code in ``zeropp/deepspeed``.
 """

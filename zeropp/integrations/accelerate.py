@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp import checkpoint
-from zeropp.access.resting import RestingWeights
 from zeropp.config import Config, ConfigError, ConfigSource, load_config
+from zeropp.deepspeed.readable_weights import RestingWeights
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.wrapper import ZeroOptimizer
 

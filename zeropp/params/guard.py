@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeropp._compat import break_graph, makes_graph, uncompiled, unguarded
-from zeropp.params.shown import Edits, ShownWeights, is_read, show, shown
-from zeropp.params.status import ZeroParamStatus
+from zeropp._extensions import extensions
 
 __all__ = [
     "GuardHandler", "guard", "handler_of", "is_guarded", "is_managed", "nothing", "own_dtype", "register", "unguard",
@@ -70,24 +69,33 @@ _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _COPY = torch.Tensor.copy_
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Resting(Protocol):
-    """Whole values between passes: `zeropp.access.resting`, seen from here."""
+    """Read access to whole weights between passes, for engines that allow it.
+
+    Attributes:
+        alone: ``state_dict()`` takes no other rank, whatever is not here.
+    """
 
     alone: bool
 
-    def __call__(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Them, to be read, or None."""
+    def __call__(self, parameter: nn.Parameter) -> Tensor | None:
+        """The whole values of a parameter; None if they are not on this rank."""
         ...
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Tell whether the parameter's values are there."""
         ...
 
-    def edits(self, parameter: nn.Parameter) -> Edits | None:
-        """The places that edits of the values go to; None if they are to be read alone."""
+    def values_for(self, func: Callable[..., Any], parameter: nn.Parameter) -> Tensor | None:
+        """Values that take the place of a released parameter in a call of ``func``; None if the call is refused."""
+        ...
+
+    def call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[int, Tensor]
+    ) -> Any:
+        """Call a function; ``values`` are those of :meth:`values_for`, by the ids of released parameters."""
         ...
 
 
@@ -95,7 +103,7 @@ class GuardHandler(Protocol):
     """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece.
 
     Attributes:
-        resting: finds whole values of a parameter between passes, for who lets them be read; or None.
+        resting: read access to whole values between passes; None where they are not to be read.
     """
 
     resting: Resting | None = None
@@ -231,9 +239,9 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
             # A debugger or a log prints parameters at any time; that must neither fetch a unit nor raise.
             "__repr__": _describe,
             "__format__": lambda parameter, spec: format(_describe(parameter), spec),
-            # Over what the parameter's own dict says of the time when it has its values.
-            "ds_status": property(lambda parameter: ZeroParamStatus.NOT_AVAILABLE),
         }
+        for extension in extensions():
+            namespace |= extension.released
         _GUARDS[cls] = types.new_class(f"Released{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
     return _GUARDS[cls]
 
@@ -249,7 +257,7 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     # Reading them leaves the parameter with its own class, and so with that class's way to be copied; holding them,
     # with its values.
     values = parameter.data
-    if isinstance(values, ShownWeights):
+    if is_guarded(parameter):
         # It is released still: only its values have been looked at.
         made = parameter.__class__._zeropp_own_class(values.clone(), parameter.requires_grad)  # type: ignore[attr-defined]
         memo[id(parameter)] = made
@@ -288,7 +296,8 @@ def _intercept(
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
-        resting: dict[int, ShownWeights] = {}
+        resting: dict[int, Tensor] = {}
+        reader: Resting | None = None
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
             if func in LAYOUT:
@@ -315,12 +324,10 @@ def _intercept(
             if handler.fetch_touched(parameter):
                 touched.append(handler)
                 continue
-            resting[id(parameter)] = _resting_values(func, tag.name, parameter, handler)
-        if resting and func == _SET_DATA:
-            _set_resting(resting[id(args[0])], args[1])
-            return None
-        if resting:
-            return show(func, _replaced(args, resting), _replaced(kwargs, resting))
+            reader = handler.resting
+            resting[id(parameter)] = _values_between_passes(func, tag.name, parameter, handler)
+        if reader is not None:
+            return reader.call(func, args, kwargs, resting)
         # Every released argument has been fetched, and has its own class and values by now.
         try:
             result = func(*args, **kwargs)
@@ -391,44 +398,14 @@ def _edge_of(parameter: nn.Parameter) -> GradientEdge:
         return get_gradient_edge(parameter)
 
 
-def _resting_values(
+def _values_between_passes(
     func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler
-) -> ShownWeights:
-    """Whole values between passes, to be read.
-
-    Raises:
-        RuntimeError: they are not here, or would not only be read.
-    """
-    values = edits = None
-    if handler.resting is not None:
-        edits = handler.resting.edits(parameter)
-        values = handler.resting(parameter) if edits is not None or is_read(func) else None
+) -> Tensor:
+    values = None if handler.resting is None else handler.resting.values_for(func, parameter)
     if values is None:
         # Outside a pass no other rank knows of this use, and a gather would wait for them.
         raise _refusal(func, name, parameter, handler.fetched_by(parameter))
-    assert handler.resting is not None  # it has given values
-    return shown(values, func, parameter.requires_grad, edits)
-
-
-def _set_resting(values: ShownWeights, new: torch.Tensor) -> None:
-    """Give cached weights new values in their place; what ``parameter.data = new`` does to a plain parameter."""
-    if new.shape != values.shape:
-        raise RuntimeError(
-            f"parameter.data was set to a tensor of shape {tuple(new.shape)}, and the parameter, whose memory zeropp "
-            f"manages, has {tuple(values.shape)}; give one of its shape"
-        )
-    # After ``parameter.data += x`` it is these very values.
-    if new.data_ptr() != values.data_ptr() or new.stride() != values.stride():
-        show(_COPY, (values, new), {})
-
-
-def _replaced(value: Any, resting: dict[int, ShownWeights]) -> Any:
-    """Arguments with values in place of released parameters."""
-    if isinstance(value, dict):
-        return {key: _replaced(each, resting) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(each, resting) for each in value)
-    return resting.get(id(value), value)
+    return values
 
 
 def _gradient_access(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.params.carried import CarriedPart, carry, drop
+from zeropp._extensions import extensions
 from zeropp.params.guard import GuardHandler, guard, nothing, register, unguard, unregister
-from zeropp.params.status import ZeroParamStatus
 from zeropp.partition.layout import dense_strides
 
 __all__ = ["Fetcher", "Piece", "dense_row", "piece_of"]
@@ -56,19 +54,19 @@ class Piece(GuardHandler):
     def tie(self, parameter: nn.Parameter) -> None:
         """Let a parameter own this; nothing else does, so it goes with the parameter."""
         parameter._zeropp_piece = self  # type: ignore[attr-defined]
-        # What has no values has no part of them; and a weak reference would keep it from being given memory.
+        # Without values there is no part of them; and a weak reference would keep it from being given memory.
         if not self.awaited:
-            self._carry(parameter)
+            self._tell_extensions(parameter)
 
     def untie(self, parameter: nn.Parameter) -> None:
         """Its values are somebody else's from now on."""
         del parameter._zeropp_piece  # type: ignore[attr-defined]
-        drop(parameter)
+        for extension in extensions():
+            extension.parameter_freed(parameter)
 
-    def _carry(self, parameter: nn.Parameter) -> None:
-        # Also where it is small and whole: DeepSpeed's is in pieces until it is gathered, and scripts ask for that.
-        status = ZeroParamStatus.AVAILABLE if self.lent else ZeroParamStatus.NOT_AVAILABLE
-        carry(parameter, LocalPiece(self, parameter), status, persistent=False)
+    def _tell_extensions(self, parameter: nn.Parameter) -> None:
+        for extension in extensions():
+            extension.piece_changed(parameter, self)
 
     def count(self, numel: int) -> int:
         """Elements of a rank's piece, padding included."""
@@ -80,7 +78,7 @@ class Piece(GuardHandler):
         self.strides = dense_strides(tuple(parameter.shape), parameter.stride())
         # On the device it was built on, where random numbers are drawn if it is initialised once more.
         # It may have got another shape since it was begun.
-        self._carry(parameter)
+        self._tell_extensions(parameter)
         stand_in = nothing(parameter.dtype, parameter.device).expand(parameter.shape)
         register(parameter, self.name, self, self.strides, parameter.dtype)
         parameter.data = stand_in
@@ -97,12 +95,12 @@ class Piece(GuardHandler):
     def lend(self, parameter: nn.Parameter) -> None:
         """Somebody has the whole values, which the parameter shows already."""
         self.lent = True
-        self._carry(parameter)
+        self._tell_extensions(parameter)
 
     def take_back(self, parameter: nn.Parameter) -> None:
         """End of a loan; where there is a row, let go of the values, of which it still has its part."""
         self.lent = False
-        self._carry(parameter)
+        self._tell_extensions(parameter)
         if self.row is None:
             return
         parameter.data = nothing(parameter.dtype, parameter.device).expand(parameter.shape)
@@ -135,30 +133,14 @@ class Piece(GuardHandler):
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         return False
 
-
-class LocalPiece(CarriedPart):
-    """A built parameter's part: of its row, or of what its values would give."""
-
-    def __init__(self, piece: Piece, parameter: nn.Parameter) -> None:
-        # Weakly: the parameter owns all of it.
-        self._piece, self._parameter = weakref.ref(piece), weakref.ref(parameter)
-
-    @property
-    def ds_numel(self) -> int:
-        """See :class:`CarriedPart`."""
-        return self.values().numel()
-
-    def values(self) -> Tensor:
-        """See :class:`CarriedPart`."""
-        piece, parameter = self._piece(), self._parameter()
-        if piece is None or parameter is None:
-            raise RuntimeError("what this ds_tensor was a part of is gone: ask the parameter for the one it has now")
-        count, numel = piece.count(parameter.numel()), parameter.numel()
-        start = min(piece.fetcher.rank * count, numel)
+    def local_values(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of the values, without padding."""
+        count, numel = self.count(parameter.numel()), parameter.numel()
+        start = min(self.fetcher.rank * count, numel)
         own = min(count, numel - start)
         # Lent values are somebody's to edit, and the row is what there is until they are given back.
-        if piece.row is not None:
-            return piece.row[:own]
+        if self.row is not None:
+            return self.row[:own]
         return dense_row(parameter.data)[0][start : start + own]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeropp._compat import is_dtensor, sharing_versions, unguarded
-from zeropp.access.attributes import carry_attributes
+from zeropp._extensions import extensions
 from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.access.external import external_parameters
@@ -233,9 +233,10 @@ def _install(
     install_state_hooks(modules, engine)
     refuse_changes(model, modules, engine)
     give_to_modules(modules, engine)
-    # Below it nothing is away that a script would gather.
+    # Below stage 3 nothing is away that a script would gather.
     if engine.maker.config.zero.stage == 3:
-        carry_attributes(model, engine)
+        for extension in extensions():
+            extension.model_wrapped(model, engine)
     # Last: its hook is prepended, and must run before the one that begins a pass.
     watch_structure(model, engine)
 

@@ -1,17 +1,16 @@
-"""Training by DeepSpeed's calls: ``initialize``, its engine, and the optimizers, schedulers and loaders of its JSON.
+"""The names of :mod:`zeropp.deepspeed` that scripts import from here.
 
-Knows scripts and their habits; not how weights move, which :class:`zeropp.ZeroOptimizer` does. Start with
-``initialize.py``.
+Knows names alone. Start with ``zeropp/deepspeed/initialization.py``.
 """
 
-from zeropp.training import checkpointing, values
-from zeropp.training.data import RepeatingLoader
-from zeropp.training.distributed import init_distributed
-from zeropp.training.elementwise import Lion
-from zeropp.training.engine import Engine
-from zeropp.training.initialize import initialize
-from zeropp.training.tiled import TiledLinear
-from zeropp.training.values import *  # noqa: F403  (its __all__ is the list of accessors)
+from zeropp.deepspeed import checkpointing, parameter_values
+from zeropp.deepspeed.data import RepeatingLoader
+from zeropp.deepspeed.distributed import init_distributed
+from zeropp.deepspeed.initialization import initialize
+from zeropp.deepspeed.json_optimizers import Lion
+from zeropp.deepspeed.parameter_values import *  # noqa: F403  (its __all__ is the list of accessors)
+from zeropp.deepspeed.tiled import TiledLinear
+from zeropp.deepspeed.training_engine import Engine
 
 __all__ = [
     "Engine",
@@ -22,4 +21,4 @@ __all__ = [
     "init_distributed",
     "initialize",
 ]
-__all__ += values.__all__
+__all__ += parameter_values.__all__

@@ -1,4 +1,4 @@
-"""``zeropp.training.checkpointing``: gradients are those of plain torch without checkpoints, wherever inputs lie.
+"""``zeropp.deepspeed.checkpointing``: gradients are those of plain torch without checkpoints, wherever inputs lie.
 
 On the CPU everything is in the host's memory; `moved` has inputs taken for a GPU's, so that they are copied there.
 """
@@ -20,8 +20,8 @@ from torch.nn import functional
 import zeropp
 from tests.support.branching_models import WIDTH, Block, logged, make_config, worst
 from tests.support.rank_pool import run_ranks
-from zeropp.training import checkpointing
-from zeropp.training.checkpointing import checkpoint, configure
+from zeropp.deepspeed import checkpointing
+from zeropp.deepspeed.checkpointing import checkpoint, configure
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -27,7 +27,7 @@ from tests.support.deepspeed_stand_in import (
     zero3,
 )
 from tests.support.rank_pool import run_ranks
-from zeropp.training.elementwise import UncorrectedAdam
+from zeropp.deepspeed.json_optimizers import UncorrectedAdam
 
 
 def accelerate_prepares() -> float:

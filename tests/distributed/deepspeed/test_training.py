@@ -17,7 +17,7 @@ import zeropp
 from tests.support.branching_models import worst
 from tests.support.deepspeed_engine import MICRO, RATES, STEPS, WARMUP, loss_of, model_of, settings, train
 from tests.support.rank_pool import run_ranks, some
-from zeropp.training.initialize import _device
+from zeropp.deepspeed.initialization import _device
 
 
 def trained(config: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Any]]:
@@ -75,13 +75,13 @@ def given_otherwise(how: str, folder: Path) -> list[float]:
     if how == "objects":
         del config["optimizer"], config["scheduler"]
         inner = torch.optim.AdamW([{"params": []}, {"params": model.parameters()}], lr=0.1, weight_decay=0.1)
-        scheduler = zeropp.training.schedulers.WarmupLR(inner, **WARMUP)
+        scheduler = zeropp.deepspeed.schedulers.WarmupLR(inner, **WARMUP)
         given |= {"optimizer": inner, "lr_scheduler": scheduler}
     elif how == "functions":
         del config["optimizer"], config["scheduler"]
         given |= {
             "optimizer": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
-            "lr_scheduler": lambda optimizer: zeropp.training.schedulers.WarmupLR(optimizer, **WARMUP),
+            "lr_scheduler": lambda optimizer: zeropp.deepspeed.schedulers.WarmupLR(optimizer, **WARMUP),
         }
     elif how == "path in args":
         path = folder / "zero.json"

@@ -22,7 +22,7 @@ from tests.support.rank_pool import RankFailure, run_ranks, some
 from zeropp import checkpoint
 from zeropp.checkpoint import CheckpointError
 from zeropp.checkpoint.metadata import Metadata
-from zeropp.checkpoint.to_fp32_command import SCRIPT
+from zeropp.deepspeed.zero_to_fp32 import SCRIPT
 from zeropp.training import Engine
 
 CUT = 3

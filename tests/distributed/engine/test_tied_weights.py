@@ -15,7 +15,7 @@ import zeropp
 from tests.support.deepspeed_stand_in import standing_in
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from zeropp.deepspeed.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 
 class Tied(nn.Module):

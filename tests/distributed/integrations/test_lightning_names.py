@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.support.deepspeed_files import write_deepspeed
 from tests.support.rank_pool import run_ranks
+from zeropp.deepspeed import checkpointing
 from zeropp.integrations._lightning.classes import NAMES
-from zeropp.training import checkpointing
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
 

@@ -2,40 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from zeropp.compat.deepspeed import environment
-from zeropp.compat.deepspeed.place import require_alone, require_first
-
-_USAGE = "usage: python -m zeropp.compat.deepspeed CMD ...   (as in: ... torchrun --nproc-per-node 8 train.py)"
-
-
-def main(command: list[str]) -> int:
-    """Become ``command``; or say why not, and return 2."""
-    if not command or command[0] in ("-h", "--help"):
-        print(_USAGE, file=sys.stdout if command else sys.stderr)
-        return 0 if command else 2
-    try:
-        require_alone()
-        require_first(command)
-        # In place of this process, so that signals and the exit status are the command's own.
-        os.execvpe(command[0], command, environment())
-    except FileNotFoundError:
-        print(f"cannot run {command[0]!r}: it is not on PATH{_advice(command[0])}\n{_USAGE}", file=sys.stderr)
-    except (OSError, RuntimeError) as error:
-        print(f"cannot run {command[0]!r}: {error}{_advice(command[0])}\n{_USAGE}", file=sys.stderr)
-    return 2
-
-
-def _advice(name: str) -> str:
-    """The likely remedy for a command that cannot be run."""
-    if name == "deepspeed":
-        return "; zeropp has no launcher, and torchrun --nproc-per-node N starts ranks"
-    if name.endswith(".py"):
-        return f"; a script needs its interpreter: python {name}"
-    return "" if os.path.sep in name else "; activate the virtual environment that has it, or give its path"
-
+from zeropp.deepspeed.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zeropp.deepspeed import checkpointing
+from zeropp.init.context import Init
 from zeropp.integrations._lightning.configuration import stage_of
 from zeropp.integrations._lightning.owners import core_of
 from zeropp.integrations._lightning.packages import Packages
-from zeropp.training import checkpointing
-from zeropp.zero import Init
 
 # Lightning's classes are nobody's types: those of two packages take their place.
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class StrategyParts(_Base):
         return Init(enabled=cuts, remote_device=self._given["remote_device"], config_dict_or_path=config)
 
     def _configure_recomputation(self, config: Mapping[str, Any]) -> None:
-        """Let ``zeropp.training.checkpointing`` do what the configuration says, if it says anything."""
+        """Let ``zeropp.deepspeed.checkpointing`` do what the configuration says, if it says anything."""
         block = config.get("activation_checkpointing")
         # It is one for the process: a script that has configured it by itself keeps that.
         if isinstance(block, Mapping) and any(block.values()):

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.checkpoint import CheckpointError
+from zeropp.deepspeed.initialization import initialize
+from zeropp.deepspeed.training_engine import Engine
 from zeropp.integrations._lightning.arguments import FabricArguments
 from zeropp.integrations._lightning.common import StrategyParts
 from zeropp.integrations._lightning.configuration import for_inference, with_precision
 from zeropp.integrations._lightning.saving import TAG, local_folder, pack, require_folder, unpack
-from zeropp.training import Engine, initialize
 
 __all__ = ["FabricStrategyParts", "NoSync"]
 

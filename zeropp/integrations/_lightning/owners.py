@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import nn
 
 from zeropp.access.state import engine_of
+from zeropp.deepspeed.training_engine import Engine
 from zeropp.engine.engine import Engine as Core
-from zeropp.training import Engine
 
 __all__ = ["Owner", "claim", "core_of", "current_engine"]
 

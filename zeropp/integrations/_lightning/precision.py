@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.deepspeed.training_engine import Engine
 from zeropp.integrations._lightning.owners import core_of
 from zeropp.integrations._lightning.packages import Packages
-from zeropp.training import Engine
 
 # Lightning's classes are nobody's types: those of two packages take their place.
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeropp.deepspeed.initialization import initialize
+from zeropp.deepspeed.training_engine import Engine
 from zeropp.integrations._lightning.arguments import TrainerArguments
 from zeropp.integrations._lightning.common import StrategyParts
 from zeropp.integrations._lightning.configuration import for_inference, for_training, with_precision
 from zeropp.integrations._lightning.owners import claim, current_engine
 from zeropp.integrations._lightning.saving import FOREIGN, TAG, local_folder, pack, require_folder, unpack
-from zeropp.training import Engine, initialize
 
 __all__ = ["TrainerStrategyParts"]
 

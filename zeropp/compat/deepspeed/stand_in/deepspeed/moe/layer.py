@@ -1,7 +1,0 @@
-"""The layer."""
-
-from zeropp.compat.deepspeed.refusals import NO_EXPERTS, refused
-
-__all__ = ["MoE"]
-
-MoE = refused("moe.layer.MoE", NO_EXPERTS)

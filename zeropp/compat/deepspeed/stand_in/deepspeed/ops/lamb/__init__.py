@@ -1,7 +1,0 @@
-"""LAMB, which zeropp has not."""
-
-from zeropp.compat.deepspeed.refusals import refused
-
-__all__ = ["FusedLamb"]
-
-FusedLamb = refused("ops.lamb.FusedLamb", "its steps need norms of whole parameters, and a rank has parts; use AdamW")

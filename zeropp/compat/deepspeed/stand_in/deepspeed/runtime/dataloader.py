@@ -1,5 +1,0 @@
-"""Loaders."""
-
-from zeropp.training import RepeatingLoader
-
-__all__ = ["RepeatingLoader"]

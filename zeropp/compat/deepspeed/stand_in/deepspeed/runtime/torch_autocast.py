@@ -1,9 +1,0 @@
-"""DeepSpeed's notes on parameters under autocast: zeropp keeps none on them."""
-
-from zeropp.compat.deepspeed.refusals import refused
-
-__all__ = ["get_comm_dtype", "has_comm_dtype"]
-
-_WHY = "zeropp notes no dtype on parameters; gradients travel in communication_data_type"
-get_comm_dtype = refused("runtime.torch_autocast.get_comm_dtype", _WHY)
-has_comm_dtype = refused("runtime.torch_autocast.has_comm_dtype", _WHY)

@@ -1,0 +1,5 @@
+"""Loaders."""
+
+from zeropp.deepspeed.data import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

@@ -1,0 +1,32 @@
+"""Stage 3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from zeropp.access.gathered import GatheredParameters
+from zeropp.deepspeed.estimates import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zeropp.deepspeed.training_engine import Engine
+from zeropp.optimizer.wrapper import ZeroOptimizer
+
+__all__ = [
+    "DeepSpeedZeroOptimizer_Stage3",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "unwrap_model_for_generation",
+]
+
+DeepSpeedZeroOptimizer_Stage3 = ZeroOptimizer
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
+    """Weights are gathered once, and the model runs inside without a message; see :class:`GatheredParameters`."""
+    with GatheredParameters(model.parameters()):
+        yield model

@@ -1,0 +1,11 @@
+"""Linear layers in tiles."""
+
+from zeropp.deepspeed.refusals import refused
+from zeropp.deepspeed.tiled import TiledLinear
+
+__all__ = ["TiledLinear", "TiledLinearReturnBias"]
+
+TiledLinearReturnBias = refused(
+    "runtime.zero.tiling.TiledLinearReturnBias",
+    "it is of Megatron's layers, which add their bias later; use TiledLinear",
+)
