@@ -18,7 +18,8 @@ from torch import Tensor
 from zeropp.checkpoint import tasks
 from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.checksums import STRETCH, Checksums
-from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks, write_blocks
+from zeropp.checkpoint.disk import Wanted, read_blocks, write_blocks
+from zeropp.checkpoint.dtypes import as_bytes
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import write_files
 from zeropp.checkpoint.metadata import DTYPES, FileEntry, write_synced

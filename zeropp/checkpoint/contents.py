@@ -14,8 +14,8 @@ from zeropp.access.average import Average
 from zeropp.checkpoint.averages import average_parts
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.coded import CODES, SCALES, coded_entries, coded_parts
-from zeropp.checkpoint.disk import as_bytes, view_of
-from zeropp.checkpoint.dtypes import dtype_code
+from zeropp.checkpoint.disk import view_of
+from zeropp.checkpoint.dtypes import as_bytes, dtype_code
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import CodedEntry
 from zeropp.checkpoint.names import has_extra_state, model_names

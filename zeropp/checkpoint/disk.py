@@ -23,7 +23,7 @@ from torch import Tensor
 from zeropp.checkpoint.checksums import STRETCH
 from zeropp.checkpoint.tasks import in_threads
 
-__all__ = ["Wanted", "as_bytes", "read_blocks", "write_blocks"]
+__all__ = ["Wanted", "read_blocks", "write_blocks"]
 
 BLOCK_NBYTES = 8 * STRETCH
 """Bytes of a block: enough to keep a disk busy with few calls, few enough that buffers are no burden."""
@@ -32,14 +32,6 @@ _ALIGNED = 4096  # what O_DIRECT asks of addresses, places and lengths: 512 on m
 _THREADS = 4
 # Where the file system has no O_DIRECT, it says so when the file is opened or written first.
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as uint8 [nbytes], the same memory."""
-    flat = tensor.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8)
 
 
 def view_of(buffer: Tensor) -> memoryview:

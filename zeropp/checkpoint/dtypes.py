@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from zeropp.checkpoint.errors import CheckpointError
 
-__all__ = ["DTYPES", "dtype_code"]
+__all__ = ["DTYPES", "as_bytes", "dtype_code"]
 
 # As safetensors spells them.
 DTYPES = {
@@ -33,3 +34,11 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
             f"{name!r} is of {dtype}, which safetensors files cannot hold; they hold {', '.join(map(str, _CODES))}"
         )
     return _CODES[dtype]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as uint8 [nbytes], the same memory."""
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.checksums import Checksums
-from zeropp.checkpoint.disk import as_bytes, view_of, write_blocks
+from zeropp.checkpoint.disk import view_of, write_blocks
+from zeropp.checkpoint.dtypes import as_bytes
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, dtype_code, sync_folder, write_synced
 from zeropp.checkpoint.parts import Part
 from zeropp.checkpoint.progress import Progress
@@ -44,7 +45,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 
 # Data begins at a multiple of it, so that a reader may map the file and use tensors where they lie.
-_ALIGNED = 4096
+_TENSOR_ALIGNMENT = 4096
 _MADE_BY = {"format": "pt", "writer": "zeropp"}
 """Of each header: the format is what transformers asks for."""
 _SINGLE = "model.safetensors"
@@ -101,7 +102,7 @@ def plan_files(names: Sequence[str], kinds: Sequence[Kind], limit: int | None) -
             entries[names[number]] = {"dtype": code, "shape": list(shape), "data_offsets": place}
         text = json.dumps(entries, separators=(",", ":")).encode()
         # Spaces, which the format allows behind the JSON.
-        text = text.ljust(-(-(len(text) + 8) // _ALIGNED) * _ALIGNED - 8)
+        text = text.ljust(-(-(len(text) + 8) // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT - 8)
         head = len(text).to_bytes(8, "little") + text
         begins = [len(head) + end - sizes[number] for number, end in zip(group, ends, strict=True)]
         found.append(PlannedFile(head, group, begins, len(head) + (ends[-1] if ends else 0)))

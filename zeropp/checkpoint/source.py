@@ -16,7 +16,8 @@ from torch import Tensor
 from zeropp.checkpoint.boxes import Box, BoxIndex, runs
 from zeropp.checkpoint.checksums import STRETCH, Checksums
 from zeropp.checkpoint.coded import CODES, SCALES, decoded
-from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks
+from zeropp.checkpoint.disk import Wanted, read_blocks
+from zeropp.checkpoint.dtypes import as_bytes
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, Metadata
 from zeropp.checkpoint.parts import MODEL, Part, whole

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 
 __all__ = ["Task", "in_threads"]
 
-_T = TypeVar("_T")
 
 
 class Task(Generic[_T]):

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.checkpoint.disk import as_bytes
-from zeropp.checkpoint.dtypes import dtype_code
+from zeropp.checkpoint.dtypes import as_bytes, dtype_code
 from zeropp.checkpoint.errors import CheckpointError
 
 __all__ = ["comparable", "decode", "encode", "tensors_in"]
