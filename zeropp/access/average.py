@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.awaited import lacks_values
-from zeropp.access.state import engine_of
+from zeropp.access.state import engine_of, lacks_values
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
 

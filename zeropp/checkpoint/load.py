@@ -12,14 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
-from zeropp.checkpoint.background import wait_together
+from zeropp.checkpoint.foreign import foreign_source
 from zeropp.checkpoint.metadata import Metadata
-from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.recognise import foreign_source
 from zeropp.checkpoint.restore import IN_PART, Loaded, Restore
-from zeropp.checkpoint.save import require_ours, unfreeze
+from zeropp.checkpoint.save import require_ours, unfreeze, wait_together
 from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import common_path, together
+from zeropp.checkpoint.together import Progress, common_path, together
 from zeropp.engine.engine import Engine
 
 __all__ = ["KINDS", "Loaded", "load", "load_foreign", "load_safetensors"]

@@ -1,4 +1,7 @@
-"""One restoring of a checkpoint on one rank: checked when it is made, then read, then finished."""
+"""One restoring of a checkpoint on one rank: checked when it is made, then read, then finished.
+
+Parameters that are tied here and lie in others' files under each of their names, as most programs write them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.checkpoint.averages import average_parts, averages_of, fill_in, prefix_of
-from zeropp.checkpoint.coded import CODES, SCALES, Encoded, coded_parts
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.metadata import DTYPES
-from zeropp.checkpoint.names import compare, has_extra_state, match, match_groups, model_names
-from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
-from zeropp.checkpoint.random_state import draw_anew, restore_random_state
-from zeropp.checkpoint.source import Source
-from zeropp.checkpoint.ties import require_equal
+from zeropp.checkpoint.boxes import (
+    BASES,
+    MODEL,
+    STATE,
+    CheckpointError,
+    Part,
+    base_parts,
+    main_parts,
+    state_parts,
+    whole,
+)
+from zeropp.checkpoint.contents import (
+    average_parts,
+    averages_of,
+    compare,
+    draw_anew,
+    fill_in,
+    has_extra_state,
+    match,
+    match_groups,
+    model_names,
+    prefix_of,
+    restore_random_state,
+)
+from zeropp.checkpoint.metadata import DTYPES, decode, tensors_in
+from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source, coded_parts
 from zeropp.checkpoint.together import telling, together
-from zeropp.checkpoint.values import decode, tensors_in
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.groups import load_optimizer
@@ -28,7 +47,59 @@ from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.state import layout_id, load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["IN_PART", "Loaded", "Restore"]
+__all__ = ["IN_PART", "Loaded", "Restore", "require_equal"]
+
+
+def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[str, str], source: Source) -> None:
+    """Make sure that what is one here is one there: each rank compares its own part, and nothing changes.
+
+    Args:
+        engine: of the model.
+        aliases: further names of tied tensors, and the first of each.
+        renamed: the names that tensors are read under, by their first.
+        source: of the files.
+
+    Raises:
+        CheckpointError: values differ by more than a rounding, or shapes do, and all but one would be lost.
+    """
+    apart = {
+        alias: first
+        for alias, first in aliases.items()
+        if MODEL + alias in source.metadata.tensors and renamed.get(first, alias) != alias
+    }
+    if not apart:
+        return
+    tensors = source.metadata.tensors
+    for alias, first in apart.items():
+        here, there = (tensors[MODEL + name].shape for name in (renamed[first], alias))
+        if here != there:
+            raise CheckpointError(
+                f"{alias!r} is tied to {first!r} here, and there of shape {there} beside {here}; strict=False takes "
+                f"{renamed[first]!r} for both"
+            )
+    firsts, before = set(apart.values()), source.nbytes_read
+    parts: dict[str, list[Part]] = {}
+    for part in main_parts(engine, "slice"):
+        name = part.name.removeprefix(MODEL)
+        if name in firsts:
+            parts.setdefault(name, []).append(part)
+    for alias, first in apart.items():
+        for part in parts.get(first, ()):
+            own, other = (torch.empty_like(part.values) for _ in range(2))
+            pairs = (renamed[first], own), (alias, other)
+            source.read([Part(MODEL + name, part.shape, part.box, values) for name, values in pairs])
+            # One may have been rounded, as it was saved: both are, to either dtype.
+            for name in (renamed[first], alias):
+                own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
+            if not torch.allclose(own, other, rtol=0, atol=0, equal_nan=True):
+                raise CheckpointError(
+                    f"{alias!r} is tied to {first!r} here, and has other values there, which would be lost; "
+                    f"strict=False takes those of {renamed[first]!r}"
+                )
+    # Besides what the model needs.
+    source.nbytes_converted += source.nbytes_read - before
+    source.nbytes_read = before
+
 
 IN_PART = "weights and states are changed in part: load again, or another checkpoint"
 """The state of things after an error from here on."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.external import external_parameters
+from zeropp.access.gathered import external_parameters
 from zeropp.access.refusals import replace_in
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import EXTERNAL_AS
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.piece import Piece
+from zeropp.params.spread import Piece
 from zeropp.partition.layout import Fragment
 from zeropp_kernels.wire import BLOCK
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeropp import checkpoint
 from zeropp.access.state import engine_of
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced

@@ -22,7 +22,7 @@ from zeropp.deepspeed.training_engine import Engine, wrap_for_inference
 from zeropp.deepspeed.training_optimizer import TrainingOptimizer
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.setup.built import built_for
+from zeropp.setup.build import built_for
 
 __all__ = ["initialize"]
 

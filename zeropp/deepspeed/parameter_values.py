@@ -18,7 +18,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING, WEIGHTS
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.fingerprint import digest_of, fingerprint
+from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of
 

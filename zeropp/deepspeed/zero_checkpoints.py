@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 
-from zeropp.checkpoint.boxes import boxes_of_range, row_major
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError, boxes_of_range, row_major
+from zeropp.checkpoint.foreign import Named, entry_of
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.named import Named
-from zeropp.checkpoint.parts import MODEL, STATE
 from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
-from zeropp.checkpoint.torch_state import entry_of
 
 __all__ = ["PACKAGES", "RunValues", "ZeroFolder", "model_files", "read_run_values", "zero_folder"]
 

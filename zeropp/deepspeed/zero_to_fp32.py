@@ -23,14 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.state import engine_of
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError
 from zeropp.checkpoint.files import WholeFiles
+from zeropp.checkpoint.foreign import TORCH_INDEX, TORCH_SINGLE, metadata_of
 from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata, sync_folder, write_synced
-from zeropp.checkpoint.named import metadata_of
-from zeropp.checkpoint.parts import MODEL, STATE
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.source import Source
-from zeropp.checkpoint.torch_state import TORCH_INDEX, TORCH_SINGLE
 from zeropp.deepspeed.zero_checkpoints import ZeroFolder, zero_folder
 
 __all__ = [

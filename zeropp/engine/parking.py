@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeropp._compat import storage_id, unguarded
 from zeropp.offload.parked import Parked
-from zeropp.params.unreadable import make_readable, make_unreadable
+from zeropp.params.guard import make_readable, make_unreadable
 
 __all__ = ["COMPUTING", "EVERYTHING", "KINDS", "NOTHING", "TRAINING", "WEIGHTS", "Parking", "of_a_forward"]
 

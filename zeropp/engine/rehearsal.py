@@ -21,7 +21,7 @@ from zeropp.comm.copies import issued_here
 from zeropp.comm.hops import Comm, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.engine.engine import Engine
-from zeropp.params.transfers import Transfer, transfers
+from zeropp.params.flat_buffer import Transfer, transfers
 
 __all__ = ["rehearse", "require_room_on_all", "warn_of_no_room"]
 

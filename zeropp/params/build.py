@@ -15,10 +15,9 @@ from zeropp.offload.home import Memory
 from zeropp.offload.homes import Homes
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
-from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
+from zeropp.params.flat_buffer import FlatBuffer, Transfer, WeightPaths, transfers
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
-from zeropp.params.transfers import Transfer, transfers
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
 from zeropp.partition.levels import Mode, Placement

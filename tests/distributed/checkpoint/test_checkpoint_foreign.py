@@ -25,7 +25,7 @@ from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from tests.support.torch_and_fsdp2_jobs import FLAT, Other, Shardable, fsdp2_saves, other, plain, train_plain
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 
 def reads(path: Path, name: str, states: bool, prefix: str | None = None, make: type[Model] = Model) -> Went:

@@ -23,7 +23,7 @@ from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from tests.support.torch_and_fsdp2_jobs import Other, other, plain
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.deepspeed.zero_to_fp32 import (
     LazyTensor,
     convert_zero_checkpoint_to_fp32_state_dict,

@@ -1,7 +1,6 @@
 """ZeRO: ``deepspeed.zero``."""
 
-from zeropp.access.external import register_external_parameter
-from zeropp.access.gathered import GatheredParameters
+from zeropp.access.gathered import GatheredParameters, register_external_parameter
 from zeropp.deepspeed.attributes import ZeroParamStatus
 from zeropp.init.context import Init, MiCS_Init
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from zeropp.access.external import register_external_parameter
-from zeropp.access.gathered import GatheredParameters
+from zeropp.access.gathered import GatheredParameters, register_external_parameter
 from zeropp.deepspeed.attributes import ZeroParamStatus
 from zeropp.deepspeed.refusals import refused
 from zeropp.init.context import Init
