@@ -1,14 +1,12 @@
 """``GatheredParameters``: whole values of partitioned parameters, to read or to edit between passes.
 
-Whole values of parameters that were built to be partitioned, before an engine manages them.
+It works before an engine manages the parameters, too: :class:`PiecesLoan` gathers those that ``zero.Init`` built.
 
-Tensors and graphs that are computed from whole values while these are lent to the user.
+Outside a pass, a graph through a whole value leads nowhere: the value is released, and no gradient is reduced.
+Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`Graphs`
+can tell at the end of the ``with`` block which graphs outlive it.
 
-Outside a pass a graph through a whole value leads nowhere: the value goes back, and no gradient is reduced. To read is
-fine, with grad mode on, too. So results carry a hook that backward trips over, and whoever ends the loan can ask which
-graphs outlive it.
-
-Parameters that a module's forward uses although they are not its own, as the user has declared.
+``register_external_parameter`` declares parameters that a module's forward uses although other modules own them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Refusals of a managed model: changes that would leave its values in zeropp's buffers behind.
+"""Refusals: changes to a wrapped model that would leave its values in zeropp's buffers behind.
 
-The check that a wrapped model still has the modules and parameters that it was wrapped with.
-
-Compiled modules that would replay CUDA graphs of weights that have moved.
+``model.to()``, ``half()``, ``share_memory()`` and the like are refused when they are called. Modules and parameters
+that were added, removed or replaced since the model was wrapped are found at the next forward. Compiled modules are
+refused if they would replay CUDA graphs, whose weights have moved since.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
 
-Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it is
-given, straight into its main weights. Both begin with an exchange, by which every rank knows that all are there.
+Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it
+is given, straight into its main weights. Both begin with an exchange, by which every rank knows that all are there.
 
-Weights of a model that was wrapped without values: they must have been loaded before the first forward.
+A model may be wrapped without values (on the meta device). Its values must be loaded before the first forward.
 """
 
 from __future__ import annotations

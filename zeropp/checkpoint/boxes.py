@@ -1,16 +1,12 @@
-"""Boxes: rectangular parts of a tensor, which are what checkpoints store, and how flat ranges become boxes.
+"""Boxes and parts: the rectangular pieces of tensors that checkpoints store, and their dtypes.
 
-A rank owns ranges of flat buffers. A range of an N-dimensional tensor is at most 2N-1 boxes: rows in part, whole rows,
-rows in part, and so on inward. Boxes say where values belong whatever ranges others cut.
+A rank owns ranges of flat buffers. A range of an N-dimensional tensor is at most 2N-1 boxes: rows in part, whole
+rows, rows in part, and so on inward. Boxes say where values belong whatever ranges others cut.
 
-The parts of tensors that this rank has: main weights, optimizer states, bases of differences, as boxes.
-
-What is spread over few ranks has replicas. A rank saves of it what it would own if it were spread over all: pieces of
-the last level lie inside those of every other, so that everything is written once, by all ranks alike.
-
-The dtypes that checkpoints hold, and how safetensors spells them.
-
-The error of a checkpoint that cannot be used or written.
+A :class:`Part` is a box with its values: main weights, optimizer states, bases of differences. Tensors that are
+sharded over few ranks have replicas. Of these a rank saves the range that it would own if they were sharded over all
+ranks: pieces of the last level lie inside those of every other level, so everything is written once, by all ranks
+alike.
 """
 
 from __future__ import annotations

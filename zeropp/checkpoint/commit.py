@@ -1,14 +1,10 @@
 """One attempt to write a checkpoint, by all ranks, into the checkpoint's folder.
 
-The checkpoint becomes visible at one instant: ``os.replace`` in :func:`~zeropp.checkpoint.metadata.write_synced` gives
-``metadata.json`` its name when the files of all ranks are on the disk. Files of the checkpoint before are removed only
-after that. A job that ends in the middle, or a disk that fills, leaves files that no metadata names; the next save to
-the same place removes them. See :mod:`~zeropp.checkpoint.commit`.
-
-Files of a checkpoint in its folder: those of the attempt that writes now, of the one before, and of others.
-
-Files of tensors bear the name of the attempt that wrote them. ``metadata.json``, which is renamed last, says which of
-them are the checkpoint; files of the checkpoint before are removed after that.
+The checkpoint becomes visible at one instant: ``os.replace`` in :func:`~zeropp.checkpoint.metadata.write_synced`
+gives ``metadata.json`` its name when the files of all ranks are on the disk. Files of tensors bear the name of the
+attempt that wrote them, and ``metadata.json`` says which of them are the checkpoint. Files of the checkpoint before
+are removed only after that. A job that ends in the middle, or a disk that fills, leaves files that no metadata
+names; the next save to the same place removes them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """One rank's contents of a checkpoint: its parts of tensors, the job's values, and values of its own.
 
-Names: what a model calls its tensors, and what a checkpoint calls the same ones.
-
-Averages of the weights among what is given in ``extra``: spread as weights are, and saved and restored so.
-
-Random number generators of one rank: torch's on the CPU and the model's device, Python's, and numpy's if in use.
+The model's names become the checkpoint's names. Averages of the weights in ``extra`` are sharded as weights are.
+Each rank has random number generators of its own: torch's on the CPU and on the model's device, Python's, and
+numpy's if it is in use.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Safetensors files that others wrote, as Hugging Face has them: one, several with an index, or all of a folder.
+"""Files of other programs as a source of tensors: safetensors, ``torch.save``, torch.distributed.checkpoint.
 
-The formats of files and folders of other programs, and their tensors as a source.
+Safetensors files are one, several with an index, or all of a folder, as Hugging Face has them. ``torch.save`` wrote
+one file, or a folder with an index. A folder of torch.distributed.checkpoint (FSDP2, torchtitan) has ``.metadata``,
+a pickle of DCP's own classes; each box of a tensor is a file of ``torch.save`` inside another file. Extensions read
+further formats (`zeropp._extensions`).
 
-Folders of torch.distributed.checkpoint, as FSDP2's and torchtitan's jobs write them.
-
-``.metadata`` is a pickle of DCP's own classes; each box of a tensor is a file of ``torch.save`` inside another file.
-
-State dicts that ``torch.save`` wrote: one file, or a folder with an index as Hugging Face had them.
-
-Files of others that name their tensors: which are the model's, and which its optimizer's states and settings.
-
-Plain torch and torch.distributed.checkpoint nest dicts and lists in different ways. Here both are a flat dict of paths,
-as torch itself writes them with dots between.
+Plain torch and DCP nest dicts and lists in different ways. Here both are a flat dict of paths with dots between, as
+torch itself writes them: which are the model's, and which are its optimizer's states and settings.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""``metadata.json``: what a checkpoint holds, where each part lies, and the checksums of every file.
+"""``metadata.json``: the tensors and values of a checkpoint, the place of each part, and the checksums of every file.
 
-The file that makes a directory a checkpoint, written last. Its own checksum comes first in it.
+It makes a folder a checkpoint, and is written last. Its own checksum comes first in it.
 
-Values of a checkpoint besides the model's tensors: settings, state_dicts, positions, as JSON and named tensors.
+Values besides the model's tensors (settings, state_dicts, positions) are JSON and named tensors. Nothing is pickled,
+so nothing runs when a checkpoint is read. JSON has no tuples and no keys but strings; they, and tensors, are objects
+of one key that begins with ``~``.
 
-Nothing is pickled, so that nothing runs when a checkpoint is read. JSON has no tuples and no keys but strings; they,
-and tensors, are objects of one key that begins with ``~``.
-
-Checksums of stretches of files: XXH3 where the package xxhash is installed, else zlib's CRC-32.
+Checksums are those of stretches of files: XXH3 where the package xxhash is installed, else zlib's CRC-32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One restoring of a checkpoint on one rank: checked when it is made, then read, then finished.
 
-Parameters that are tied here and lie in others' files under each of their names, as most programs write them.
+Files of other programs may have a tied parameter under each of its names; their values must be equal.
 """
 
 from __future__ import annotations

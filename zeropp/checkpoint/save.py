@@ -1,6 +1,6 @@
-"""``save``: make a directory one complete checkpoint.
+"""``save``: write one complete checkpoint into a folder, at once or while training goes on.
 
-Checkpoints that are written while training goes on: a copy in the host's memory, and a thread that writes it.
+A save in the background copies to host memory, and a thread writes the copy.
 """
 
 from __future__ import annotations

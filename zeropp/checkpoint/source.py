@@ -1,8 +1,7 @@
-"""Reading: which bytes of which files a rank's parts are, and how they come to where they belong.
+"""Reading: from the parts that a rank wants to the bytes of files, and back to the tensors where they belong.
 
-Frozen weights that exist in codes only: saved and restored as codes and scales, or decoded where values are wanted.
-
-To encode decoded values once more would change some of them, so codes go to codes as they are.
+Frozen weights may exist as codes only. They are saved and restored as codes and scales, since encoding decoded
+values again would change some of them; where values are wanted they are decoded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Work that every rank does by itself and that fails on all ranks if it fails on one.
+"""Work of all ranks that fails on all if it fails on one; threads for it, and its progress bar.
 
-Work in threads of its own, also when the program's main thread has ended and waits for it.
-
-Progress of a save, a load or an export: a bar of tqdm, where that is installed, for what takes its time.
-
-All that moves bytes tells of them here; so this is also where it can be stopped.
+A :class:`Task` runs in a thread of its own, also when the program's main thread has ended and waits for it.
+:class:`Progress` is told of every byte that is moved, so it is also where work is stopped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Optimizers and schedulers that the JSON names.
 
-Optimizers that torch does not have: Lion, and Adam without bias correction. They treat every element by itself.
+Two optimizers are not in torch: Lion, and Adam without bias correction. They treat every element by itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Folders that DeepSpeed's ``save_checkpoint`` wrote in ZeRO stages 1, 2 and 3: weights and the optimizer's states.
+"""Folders that DeepSpeed's ``save_checkpoint`` wrote in ZeRO stages 1, 2 and 3: weights, optimizer states, counters.
 
 Stages 1 and 2 cut each parameter group, as one row, into as many partitions as there were ranks. Stage 3 cuts each
 parameter, and a rank's file has its parts of all of them in a row, group by group. DeepSpeed is not needed.
-
-Values of a run in DeepSpeed's folders besides tensors: counters, the schedule's place, the script's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The arguments of ``zero.Init``: what they mean together, and what is refused.
+"""The arguments of ``zero.Init``: their meaning together, refused combinations, and the limit of host memory.
 
-What a model takes of the host's memory while it is built in pieces, held against ``zeropp.host_memory_limit``.
+:class:`PieceLimit` holds the host memory that a model takes while it is built against ``zeropp.host_memory_limit``.
 """
 
 from __future__ import annotations

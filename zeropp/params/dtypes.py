@@ -1,7 +1,4 @@
-"""The dtype that each parameter is gathered in and computed with.
-
-Fingerprints of values, which show edits without a copy.
-"""
+"""The dtype that each parameter is gathered in and computed with; and fingerprints, which show edits without a copy."""
 
 from __future__ import annotations
 

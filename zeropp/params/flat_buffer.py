@@ -8,7 +8,7 @@ leave them behind.
 version counter is 2v, a released one's 2v+1: a saved tensor that is reached while its unit is away, or after an
 optimizer step, is refused by autograd instead of read. A counter at any other value tells of an edit in place.
 
-The messages that a flat buffer's weights and gradients will be, hop by hop.
+:func:`transfers` lists the messages of a buffer's weights and gradients, hop by hop.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The guard on a parameter whose values are elsewhere.
+"""Guards on tensors whose values are elsewhere: released parameters, and states that were sent off the device.
 
-A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of its
-own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and otherwise
-raises with the remedy. The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and ``vmap`` among
-them, find NaN: the parameter's data is then a single NaN seen at every index.
+A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of
+its own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and
+otherwise raises with the remedy. The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and
+``vmap`` among them, find NaN: the parameter's data is then a single NaN seen at every index.
 
-Tensors that are there, and whose memory is not: any use but of what they are raises, with what to call.
-
-torch itself reads from address 0 then, and the process ends. Slices, their gradients and optimizer states are objects
-that the user holds, so they take on a subclass of their own class meanwhile, as released parameters do.
+Slices, gradients and optimizer states are objects that the user holds. While their memory is off the device, torch
+would read from address 0 and end the process. So they take on a subclass too (:func:`make_unreadable`), which raises
+with the call that brings them back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Parameters of a model that is being built: spread over the ranks before there is a layout, and brought together.
+"""Parameters of a model that is being built: sharded over the ranks before there is a layout, and gathered on use.
+
+A :class:`Piece` is this rank's equal part of one parameter. A :class:`Spread` builds, cuts and gathers the
+parameters of one process group.
 
 [Note: building in pieces] Every rank runs the code that builds the model, so every rank comes to the same parameters,
 and rank 0's values become everyone's. What is built waits, whole, until there is more of it than a limit; then each
@@ -6,8 +9,6 @@ rank keeps its piece. Code that touches a parameter in pieces, on all ranks alik
 it waits again. A parameter whose memory something else refers to is not cut, or an edit by that way would be lost.
 Small parameters stay whole and are shared at the end. Every collective is preceded by an exchange of what each rank is
 about to do, so that ranks which build other models, or fail, are told of by name.
-
-A parameter before its model is wrapped: built whole, then kept in equal pieces by the ranks of a group.
 """
 
 from __future__ import annotations

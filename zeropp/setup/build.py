@@ -1,8 +1,7 @@
-"""From a model and a configuration to a running engine: check, agree, cut, adopt, hook.
+"""The way from a model and a configuration to a running engine: check, agree, cut into units, shard, hook.
 
-Forwards of a whole model under ``torch.autocast``, as the configuration's ``torch_autocast`` block asks for.
-
-Models that were built to be partitioned: what their builder knows, and the configuration must agree with.
+For a model that was built under ``zero.Init``, the configuration must agree with the settings that it was built
+with. ``torch_autocast`` runs whole forwards under ``torch.autocast``.
 """
 
 from __future__ import annotations
