@@ -225,7 +225,7 @@ REMOVED: Mapping[str, str] = _inverted({
     "engine.compile() compiles the model, with the arguments of torch's": (
         "compile.enabled compile.disable compile.backend compile.kwargs compile.mode compile.dynamic compile.fullgraph"
     ),
-    "the block acts where code calls zeropp.deepspeed.checkpointing": (
+    "the block acts where code calls zeropp.training.checkpointing": (
         "activation_checkpointing.enabled activation_checkpointing.enable"
     ),
 })  # fmt: skip

@@ -72,7 +72,7 @@ class CheckpointConfig(Block):
 
 
 class ActivationCheckpointingConfig(Block):
-    """Recomputation of activations in backward, for code that calls `zeropp.deepspeed.checkpointing.checkpoint`. The
+    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`. The
     block acts where it is given to `configure` beside that, as in DeepSpeed."""
 
     partition_activations: bool = False
