@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tests.streams.clocks import DEVICE, HOST, PINNED, Clocks, Memory, Now, Timeline
 from zeropp._compat import unguarded
 from zeropp.comm import hops, streams
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.offload import read_ahead, ring, transfer
 from zeropp.offload.swap import Descriptors
 from zeropp.optimizer import cores, host_step

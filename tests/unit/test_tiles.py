@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadStream
+from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload.home import Place
 from zeropp.offload.ring import Ring
 from zeropp.optimizer import tiles

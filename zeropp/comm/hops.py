@@ -36,11 +36,10 @@ from zeropp.comm.communicators import (
     obtain,
     release,
 )  # fmt: skip
-from zeropp.comm.copies import issued_here
-from zeropp.comm.events import DONE, Event, Launch
 from zeropp.comm.groups import HOST, OUTLASTS, abort_groups, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
+from zeropp.comm.streams import DONE, Event, Launch, issued_here
 from zeropp.partition.levels import HopSpec
 from zeropp.partition.topology import Chain
 

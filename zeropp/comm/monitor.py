@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.comm.threads import Patrol
 
 __all__ = ["BLIND", "Monitor", "make_monitor"]

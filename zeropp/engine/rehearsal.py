@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from zeropp.comm.accounts import name_ranks
 from zeropp.comm.communicators import require_room
-from zeropp.comm.copies import issued_here
 from zeropp.comm.hops import Comm, Hop
 from zeropp.comm.ledger import Ledger
+from zeropp.comm.streams import issued_here
 from zeropp.engine.engine import Engine
 from zeropp.params.transfers import Transfer, transfers
 

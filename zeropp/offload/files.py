@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.offload.home import Home, Place, Row
 from zeropp.offload.swap import Extent
 from zeropp.offload.transfer import Transfers

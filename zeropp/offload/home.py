@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from zeropp.comm.copies import copy
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event, copy
 
 __all__ = ["PLACES", "Home", "HostMemory", "Memory", "MemoryRow", "Place", "Row", "host_memory"]
 

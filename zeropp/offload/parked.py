@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import unguarded
-from zeropp.comm.copies import copy
-from zeropp.comm.events import DONE, Event
-from zeropp.comm.streams import used_here
+from zeropp.comm.streams import DONE, Event, copy, used_here
 
 __all__ = ["Parked"]
 

@@ -11,8 +11,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadStream
+from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload.files import FileRow
 from zeropp.offload.home import Row
 from zeropp.offload.ring import Ring

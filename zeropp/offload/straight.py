@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.comm.copies import issued_here
+from zeropp.comm.streams import issued_here
 from zeropp.offload.errors import SwapError
 from zeropp.offload.files import FileRow
 from zeropp.offload.swap import Descriptors

@@ -15,8 +15,7 @@ from collections import deque
 
 from torch import Tensor
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadEvent
+from zeropp.comm.streams import Event, ThreadEvent
 from zeropp.comm.threads import Threads
 from zeropp.config.runtime import AioConfig
 from zeropp.offload.errors import SwapError

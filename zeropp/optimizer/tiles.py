@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.offload import home
 from zeropp.offload.ring import Ring
 from zeropp.offload.swap import ALIGNED

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.offload.home import Home, MemoryRow, Row
 from zeropp.offload.homes import Homes
 from zeropp.offload.memory import aligned

@@ -25,7 +25,7 @@ from tests.support.branching_models import Routed, make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.sharded_and_plain import Pair
 from zeropp.comm import monitor, streams
-from zeropp.comm.events import Event, Stream
+from zeropp.comm.streams import Event, Stream
 
 HANG_TIMEOUT = 2.0
 GRACE = 5.0
