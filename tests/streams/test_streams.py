@@ -103,8 +103,8 @@ REDUNDANT = {
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
-    "comm/stalls.py StreamStalls.timing 1": "measures time",
-    "comm/stalls.py StreamStalls.timing 2": "measures time",
+    "comm/ledger.py StreamStalls.timing 1": "measures time",
+    "comm/ledger.py StreamStalls.timing 2": "measures time",
     "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
     "offload/straight.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",

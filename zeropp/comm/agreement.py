@@ -22,8 +22,8 @@ import torch
 
 from zeropp.comm.accounts import Account, CollectiveError, explain, what_ended
 from zeropp.comm.hops import Comm
+from zeropp.comm.ledger import make_stalls
 from zeropp.comm.monitor import make_monitor
-from zeropp.comm.stalls import make_stalls
 from zeropp.comm.status import board_of, code_of
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.spans import span
+from zeropp.comm.ledger import span
 from zeropp.comm.streams import Lanes
 from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, Reach, describe_phase
 from zeropp.order.live_units import LiveUnits
