@@ -15,7 +15,7 @@ from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.collective import exchange, naming_absence
 from zeropp.comm.groups import HOST, host_group
 from zeropp.comm.members import Group, group_size, to_process_group
-from zeropp.comm.watch import warn_of_waiting
+from zeropp.comm.threads import warn_of_waiting
 
 __all__ = ["Carrier"]
 

@@ -14,7 +14,7 @@ from zeropp._compat import chosen_timeout
 from zeropp.comm.accounts import name_ranks, what_ended
 from zeropp.comm.groups import HOST
 from zeropp.comm.members import Group, gather_objects, is_fake, to_process_group, whereabouts, world_group
-from zeropp.comm.watch import warn_of_waiting
+from zeropp.comm.threads import warn_of_waiting
 
 __all__ = ["PATIENCE", "Failure", "exchange", "naming_absence", "on_all_ranks"]
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zeropp._compat import is_registered, new_group, sends_from_host
 from zeropp.comm.accounts import CollectiveError, name_ranks
-from zeropp.comm.watch import warn_of_waiting
-from zeropp.comm.within import within
+from zeropp.comm.threads import warn_of_waiting, within
 
 __all__ = [
     "HOST", "OUTLASTS", "abort_groups", "allow_files", "free_groups", "gather_rows", "hang_up", "host_group",
@@ -80,7 +79,7 @@ def make_group(
         allow_files(len(ranks))
     try:
         with warn_of_waiting(_SILENCE, f"still making process group {name!r} after {_SILENCE:g} s. {remedy}"):
-            # Members find each other through the store, which may not answer: see zeropp.comm.watch.
+            # Members find each other through the store, which may not answer: see zeropp.comm.status.
             return within(timeout.total_seconds() + _MARGIN, make, "connecting ranks")
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from zeropp._compat import default_store
 from zeropp.comm.accounts import Account
-from zeropp.comm.within import within
+from zeropp.comm.threads import within
 
 __all__ = ["StatusBoard", "board_of", "code_of"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from zeropp.comm.accounts import Account, by_text, likely_cause, name_ranks
 from zeropp.comm.status import StatusBoard
 from zeropp.comm.threads import Patrol
 
-__all__ = ["Watch", "warn_of_waiting"]
+__all__ = ["Watch"]
 
 _log = logging.getLogger("zeropp")
 
@@ -28,19 +27,6 @@ _LOOKS = 4  # before waiting is long
 _PERIOD = 1.0  # seconds between looks, at most
 _ASKING = 5.0  # seconds of waiting after which a rank asks whether another one has failed, and between two questions
 _GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
-
-
-@contextlib.contextmanager
-def warn_of_waiting(after: float, words: str) -> Iterator[None]:
-    """Log ``words`` if what is inside takes longer than ``after`` seconds; where ranks have no common store yet."""
-    timer = threading.Timer(after, _log.warning, args=("%s", words))
-    # What is inside may fail, and the program must then be able to end before the timer does.
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 @dataclass(eq=False)
