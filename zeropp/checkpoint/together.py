@@ -14,8 +14,8 @@ from typing import TypeVar
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.tasks import Task
-from zeropp.comm.accounts import name_ranks
 from zeropp.comm.agreement import AT_WORK
+from zeropp.comm.groups import name_ranks
 from zeropp.comm.hops import Comm
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine

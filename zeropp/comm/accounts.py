@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
+from zeropp.comm.groups import name_ranks
 
-__all__ = ["Account", "CollectiveError", "by_text", "explain", "likely_cause", "name_ranks", "what_ended"]
-
-_TIMED_OUT = "timed? ?out"  # in the words of backends
-_CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
+__all__ = ["Account", "by_text", "explain", "likely_cause"]
 
 
 @dataclass(frozen=True)
@@ -52,37 +48,6 @@ class Account:
     def unpacked(text: str | bytes) -> Account:
         """The inverse of :meth:`packed`."""
         return Account(**json.loads(text))
-
-
-class CollectiveError(RuntimeError):
-    """An error of a collective over gloo, which raises plain RuntimeErrors; other backends have types of their own."""
-
-    @staticmethod
-    def of(error: RuntimeError) -> RuntimeError:
-        """The error to raise for one that the backend's call has raised; the same if it has a type, or a cause."""
-        return CollectiveError(str(error)) if type(error) is RuntimeError and error.__cause__ is None else error
-
-
-def what_ended(error: BaseException) -> str | None:
-    """The reason why a collective ended: "time ran out", "a connection to another rank was closed", or None.
-
-    None, too, for an error that is not a collective's, whatever its message says.
-    """
-    if not isinstance(error, (CollectiveError, dist.DistError)):
-        return None
-    if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
-        return "time ran out"
-    return "a connection to another rank was closed" if re.search(_CLOSED, str(error), re.IGNORECASE) else None
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0, 1 and 2"; of many the first eight."""
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 8:
-        return f"ranks {', '.join(map(str, numbers[:8]))} and {len(numbers) - 8} more"
-    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def explain(accounts: Mapping[int, Account], world: int) -> str:

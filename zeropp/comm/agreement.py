@@ -20,7 +20,8 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm.accounts import Account, CollectiveError, explain, what_ended
+from zeropp.comm.accounts import Account, explain
+from zeropp.comm.groups import CollectiveError, what_ended
 from zeropp.comm.hops import Comm
 from zeropp.comm.ledger import make_stalls
 from zeropp.comm.monitor import make_monitor

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, backends, storage_uses
-from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.collective import exchange, naming_absence
-from zeropp.comm.groups import HOST, host_group
+from zeropp.comm.groups import HOST, CollectiveError, host_group
 from zeropp.comm.members import Group, group_size, to_process_group
 from zeropp.comm.threads import warn_of_waiting
 

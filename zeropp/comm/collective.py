@@ -11,8 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp._compat import chosen_timeout
-from zeropp.comm.accounts import name_ranks, what_ended
-from zeropp.comm.groups import HOST
+from zeropp.comm.groups import HOST, name_ranks, what_ended
 from zeropp.comm.members import Group, gather_objects, is_fake, to_process_group, whereabouts, world_group
 from zeropp.comm.threads import warn_of_waiting
 

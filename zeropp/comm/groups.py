@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -16,13 +17,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import is_registered, new_group, sends_from_host
-from zeropp.comm.accounts import CollectiveError, name_ranks
 from zeropp.comm.threads import warn_of_waiting, within
 
 __all__ = [
-    "HOST", "OUTLASTS", "abort_groups", "allow_files", "free_groups", "gather_rows", "hang_up", "host_group",
+    "HOST",
+    "OUTLASTS",
+    "CollectiveError",
+    "abort_groups",
+    "allow_files",
+    "free_groups",
+    "gather_rows",
+    "hang_up",
+    "host_group",
     "make_group",
-]  # fmt: skip
+    "name_ranks",
+    "what_ended",
+]
 
 HOST = torch.device("cpu")
 """Where what is agreed on lies, whatever the model's device."""
@@ -203,3 +213,40 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Te
             raise CollectiveError.of(error) from error.__cause__
         known += more
     return rows.roll(rank, 0)
+
+
+_TIMED_OUT = "timed? ?out"  # in the words of backends
+
+
+_CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
+
+
+class CollectiveError(RuntimeError):
+    """An error of a collective over gloo, which raises plain RuntimeErrors; other backends have types of their own."""
+
+    @staticmethod
+    def of(error: RuntimeError) -> RuntimeError:
+        """The error to raise for one that the backend's call has raised; the same if it has a type, or a cause."""
+        return CollectiveError(str(error)) if type(error) is RuntimeError and error.__cause__ is None else error
+
+
+def what_ended(error: BaseException) -> str | None:
+    """The reason why a collective ended: "time ran out", "a connection to another rank was closed", or None.
+
+    None, too, for an error that is not a collective's, whatever its message says.
+    """
+    if not isinstance(error, (CollectiveError, dist.DistError)):
+        return None
+    if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
+        return "time ran out"
+    return "a connection to another rank was closed" if re.search(_CLOSED, str(error), re.IGNORECASE) else None
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3" or "ranks 0, 1 and 2"; of many the first eight."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 8:
+        return f"ranks {', '.join(map(str, numbers[:8]))} and {len(numbers) - 8} more"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import backends, chosen_timeout, group_timeout
-from zeropp.comm.accounts import CollectiveError
-from zeropp.comm.groups import HOST, gather_rows, host_group
+from zeropp.comm.groups import HOST, CollectiveError, gather_rows, host_group
 from zeropp.partition.topology import ranks_per_node
 
 __all__ = [

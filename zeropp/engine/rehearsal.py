@@ -15,8 +15,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeropp.comm.accounts import name_ranks
 from zeropp.comm.communicators import require_room
+from zeropp.comm.groups import name_ranks
 from zeropp.comm.hops import Comm, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import issued_here
