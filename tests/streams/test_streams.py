@@ -129,8 +129,7 @@ ELSEWHERE = {
 APART = {
     "checkpoint/": "files take memory by its address, of which no operation of torch tells",
     "comm/carrier.py": "numbers of the host between processes",
-    "comm/groups.py": "numbers of the host between processes",
-    "comm/members.py": "numbers of the host between processes",
+    "comm/process_groups.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
     "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
     "comm/threads.py": "a thread that touches no memory",

@@ -20,9 +20,8 @@ from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.parts import Part
 from zeropp.checkpoint.tasks import Task
 from zeropp.checkpoint.together import Meeting, together
-from zeropp.comm.groups import HOST, gather_rows
 from zeropp.comm.hops import Comm
-from zeropp.comm.members import gather_pickled
+from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.engine.engine import Engine
 
 __all__ = ["Background", "background_of", "backgrounds", "wait", "wait_for_cards", "wait_together"]

@@ -15,8 +15,8 @@ from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.tasks import Task
 from zeropp.comm.agreement import AT_WORK
-from zeropp.comm.groups import name_ranks
 from zeropp.comm.hops import Comm
+from zeropp.comm.process_groups import name_ranks
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 

@@ -20,12 +20,11 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm.accounts import Account, explain
-from zeropp.comm.groups import CollectiveError, what_ended
 from zeropp.comm.hops import Comm
 from zeropp.comm.ledger import make_stalls
 from zeropp.comm.monitor import make_monitor
-from zeropp.comm.status import board_of, code_of
+from zeropp.comm.process_groups import CollectiveError, what_ended
+from zeropp.comm.status import Account, board_of, code_of, explain
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
 from zeropp.comm.watch import Watch

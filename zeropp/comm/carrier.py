@@ -12,8 +12,7 @@ from torch import Tensor
 
 from zeropp._compat import all_gather_single, backends, storage_uses
 from zeropp.comm.collective import exchange, naming_absence
-from zeropp.comm.groups import HOST, CollectiveError, host_group
-from zeropp.comm.members import Group, group_size, to_process_group
+from zeropp.comm.process_groups import HOST, CollectiveError, Group, group_size, host_group, to_process_group
 from zeropp.comm.threads import warn_of_waiting
 
 __all__ = ["Carrier"]

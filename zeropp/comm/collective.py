@@ -11,8 +11,17 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from zeropp._compat import chosen_timeout
-from zeropp.comm.groups import HOST, name_ranks, what_ended
-from zeropp.comm.members import Group, gather_objects, is_fake, to_process_group, whereabouts, world_group
+from zeropp.comm.process_groups import (
+    HOST,
+    Group,
+    gather_objects,
+    is_fake,
+    name_ranks,
+    to_process_group,
+    what_ended,
+    whereabouts,
+    world_group,
+)
 from zeropp.comm.threads import warn_of_waiting
 
 __all__ = ["PATIENCE", "Failure", "exchange", "naming_absence", "on_all_ranks"]

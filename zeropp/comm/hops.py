@@ -35,18 +35,21 @@ from zeropp.comm.communicators import (
     obtain,
     release,
 )  # fmt: skip
-from zeropp.comm.groups import (
+from zeropp.comm.ledger import Ledger, TrafficKey
+from zeropp.comm.process_groups import (
     HOST,
     OUTLASTS,
     CollectiveError,
+    Members,
     abort_groups,
     free_groups,
+    gather_objects,
     gather_rows,
+    gather_sized,
     hang_up,
     make_group,
+    send_to_all,
 )
-from zeropp.comm.ledger import Ledger, TrafficKey
-from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
 from zeropp.comm.streams import DONE, Event, Launch, issued_here
 from zeropp.partition.levels import HopSpec
 from zeropp.partition.topology import Chain

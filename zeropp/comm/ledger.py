@@ -20,7 +20,6 @@ from zeropp._compat import profiler_enabled
 
 __all__ = ["HostStalls", "Ledger", "LedgerRow", "Stalls", "StreamStalls", "TrafficKey", "make_stalls", "span"]
 
-
 # Bytes.
 
 

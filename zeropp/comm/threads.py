@@ -25,7 +25,6 @@ import torch
 
 __all__ = ["ForkedError", "Patrol", "Threads", "generation", "require_same_process", "warn_of_waiting", "within"]
 
-
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
 _CLOSING = 5.0  # seconds to wait for threads to end

@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from zeropp.comm.accounts import Account, by_text, likely_cause
-from zeropp.comm.groups import name_ranks
-from zeropp.comm.status import StatusBoard
+from zeropp.comm.process_groups import name_ranks
+from zeropp.comm.status import Account, StatusBoard, by_text, likely_cause
 from zeropp.comm.threads import Patrol
 
 __all__ = ["Watch"]

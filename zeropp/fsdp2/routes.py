@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from zeropp.comm.collective import exchange
 from zeropp.comm.communicators import default_ctas, least
-from zeropp.comm.groups import OUTLASTS, free_groups, make_group
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
-from zeropp.comm.members import Members, find_members
 from zeropp.comm.monitor import BLIND
+from zeropp.comm.process_groups import OUTLASTS, Members, find_members, free_groups, make_group
 from zeropp.comm.streams import make_lanes
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 
 from zeropp.comm.carrier import Carrier
 from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
 from zeropp.offload.swap import SwapFile

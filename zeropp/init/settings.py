@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.collective import PATIENCE
-from zeropp.comm.members import Group, to_process_group
+from zeropp.comm.process_groups import Group, to_process_group
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.config.base import notify_once
 from zeropp.init.limit import PieceLimit

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import Config, require_supported
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from zeropp.access.leaves import mark_configured
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine as Core
