@@ -128,7 +128,7 @@ ELSEWHERE = {
 # Packages and modules, and why they are not simulated.
 APART = {
     "checkpoint/": "files take memory by its address, of which no operation of torch tells",
-    "comm/carrier.py": "numbers of the host between processes",
+    "comm/collective.py": "numbers of the host between processes",
     "comm/process_groups.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
     "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",

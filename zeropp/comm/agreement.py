@@ -22,12 +22,11 @@ import torch
 
 from zeropp.comm.hops import Comm
 from zeropp.comm.ledger import make_stalls
-from zeropp.comm.monitor import make_monitor
 from zeropp.comm.process_groups import CollectiveError, what_ended
 from zeropp.comm.status import Account, board_of, code_of, explain
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.watch import Watch
+from zeropp.comm.watch import Watch, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 

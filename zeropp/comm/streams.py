@@ -452,7 +452,7 @@ class _CudaEvent:
         self._device = device
 
     def wait(self, timeout: float) -> bool:
-        # The host goes on, so no time runs out here: see zeropp.comm.monitor.
+        # The host goes on, so no time runs out here: see zeropp.comm.watch.
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 

@@ -13,9 +13,9 @@ from zeropp.comm.collective import exchange
 from zeropp.comm.communicators import default_ctas, least
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
-from zeropp.comm.monitor import BLIND
 from zeropp.comm.process_groups import OUTLASTS, Members, find_members, free_groups, make_group
 from zeropp.comm.streams import make_lanes
+from zeropp.comm.watch import BLIND
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.overlap import Reductions, Waiting

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import is_aliased
-from zeropp.comm.carrier import Carrier
-from zeropp.comm.collective import Failure
+from zeropp.comm.collective import Carrier, Failure
 from zeropp.params.guard import is_managed
 from zeropp.params.piece import Piece, dense_row, piece_of
 
