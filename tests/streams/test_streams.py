@@ -106,7 +106,7 @@ ELSEWHERE = {
     "comm/ledger.py StreamStalls.timing 1": "measures time",
     "comm/ledger.py StreamStalls.timing 2": "measures time",
     "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
-    "offload/straight.py StraightReads.read 1": "needs kvikio",
+    "offload/read_ahead.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
     "optimizer/losses.py TakesLosses.loss_scale 1": "asks what became of a step: Unread.read waits for the number",

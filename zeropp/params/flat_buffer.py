@@ -21,7 +21,7 @@ from zeropp._compat import bump_versions, storage_id
 from zeropp.comm.streams import Event
 from zeropp.offload.home import Home, MemoryRow, Row
 from zeropp.offload.homes import Homes
-from zeropp.offload.memory import aligned
+from zeropp.offload.swap import aligned
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.source import Source

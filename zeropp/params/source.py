@@ -12,8 +12,7 @@ from torch import Tensor
 
 from zeropp.comm.streams import Event, copy, used_here
 from zeropp.offload.home import Row
-from zeropp.offload.read_ahead import Arriving, ReadAhead
-from zeropp.offload.straight import Straight
+from zeropp.offload.read_ahead import Arriving, ReadAhead, Straight
 from zeropp.wire.codecs import Codec
 
 __all__ = ["Source"]
