@@ -35,7 +35,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "LoCo, accumulated and deferred": ["params/gradient.py Gradient._add_to_held 2"],
     "MiCS": ["params/gradient.py Gradient._reduce_replicas 1"],
     "stage 1, lossless, one node": ["wire/differences.py Lossless.encode_ 1"],
-    "abandoned": ["order/live_units.py LiveUnits.release_if_unused 1"],
+    "abandoned": ["order/schedule.py LiveUnits.release_if_unused 1"],
     "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
     "compared": ["engine/boundary.py Boundary._assemble 1"],
