@@ -51,8 +51,7 @@ from zeropp.comm.process_groups import (
     send_to_all,
 )
 from zeropp.comm.streams import DONE, Event, Launch, issued_here
-from zeropp.partition.levels import HopSpec
-from zeropp.partition.topology import Chain
+from zeropp.partition.levels import Chain, HopSpec
 
 _T = TypeVar("_T")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zeropp._compat import backends, chosen_timeout, group_timeout, is_registered, new_group, sends_from_host
 from zeropp.comm.threads import warn_of_waiting, within
-from zeropp.partition.topology import ranks_per_node
+from zeropp.partition.levels import ranks_per_node
 
 __all__ = [
     "HOST",

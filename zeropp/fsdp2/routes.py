@@ -21,8 +21,7 @@ from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.overlap import Reductions, Waiting
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit
-from zeropp.partition.levels import HopSpec, Mode, Placement
-from zeropp.partition.topology import build_chain
+from zeropp.partition.levels import HopSpec, Mode, Placement, build_chain
 from zeropp.wire.codecs import BlockCodec, Codec
 from zeropp.wire.encoding import Encoding
 

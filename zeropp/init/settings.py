@@ -16,7 +16,7 @@ from zeropp.comm.process_groups import Group, to_process_group
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.config.base import notify_once
 from zeropp.init.limit import PieceLimit
-from zeropp.partition.topology import ranks_per_node
+from zeropp.partition.levels import ranks_per_node
 
 __all__ = ["InitSettings", "choose_group", "choose_settings"]
 
