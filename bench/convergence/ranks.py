@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.groups import HOST
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
+from zeropp.comm.process_groups import HOST
 from zeropp.comm.streams import InlineStream, Lanes
 from zeropp.config import Config
 from zeropp.offload.home import MemoryRow

@@ -27,8 +27,12 @@ from tests.gpu.delays import Block
 from tests.streams.card import Card, pretended_card
 from tests.support.parity import Recipe, make_optimizer
 from zeropp import fsdp2
+from zeropp.deepspeed.parameter_values import (
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 from zeropp.deepspeed.readable_weights import RestingWeights
-from zeropp.training import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
 __all__ = ["RUNS", "Run", "edited_in_groups", "first_race", "races"]
 

@@ -12,22 +12,22 @@ from torch import Tensor
 from tests.golden.runs import CASES
 from tests.streams.runs import RUNS, Run, edited_in_groups, first_race, races
 from tests.streams.seams import Seam, seams, without
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.order import reductions
 
 # The run that shows what each wait is for.
 SHOWN_BY: dict[str, list[str]] = {
     "stage 0": ["engine/unread.py Unread.__init__ 1", "engine/unread.py Unread.read 1"],
     "stage 2, overlapped": [
-        "access/state.py _gather_whole 1", "comm/cuda_streams.py CudaStream.run 1",
-        "comm/cuda_streams.py CudaStream.run 2", "comm/cuda_streams.py CudaStream.run 3",
-        "comm/cuda_streams.py _CudaEvent.wait 1", "comm/streams.py Lanes.run 1", "comm/streams.py used_here 1",
+        "access/state.py _gather_whole 1", "comm/streams.py CudaStream.run 1",
+        "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
+        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py Lanes.run 1", "comm/streams.py used_here 1",
         "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end 1",
         "order/schedule.py Schedule._wait_and_expose 1", "params/unit.py Unit.wait_refreshed 1",
         "wire/paths.py ReducePath.reduce 1",
     ],
     "stage 3": [
-        "comm/cuda_streams.py CudaStream.free 1", "order/reductions.py Reductions.end_learning 2",
+        "comm/streams.py CudaStream.free 1", "order/reductions.py Reductions.end_learning 2",
         "params/unit.py Unit.wait_gathered 1",
     ],
     "hpZ, bf16": ["params/unit.py Unit.prepare_gather 1"],
@@ -35,11 +35,11 @@ SHOWN_BY: dict[str, list[str]] = {
     "LoCo, accumulated and deferred": ["params/gradient.py Gradient._add_to_held 2"],
     "MiCS": ["params/gradient.py Gradient._reduce_replicas 1"],
     "stage 1, lossless, one node": ["wire/differences.py Lossless.encode_ 1"],
-    "abandoned": ["order/live_units.py LiveUnits.release_if_unused 1"],
+    "abandoned": ["order/schedule.py LiveUnits.release_if_unused 1"],
     "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
     "compared": ["engine/boundary.py Boundary._assemble 1"],
-    "dropped": ["comm/cuda_streams.py CudaStream.__init__ 1"],
+    "dropped": ["comm/streams.py CudaStream.__init__ 1"],
     "edited, hpZ": ["access/gathered.py _Loan.finish 1"],
     "failed": ["order/reductions.py Reductions.forget 1"],
     "looked at": ["access/state.py cached_values 1"],
@@ -53,17 +53,17 @@ SHOWN_BY: dict[str, list[str]] = {
     "twice, hpZ": ["optimizer/wrapper.py ZeroOptimizer._take_step 1", "order/refresh.py Refresh.wait 2"],
     "unfrozen": ["access/requires_grad.py Trainability.apply 1"],
     "states": [
-        "comm/copies.py _Ended.wait 1", "comm/copies.py issued_here 1", "comm/cuda_streams.py LaunchedStream._launch 2",
-        "comm/cuda_streams.py LaunchedStream._launch 3", "comm/cuda_streams.py LaunchedStream.run 1",
-        "comm/cuda_streams.py _LaunchedEvent.wait 1", "comm/cuda_streams.py _LaunchedEvent.wait 2",
+        "comm/streams.py _Ended.wait 1", "comm/streams.py issued_here 1", "comm/streams.py LaunchedStream._launch 2",
+        "comm/streams.py LaunchedStream._launch 3", "comm/streams.py LaunchedStream.run 1",
+        "comm/streams.py _LaunchedEvent.wait 1", "comm/streams.py _LaunchedEvent.wait 2",
         "engine/engine.py Engine.require_idle 1", "optimizer/tiles.py _Slot.wait 1",
         "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 3",
         "params/unit.py Unit.wait_stepped 1",
     ],
-    "states, hpZ, delta4": ["comm/cuda_streams.py LaunchedStream._launch 1"],
+    "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
     "states, stage 1, at once": ["params/source.py Source.new 1", "params/unit.py Unit.refresh 1"],
     "states, stage 1, lossless, one node": [
-        "comm/events.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
+        "comm/streams.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],
     "states, stage 1, no lanes": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],
@@ -85,7 +85,7 @@ SHOWN_BY: dict[str, list[str]] = {
 }  # fmt: skip
 # Of these two any one does: each waits for the same, or names the same stream.
 EITHER: dict[tuple[str, str], str] = {
-    ("comm/cuda_streams.py CudaStream.__init__ 1", "comm/cuda_streams.py CudaStream.close 1"): "hpZ, bf16",
+    ("comm/streams.py CudaStream.__init__ 1", "comm/streams.py CudaStream.close 1"): "hpZ, bf16",
     ("params/gradient.py Gradient._reduce_replicas 2", "params/gradient.py Gradient._reduce_replicas 3"): "MiCS",
 }
 # Without this one, the thread that comes first may find nothing to work with.
@@ -103,11 +103,11 @@ REDUNDANT = {
 }
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
-    "comm/events.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
-    "comm/stalls.py StreamStalls.timing 1": "measures time",
-    "comm/stalls.py StreamStalls.timing 2": "measures time",
+    "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
+    "comm/ledger.py StreamStalls.timing 1": "measures time",
+    "comm/ledger.py StreamStalls.timing 2": "measures time",
     "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
-    "offload/straight.py StraightReads.read 1": "needs kvikio",
+    "offload/read_ahead.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
     "optimizer/losses.py TakesLosses.loss_scale 1": "asks for a step's result: Unread.read waits for it",
@@ -129,9 +129,8 @@ ELSEWHERE = {
 # Packages and modules, and why they are not simulated.
 APART = {
     "checkpoint/": "files take memory by its address, of which no operation of torch tells",
-    "comm/carrier.py": "numbers of the host between processes",
-    "comm/groups.py": "numbers of the host between processes",
-    "comm/members.py": "numbers of the host between processes",
+    "comm/collective.py": "numbers of the host between processes",
+    "comm/process_groups.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
     "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
     "comm/threads.py": "a thread that touches no memory",

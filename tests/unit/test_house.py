@@ -46,7 +46,7 @@ RETIRED = {
 # What the order of collectives may not depend on; `refresh` waits for an event on a lane without a limit.
 NO_ORDER = {
     "asyncio", "multiprocessing", "random", "subprocess", "threading", "time", "torch.distributed",
-    "zeropp.comm.groups", "zeropp.comm.hops", "zeropp.comm.members",
+    "zeropp.comm.hops", "zeropp.comm.process_groups",
 }  # fmt: skip
 LIMITLESS = {"refresh": "threading"}
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm import agreement, status
-from zeropp.comm.accounts import Account
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.status import StatusBoard, code_of
+from zeropp.comm.status import Account, StatusBoard, code_of
 
 WORLD = 1024
 

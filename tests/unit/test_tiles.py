@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadStream
+from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload.home import Place
-from zeropp.offload.ring import Ring
+from zeropp.offload.read_ahead import Ring
 from zeropp.optimizer import tiles
 from zeropp.optimizer.cores import Cores, step_slices
 from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of

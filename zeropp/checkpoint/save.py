@@ -29,9 +29,8 @@ from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.metadata import Checksums
 from zeropp.checkpoint.together import EngineMeeting, Meeting, Progress, Task, absolute, path_of_rank_0, together, tried
-from zeropp.comm.groups import HOST, gather_rows
 from zeropp.comm.hops import Comm
-from zeropp.comm.members import gather_pickled
+from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer

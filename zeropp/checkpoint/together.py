@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from zeropp.checkpoint.boxes import CheckpointError
-from zeropp.comm.accounts import name_ranks
 from zeropp.comm.agreement import AT_WORK
 from zeropp.comm.hops import Comm
+from zeropp.comm.process_groups import name_ranks
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 

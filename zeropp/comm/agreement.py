@@ -20,14 +20,13 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm.accounts import Account, CollectiveError, explain, what_ended
-from zeropp.comm.events import Event
 from zeropp.comm.hops import Comm
-from zeropp.comm.monitor import make_monitor
-from zeropp.comm.stalls import make_stalls
-from zeropp.comm.status import board_of, code_of
+from zeropp.comm.ledger import make_stalls
+from zeropp.comm.process_groups import CollectiveError, what_ended
+from zeropp.comm.status import Account, board_of, code_of, explain
+from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.watch import Watch
+from zeropp.comm.watch import Watch, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp._compat import is_registered
-from zeropp.comm.groups import free_groups, make_group
+from zeropp.comm.process_groups import free_groups, make_group
 
 __all__ = [
     "WORLD", "Communicator", "Ctas", "History", "Key", "Sharing", "choose_ctas", "default_ctas", "destroy_unused",

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, is_registered, reduce_scatter_single
-from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.communicators import (
     WORLD,
     Communicator,
@@ -36,13 +35,23 @@ from zeropp.comm.communicators import (
     obtain,
     release,
 )  # fmt: skip
-from zeropp.comm.copies import issued_here
-from zeropp.comm.events import DONE, Event, Launch
-from zeropp.comm.groups import HOST, OUTLASTS, abort_groups, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
-from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
-from zeropp.partition.levels import HopSpec
-from zeropp.partition.topology import Chain
+from zeropp.comm.process_groups import (
+    HOST,
+    OUTLASTS,
+    CollectiveError,
+    Members,
+    abort_groups,
+    free_groups,
+    gather_objects,
+    gather_rows,
+    gather_sized,
+    hang_up,
+    make_group,
+    send_to_all,
+)
+from zeropp.comm.streams import DONE, Event, Launch, issued_here
+from zeropp.partition.levels import Chain, HopSpec
 
 _T = TypeVar("_T")
 

@@ -1,13 +1,26 @@
-"""Bytes that a rank sends, per unit, hop, codec and class of link; and how long the model stood still for them."""
+"""Measurements of a run: the bytes that a rank sends, the time that the model waits for them, and profiler ranges.
+
+`Ledger` counts bytes per unit, hop, codec and class of link. `make_stalls` gives it the times: by the host's clock, or
+on a GPU by that of the stream that waits. `span` names work of the engine for torch.profiler.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-__all__ = ["Ledger", "LedgerRow", "TrafficKey"]
+import torch
+
+from zeropp._compat import profiler_enabled
+
+__all__ = ["HostStalls", "Ledger", "LedgerRow", "Stalls", "StreamStalls", "TrafficKey", "make_stalls", "span"]
+
+# Bytes.
 
 
 class TrafficKey(NamedTuple):
@@ -122,3 +135,89 @@ class Ledger:
         with self._lock:
             for counter in (self._calls, self._bytes, self._exposed, self.events):
                 counter.clear()
+
+
+# Times.
+
+Tell = Callable[[str, str, float], None]
+"""Takes a unit, the kind of its work that was waited for, and seconds."""
+
+
+class Stalls(Protocol):
+    """Times what happens inside a ``with`` block, and tells it."""
+
+    def timing(self, unit: str, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Time a wait, if it ends well."""
+        ...
+
+    def collect(self) -> None:
+        """Tell what is known by now and was not when its wait was queued."""
+        ...
+
+
+def make_stalls(device: torch.device, tell: Tell) -> Stalls:
+    """The timer for the waits of a model on ``device``."""
+    return StreamStalls(device, tell) if device.type == "cuda" else HostStalls(tell)
+
+
+class HostStalls:
+    """Times waits of the host itself."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    @contextlib.contextmanager
+    def timing(self, unit: str, kind: str) -> Iterator[None]:
+        """See :class:`Stalls`."""
+        start = time.perf_counter()
+        # No ``finally``: a wait that ends in an error says nothing of how long the model waits.
+        yield
+        self._tell(unit, kind, time.perf_counter() - start)
+
+    def collect(self) -> None:
+        """Nothing is told later."""
+
+
+class StreamStalls:
+    """Times waits that the host only queues: by two events around each, read once the device has passed them.
+
+    Nothing here waits for the device. What it has not passed yet is told at a later call.
+
+    Args:
+        device: whose current stream waits.
+        tell: gets the times.
+    """
+
+    def __init__(self, device: torch.device, tell: Tell) -> None:
+        self._device = device
+        self._tell = tell
+        self._open: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def timing(self, unit: str, kind: str) -> Iterator[None]:
+        """See :class:`Stalls`."""
+        stream = torch.cuda.current_stream(self._device)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The host only queues the wait. What stands still is the stream, so its own clock is read.
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._open.append((unit, kind, start, end))
+        self.collect()
+
+    def collect(self) -> None:
+        """See :class:`Stalls`."""
+        # Events of one stream are passed in order: behind one that is still ahead, none can have been passed.
+        while self._open and self._open[0][3].query():
+            unit, kind, start, end = self._open.popleft()
+            self._tell(unit, kind, start.elapsed_time(end) / 1000)
+
+
+# Ranges in a profile.
+
+_NOTHING = contextlib.nullcontext()
+
+
+def span(what: str, unit: str) -> contextlib.AbstractContextManager[object]:
+    """A range ``zeropp::<what> <unit>`` in a profile; it costs nothing while none is being recorded."""
+    return torch.profiler.record_function(f"zeropp::{what} {unit}") if profiler_enabled() else _NOTHING

@@ -1,5 +1,8 @@
 """The status of each rank in the job's store: whether an exception has stopped it, and what it waits for.
 
+An `Account` is one rank's status in words; `explain` tells the likely cause from the accounts of all ranks. A
+`StatusBoard` writes this rank's status into the store and reads those of others.
+
 [Note: one rank's exception] An exception may end a pass or a step on one rank alone. Then the other ranks wait for it
 in vain. Or it ends the pass on all ranks, because a batch does not fit, say, and all go on with the next batch. A rank
 cannot tell which. So it writes into the store that it has stopped, and where. It takes that back
@@ -29,16 +32,17 @@ import json
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch.distributed as dist
 
 from zeropp._compat import default_store
-from zeropp.comm.accounts import Account
-from zeropp.comm.within import within
+from zeropp.comm.process_groups import name_ranks
+from zeropp.comm.threads import within
 
-__all__ = ["StatusBoard", "board_of", "code_of"]
+__all__ = ["Account", "StatusBoard", "board_of", "by_text", "code_of", "explain", "likely_cause"]
 
 # Seconds for one answer of the store. It has no limit of its own where the process that keeps it stands still, and that
 # may be the rank that all others wait for.
@@ -51,78 +55,125 @@ _PAGE = 2  # lines for each rank in one list
 _LONGEST = 300  # characters of what went wrong on a rank
 
 
+# Accounts: words only, no process.
+
+
 @dataclass(frozen=True)
-class _End:
-    """How a rank's work in an engine has ended.
+class Account:
+    """One rank's account of itself.
 
     Attributes:
-        place: the pass or step in which an exception has stopped it, and how often it has stopped there:
-            "1f2e3d4c.2"; empty if there was no exception.
-        account: the rank's own words: of this rank the text; of others its key in the store.
-        idle: the rank has begun nothing with other ranks since then, in any engine.
-        lost: the rank has closed the engine or lost the other ranks, and cannot go on there.
+        doing: in the words of an error, after "rank 0 was".
+        call: the collective call of the user that it has come to, "state_dict() of a GPT", or "".
+        where: the pass or step that it is in, "a backward", or "".
+        until: what ended it, ", until ...", or "".
+        failure: what went wrong on this rank itself, or "".
+        unsure: the failure may have kept weights from being stepped here.
+        beyond: what it does that no rank has done before, so that nobody waits for it, or "".
+        other_model: it is in a pass or call of another model than the rank that reads this.
     """
 
-    place: str
-    account: str
-    idle: bool
-    lost: bool = False
+    doing: str
+    call: str = ""
+    where: str = ""
+    until: str = ""
+    failure: str = ""
+    unsure: bool = False
+    beyond: str = ""
+    other_model: bool = False
+
+    def __str__(self) -> str:
+        # What a rank does often names it already ("starting a forward").
+        inside = f" in {self.where}" if self.where and self.where not in self.doing else ""
+        return f"{'using another model, ' if self.other_model else ''}{self.doing}{inside}{self.until}"
+
+    def packed(self) -> str:
+        """Its text for the job's store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpacked(text: str | bytes) -> Account:
+        """The inverse of :meth:`packed`."""
+        return Account(**json.loads(text))
 
 
-class _Lines:
-    """Lines that ranks add to a list in the store. Only the last line of each rank counts.
+def explain(accounts: Mapping[int, Account], world: int) -> str:
+    """The likely cause, then each account: "rank 0 called ... alone; .... rank 0 was ...; rank 1 was ..."."""
+    groups = by_text({rank: str(account) for rank, account in accounts.items()})
+    said = "; ".join(f"{name_ranks(of)} {'was' if len(of) == 1 else 'were'} {text}" for text, of in groups.items())
+    silent = _silent(accounts, world)
+    if silent:
+        said += f"; {name_ranks(silent)} said nothing"
+    return f"{likely_cause(accounts, world)}. The ranks are no longer in step: {said}"
 
-    A list that is full is followed by another one, and deleted after that.
-    """
 
-    def __init__(self, name: str, rank: int, world: int) -> None:
-        self._name, self._rank, self._size = name, rank, _PAGE * world
-        self._page = 0  # of this rank's last line
-        self.said = ""  # in it
+def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
+    """The thing that the user most probably has to look at, in a sentence without its full stop."""
+    # Most telling first: what one rank knows to be wrong explains the rest, and calls of the user that differ explain
+    # silence and different phases, and not the other way round.
+    failures = by_text({rank: account.failure for rank, account in accounts.items() if account.failure})
+    if failures:
+        return " and ".join(f"{name_ranks(ranks)} failed: {failure}" for failure, ranks in failures.items())
+    beyond = by_text({rank: account.beyond for rank, account in accounts.items() if account.beyond})
+    if beyond:
+        parts = " and ".join(f"{name_ranks(ranks)} alone {text}" for text, ranks in beyond.items())
+        once = "If all ranks have done so in one pass, as in a first step, each of them may do so alone"
+        return f"{parts}; the other ranks cannot know of it, and do not wait there. {once}"
+    silent = _silent(accounts, world)
+    calls = by_text({rank: account.call for rank, account in accounts.items() if account.call})
+    if len(calls) > 1:
+        parts = " and ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in calls.items())
+        return f"{parts}; they are collective: every rank makes the same calls in the same order"
+    for call, ranks in calls.items():
+        others = set(range(world)).difference(ranks)
+        # The fewer ranks are the more likely culprits; in a draw, those that made the call.
+        if others and len(ranks) <= len(others):
+            return f"{name_ranks(ranks)} called {call} alone; it is collective: every rank calls it"
+        if others:
+            return f"{name_ranks(others)} did not call {call}, which is collective: every rank calls it"
+    if silent:
+        does = "does" if len(silent) == 1 else "do"
+        return (
+            f"{name_ranks(silent)} {does} not wait for others: failed or ended, out of data, slow, or in code that "
+            "only some ranks run"
+        )
+    elsewhere = [rank for rank, account in accounts.items() if account.other_model]
+    if elsewhere:
+        verb = "uses" if len(elsewhere) == 1 else "use"
+        return f"{name_ranks(elsewhere)} {verb} another model; every rank uses its models in the same order"
+    places = by_text({rank: account.where for rank, account in accounts.items()})
+    if len(places) > 1:
+        parts = ", ".join(f"{name_ranks(ranks)} in {where or 'no pass'}" for where, ranks in places.items())
+        return f"the ranks made different forwards, backwards or steps, or numbers of them: {parts}"
+    if len(by_text({rank: account.doing for rank, account in accounts.items()})) > 1:
+        return "the ranks ran different modules, or in another order; look for code that depends on the rank"
+    return "all ranks wait for each other at the same place: a connection or a device may be stuck"
 
-    def begin(self, store: dist.Store) -> None:
-        """Withdraw what this rank has said before; the store may be another one since then."""
-        self._page, self.said = 0, ""
-        if self.count(store):
-            self._append(store, "")
 
-    def say(self, store: dist.Store, words: str) -> None:
-        """Add a line, if it says something new."""
-        if words != self.said:
-            self._append(store, words)
+def _silent(accounts: Mapping[int, Account], world: int) -> list[int]:
+    return [rank for rank in range(world) if rank not in accounts]
 
-    def repeat(self, store: dist.Store, count: int) -> None:
-        """Add the last line again, if its list is about to be deleted."""
-        if self.said and count // self._size > self._page:
-            self._append(store, self.said)
 
-    def _append(self, store: dist.Store, words: str) -> None:
-        number = self.count(store, 1)
-        self._page, begins = divmod(number, self._size)
-        store.append(self._key(self._page), f"{number} {self._rank} {words}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
-        self.said = words
-        # Nobody reads that list any more, nor is about to: a call for a list that is gone would wait for it. A job that
-        # runs for months must not fill the store.
-        if begins == 0:
-            store.delete_key(self._key(self._page - 3))
+def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Ranks by what they say, in ascending order."""
+    found: dict[str, list[int]] = {}
+    # Ranks in ascending order, so that the same accounts give the same words on every rank.
+    for rank in sorted(texts):
+        found.setdefault(texts[rank], []).append(rank)
+    return found
 
-    def read(self, store: dist.Store) -> dict[int, list[str]]:
-        """The words of each rank's last line, if there are any."""
-        page, last = self.count(store) // self._size, dict[int, tuple[int, list[str]]]()
-        for key in (self._key(page - 1), self._key(page)):
-            lines = store.get(key).decode().splitlines() if store.check([key]) else []
-            for number, rank, *words in map(str.split, lines):
-                # A call that was held up in the store adds its line late, behind newer ones: its number is lower.
-                if int(number) >= last.get(int(rank), (0, []))[0]:
-                    last[int(rank)] = int(number), words
-        return {rank: words for rank, (_, words) in last.items() if words}
 
-    def count(self, store: dist.Store, more: int = 0) -> int:
-        """Lines so far, and ``more``."""
-        return int(store.add(f"{self._name}/lines", more))
+# Statuses in the store.
 
-    def _key(self, page: int) -> str:
-        return f"{self._name}/{page}"
+_boards: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], StatusBoard] = weakref.WeakValueDictionary()
+
+
+def board_of(ranks: tuple[int, ...], rank: int) -> StatusBoard:
+    """This process's board of a group; arguments as for :class:`StatusBoard`."""
+    board = _boards.get((ranks, rank))
+    if board is None:
+        board = _boards[ranks, rank] = StatusBoard(ranks, rank)
+    return board
 
 
 class StatusBoard:
@@ -134,7 +185,8 @@ class StatusBoard:
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         """``ranks``: global ranks of the group; ``rank``: this one's place among them."""
-        self._name, self._rank = f"zeropp-{code_of(repr(ranks))}", rank
+        self._name = f"zeropp-{code_of(repr(ranks))}"
+        self._rank = rank
         self.stopped_by: Account | None = None
         # This rank's, by engine. Other threads read these dictionaries, so each change replaces the whole.
         self._ends: dict[str, _End] = {}
@@ -153,7 +205,10 @@ class StatusBoard:
 
     def join(self) -> None:
         """Withdraw what this rank has said, since it makes another engine."""
-        self.stopped_by, self._ends, self._waits, self._heard = None, {}, {}, (0, {})
+        self.stopped_by = None
+        self._ends = {}
+        self._waits = {}
+        self._heard = (0, {})
         # An error here would end the wrap; one that matters comes up again where the store is needed.
         with contextlib.suppress(RuntimeError, TimeoutError):
             within(_ANSWER, self._begin, "saying that this rank begins")
@@ -167,7 +222,9 @@ class StatusBoard:
             account: with the exception as its ``failure``.
             at_once: write to the store now, and wait for it. Otherwise :meth:`tell_stop` writes, on another thread.
         """
-        before, now, code = self._ends.get(engine), time.monotonic(), code_of(f"{engine} {place}")
+        before = self._ends.get(engine)
+        now = time.monotonic()
+        code = code_of(f"{engine} {place}")
         # The same stop may be noted twice: the second account says more.
         again = before is not None and before.idle and before.place.startswith(code)
         # A pass that has failed may be tried again, and fail again at the same place.
@@ -175,7 +232,8 @@ class StatusBoard:
         others = [each for each in self._places.items() if each[0] != code]
         self._places = dict([*others[1 - _REMEMBERED :], (code, times)])
         self._end(engine, _End(f"{code}.{times}", _text(engine, account), idle=True))
-        self.stopped_by, self._stopped = account, self._stopped if again else now
+        self.stopped_by = account
+        self._stopped = self._stopped if again else now
         # A program may leave every forward by an exception on purpose, and must not wait for the store each time.
         if at_once and now - self._told >= _OFTEN:
             self._told = now
@@ -205,7 +263,8 @@ class StatusBoard:
         self._waits = {other: text for other, text in self._waits.items() if other != engine}
         # An exception that has stopped this rank before is the cause, unless it has stopped others there, too.
         before = next((end for end in self._ends.values() if end.idle), None)
-        place, text = "", _text(engine, account)
+        place = ""
+        text = _text(engine, account)
         if before is not None and before.place and self.stopped_by is not None and (closed or not account.failure):
             place = before.place
             text = _text(engine, replace(account, failure=self.stopped_by.failure))
@@ -269,7 +328,9 @@ class StatusBoard:
     def _write(self) -> None:
         # The status is read under the lock: a call that was held up in the store does not overwrite a newer status.
         with self._writing:
-            store, ends, waits = default_store(), self._ends, self._waits
+            store = default_store()
+            ends = self._ends
+            waits = self._waits
             for key, text in (*map(self._account, ends.items()), *((code_of(text), text) for text in waits.values())):
                 if self._stored.get(key) != text:
                     store.set(self._key(key), text)
@@ -297,7 +358,8 @@ class StatusBoard:
             self._heard = count, self._read_ends(store)
             with self._writing:
                 self._said_ends.repeat(store, count)
-        now, before = time.monotonic(), self._suspected.get(engine, {})
+        now = time.monotonic()
+        before = self._suspected.get(engine, {})
         suspected: dict[tuple[int, str, str], float] = {}
         for rank, ends in self._heard[1].items():
             for other, end in ends.items():
@@ -326,7 +388,9 @@ class StatusBoard:
         return (code_of(text) if end[1].lost else f"{self._rank}-{engine}"), text
 
     def _find_accounts(self, engine: str) -> dict[int, Account]:
-        store, found, common = default_store(), dict[int, str](), set[int]()
+        store = default_store()
+        found = dict[int, str]()
+        common = set[int]()
         for rank, words in self._said_waits.read(store).items():
             waits = dict(word.split(":") for word in words)
             found[rank] = waits.get(engine) or next(iter(waits.values()))
@@ -369,15 +433,82 @@ class StatusBoard:
         return f"{self._name}/{code}"
 
 
-_boards: weakref.WeakValueDictionary[tuple[tuple[int, ...], int], StatusBoard] = weakref.WeakValueDictionary()
+@dataclass(frozen=True)
+class _End:
+    """The end of a rank's work in an engine.
+
+    Attributes:
+        place: the pass or step in which an exception has stopped it, and how often it has stopped there:
+            "1f2e3d4c.2"; empty if there was no exception.
+        account: the rank's own words: of this rank the text; of others its key in the store.
+        idle: the rank has begun nothing with other ranks since then, in any engine.
+        lost: the rank has closed the engine or lost the other ranks, and cannot go on there.
+    """
+
+    place: str
+    account: str
+    idle: bool
+    lost: bool = False
 
 
-def board_of(ranks: tuple[int, ...], rank: int) -> StatusBoard:
-    """This process's board of a group; arguments as for :class:`StatusBoard`."""
-    board = _boards.get((ranks, rank))
-    if board is None:
-        board = _boards[ranks, rank] = StatusBoard(ranks, rank)
-    return board
+class _Lines:
+    """Lines that ranks add to a list in the store. Only the last line of each rank counts.
+
+    A list that is full is followed by another one, and deleted after that.
+    """
+
+    def __init__(self, name: str, rank: int, world: int) -> None:
+        self._name = name
+        self._rank = rank
+        self._size = _PAGE * world
+        self._page = 0  # of this rank's last line
+        self.said = ""  # in it
+
+    def begin(self, store: dist.Store) -> None:
+        """Withdraw what this rank has said before; the store may be another one since then."""
+        self._page = 0
+        self.said = ""
+        if self.count(store):
+            self._append(store, "")
+
+    def say(self, store: dist.Store, words: str) -> None:
+        """Add a line, if it says something new."""
+        if words != self.said:
+            self._append(store, words)
+
+    def repeat(self, store: dist.Store, count: int) -> None:
+        """Add the last line again, if its list is about to be deleted."""
+        if self.said and count // self._size > self._page:
+            self._append(store, self.said)
+
+    def _append(self, store: dist.Store, words: str) -> None:
+        number = self.count(store, 1)
+        self._page, begins = divmod(number, self._size)
+        store.append(self._key(self._page), f"{number} {self._rank} {words}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
+        self.said = words
+        # Nobody reads that list any more, nor is about to: a call for a list that is gone would wait for it. A job that
+        # runs for months must not fill the store.
+        if begins == 0:
+            store.delete_key(self._key(self._page - 3))
+
+    def read(self, store: dist.Store) -> dict[int, list[str]]:
+        """The words of each rank's last line, if there are any."""
+        page = self.count(store) // self._size
+        last = dict[int, tuple[int, list[str]]]()
+        for key in (self._key(page - 1), self._key(page)):
+            lines = store.get(key).decode().splitlines() if store.check([key]) else []
+            for number, rank, *words in map(str.split, lines):
+                # A call that was held up in the store adds its line late, behind newer ones: its number is lower.
+                if int(number) >= last.get(int(rank), (0, []))[0]:
+                    last[int(rank)] = int(number), words
+        return {rank: words for rank, (_, words) in last.items() if words}
+
+    def count(self, store: dist.Store, more: int = 0) -> int:
+        """Lines so far, and ``more``."""
+        return int(store.add(f"{self._name}/lines", more))
+
+    def _key(self, page: int) -> str:
+        return f"{self._name}/{page}"
 
 
 def code_of(text: str) -> str:

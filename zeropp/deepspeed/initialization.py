@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.config.base import notify_once
 from zeropp.deepspeed.distributed import init_distributed, require_no_model_parallelism

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeropp._compat import is_compiled, uncompiled
 from zeropp.access.ownership import cached_whole, give_back
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import Config, require_supported
 from zeropp.config.base import notify_once
 from zeropp.deepspeed.data import make_loader

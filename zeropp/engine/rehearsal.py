@@ -15,11 +15,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeropp.comm.accounts import name_ranks
 from zeropp.comm.communicators import require_room
-from zeropp.comm.copies import issued_here
 from zeropp.comm.hops import Comm, Hop
 from zeropp.comm.ledger import Ledger
+from zeropp.comm.process_groups import name_ranks
+from zeropp.comm.streams import issued_here
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import Transfer, transfers
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeropp.comm.collective import exchange, on_all_ranks
 from zeropp.comm.ledger import Ledger
-from zeropp.comm.members import whereabouts
+from zeropp.comm.process_groups import whereabouts
 from zeropp.fsdp2.gather import GatherComm
 from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.reduce import ReduceComm

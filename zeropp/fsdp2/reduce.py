@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.comm.events import Event
 from zeropp.comm.hops import Hop
-from zeropp.comm.streams import used_here
+from zeropp.comm.streams import Event, used_here
 from zeropp.fsdp2.overlap import Reductions, wait_for
 from zeropp.fsdp2.shards import Parts, ReduceOp, ReduceScatter, ShardedUnit, factor_of
 from zeropp.fsdp2.vectors import VALUE_BITS, MixedCodec

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource
 from zeropp.init.context import make_spread
 from zeropp.init.settings import InitSettings, choose_group, choose_settings

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.comm.collective import PATIENCE
-from zeropp.comm.members import Group, to_process_group
+from zeropp.comm.process_groups import Group, to_process_group
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.config.base import notify_once
-from zeropp.partition.topology import ranks_per_node
+from zeropp.partition.levels import ranks_per_node
 from zeropp.plan.limits import MemoryLimitError, size_text
 
 __all__ = ["InitSettings", "PieceLimit", "choose_group", "choose_settings"]

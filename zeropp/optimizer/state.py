@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zeropp._compat import default_store
 from zeropp.comm.agreement import SAVED
-from zeropp.comm.within import within
+from zeropp.comm.threads import within
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.feedback import CarriedErrors

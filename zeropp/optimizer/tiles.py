@@ -15,9 +15,9 @@ from functools import partial
 
 from torch import Tensor
 
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.offload import home
-from zeropp.offload.ring import Ring
+from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.cores import CHUNK_NUMEL, Cores, step_slices
 from zeropp.optimizer.fused import Rule, SliceStep

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeropp._compat import uncompiled
 from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.events import Event, Together
-from zeropp.comm.spans import span
-from zeropp.comm.streams import Lanes
+from zeropp.comm.ledger import span
+from zeropp.comm.streams import Event, Lanes, Together
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
 from zeropp.params.flat_buffer import FlatBuffer

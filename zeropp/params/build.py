@@ -10,9 +10,8 @@ from torch import nn
 
 from zeropp.comm.hops import Comm, Groups
 from zeropp.config import Config
-from zeropp.offload.division import Division
 from zeropp.offload.home import Memory
-from zeropp.offload.homes import Homes
+from zeropp.offload.homes import Division, Homes
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
 from zeropp.params.flat_buffer import FlatBuffer, Transfer, WeightPaths, transfers

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
-from zeropp.comm.events import Event
 from zeropp.comm.hops import Hop
+from zeropp.comm.streams import Event
 from zeropp.offload.home import Home, MemoryRow, Row
 from zeropp.offload.homes import Homes
-from zeropp.offload.memory import aligned
+from zeropp.offload.swap import aligned
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.source import Source

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import unguarded
-from zeropp.comm.copies import issued_here
-from zeropp.comm.streams import BUS, Work, used_here
+from zeropp.comm.streams import BUS, Work, issued_here, used_here
 from zeropp.offload.homes import Homes
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec

@@ -10,12 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeropp.comm.copies import copy
-from zeropp.comm.events import Event
-from zeropp.comm.streams import used_here
+from zeropp.comm.streams import Event, copy, used_here
 from zeropp.offload.home import Row
-from zeropp.offload.read_ahead import Arriving, ReadAhead
-from zeropp.offload.straight import Straight
+from zeropp.offload.read_ahead import Arriving, ReadAhead, Straight
 from zeropp.wire.codecs import Codec
 
 __all__ = ["Source"]

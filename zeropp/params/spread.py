@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from zeropp._compat import is_aliased
 from zeropp._extensions import extensions
-from zeropp.comm.carrier import Carrier
-from zeropp.comm.collective import Failure
+from zeropp.comm.collective import Carrier, Failure
 from zeropp.params.guard import GuardHandler, guard, is_managed, nothing, register, unguard, unregister
 from zeropp.partition.layout import dense_strides
 

@@ -8,8 +8,7 @@ from enum import Enum
 
 from torch import nn
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import Lanes, Work
+from zeropp.comm.streams import Event, Lanes, Work
 from zeropp.offload.home import Place, Row
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient

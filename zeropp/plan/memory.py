@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from zeropp.config import Config, ConfigSource
-from zeropp.offload.division import Division
 from zeropp.offload.home import PLACES, Place, Row
-from zeropp.offload.homes import Homes, Staging, choose_staging
+from zeropp.offload.homes import Division, Homes, Staging, choose_staging
 from zeropp.params.build import BufferKey, largest_shard, weight_paths
 from zeropp.params.flat_buffer import make_source
 from zeropp.params.unit import TERMS

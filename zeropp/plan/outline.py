@@ -14,8 +14,7 @@ from zeropp.config import Config, ConfigSource, load_config, require_stage_for_o
 from zeropp.params.build import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
 from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement, choose_mode
-from zeropp.partition.topology import ranks_per_node
+from zeropp.partition.levels import HopSpec, Placement, choose_mode, ranks_per_node
 from zeropp.partition.units import form_units, unit_options
 from zeropp.plan.communicators import CommunicatorMemory, choose_sharing, estimate_nbytes, planned_ctas
 from zeropp.wire.encoding import Encoding, choose_encoding, require_base

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from zeropp.config import Config
-from zeropp.offload.files import Files
-from zeropp.offload.home import Home, Memory, MemoryRow, Row
+from zeropp.offload.home import Files, Home, Memory, MemoryRow, Row
 from zeropp.offload.homes import ALL, Homes, choose_homes
 from zeropp.offload.swap import ALIGNED
 

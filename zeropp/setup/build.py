@@ -29,7 +29,7 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
 from zeropp.comm.communicators import Ctas, processors
 from zeropp.comm.hops import Comm, make_comm
-from zeropp.comm.members import Group, Members, find_members, whereabouts
+from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine

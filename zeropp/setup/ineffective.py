@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from zeropp.comm.hops import Comm
-from zeropp.comm.members import Members
+from zeropp.comm.process_groups import Members
 from zeropp.config import Config
 from zeropp.config.base import notify, notify_once
 from zeropp.params.coded_buffer import CodedBuffer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import Block, make_config
 from tests.support.two_memories import Memories, two_memories
-from zeropp.offload.ring import Ring
+from zeropp.offload.read_ahead import Ring
 from zeropp.params import source
 
 WIDTH = 24  # of which a block of elements is no multiple, so that borders lie anywhere

@@ -22,7 +22,7 @@ from tests.support.offload_pairs import host_apart
 from tests.support.rank_pool import RankFailure, run_ranks
 from zeropp import checkpoint
 from zeropp.config import UnsupportedConfigError, load_config, require_supported
-from zeropp.training import safe_get_full_grad, safe_get_full_optimizer_state
+from zeropp.deepspeed.parameter_values import safe_get_full_grad, safe_get_full_optimizer_state
 
 STEPS, MICROS, SCALE, CLIP = 4, 2, 256, 0.3
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
