@@ -43,6 +43,7 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("f p b p b s f b s f b s f b s", "...T"),  # an auxiliary loss from a part of the model
         ("p b s p b s p b s p b s", "...T"),  # a model that is never called as a whole
         ("f b s p b s p b s p b s", "...T"),  # or once
+        ("pb pb pb pb s pb pb pb pb s", "TT"),  # never as a whole, and one step() a window
         ("p b s f b s p b p b s f b s p b s", "...T."),
         ("fb fb fb fb s fb fb fb fb s", "TT"),
         ("fb fb fb fb sz fb fb s fb s fb fb fb fb s", "TzTTT"),  # short windows, even of one
@@ -120,25 +121,3 @@ def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, 
     assert [f"after {count} micro-batches, and gradient_accumulation_steps is {steps}" in each for each in told] == [
         said, False
     ]  # fmt: skip
-
-
-def test_a_model_that_is_called_by_its_parts_alone() -> None:
-    """Each forward of a part begins a micro-batch, so the caller's one step() after two of them is taken."""
-    window = Window(2, managed=True)
-    for _ in range(3):
-        for _ in range(2):
-            window.note_forward("encoder")
-            window.note_backward()
-        assert window.count == 2 and window.ask()
-        window.restart()
-
-
-def test_parts_of_a_model_that_is_called_as_a_whole() -> None:
-    """A forward of a part, for an auxiliary loss, begins no micro-batch."""
-    window = Window(2, managed=True)
-    for micro_batch in (1, 2):
-        for path in ("", "encoder"):
-            window.note_forward(path)
-            window.note_backward()
-        assert window.count == micro_batch
-    assert window.ask()
