@@ -17,7 +17,7 @@ from zeropp.order import reductions
 
 # The run that shows what each wait is for.
 SHOWN_BY: dict[str, list[str]] = {
-    "stage 0": ["engine/unread.py Unread.__init__ 1", "engine/unread.py Unread.read 1"],
+    "stage 0": ["optimizer/step_sync.py Unread.__init__ 1", "optimizer/step_sync.py Unread.read 1"],
     "stage 2, overlapped": [
         "access/state.py _gather_whole 1", "comm/cuda_streams.py CudaStream.run 1",
         "comm/cuda_streams.py CudaStream.run 2", "comm/cuda_streams.py CudaStream.run 3",
@@ -38,7 +38,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "abandoned": ["order/live_units.py LiveUnits.release_if_unused 1"],
     "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
-    "compared": ["engine/boundary.py Boundary._assemble 1"],
+    "compared": ["optimizer/step_sync.py Boundary._assemble 1"],
     "dropped": ["comm/cuda_streams.py CudaStream.__init__ 1"],
     "edited, hpZ": ["access/gathered.py _Loan.finish 1"],
     "failed": ["order/reductions.py Reductions.forget 1"],

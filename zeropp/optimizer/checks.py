@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from zeropp.config import Config
 from zeropp.engine.engine import Engine
-from zeropp.engine.verdict import Verdict
 from zeropp.engine.window import Window
 from zeropp.optimizer.elementwise import Twin
+from zeropp.optimizer.step_sync import Verdict
 
 __all__ = [
     "check_optimizer",

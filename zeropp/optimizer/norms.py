@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeropp.engine.engine import Engine
-from zeropp.engine.verdict import Verdict
+from zeropp.optimizer.step_sync import Verdict
 
 __all__ = [
     "MARKER_GRADIENT",

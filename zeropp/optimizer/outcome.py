@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeropp.engine.boundary import Boundary
-from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import weakly
+from zeropp.optimizer.step_sync import Boundary, Verdict
 from zeropp.params.loss_scale import LossScale
 
 __all__ = ["Outcome", "told"]

@@ -18,11 +18,9 @@ from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
-from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
 from zeropp.engine.idle import refuse_retired
 from zeropp.engine.parking import NOTHING
-from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import (
     check_optimizer,
     check_scale,
@@ -47,6 +45,7 @@ from zeropp.optimizer.phases import OffloadsStates
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, describe_rank, load_carried, load_main_weights, warn_if_alone
+from zeropp.optimizer.step_sync import Boundary, Verdict
 from zeropp.optimizer.update import Update
 from zeropp.setup.build import build_engine
 
