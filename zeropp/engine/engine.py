@@ -24,11 +24,18 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import make_lanes
 from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
-from zeropp.engine.idle import refuse_compiled_autograd, refuse_occupied
 from zeropp.engine.listener import Listener
-from zeropp.engine.loans import Loans
-from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
 from zeropp.engine.pending import Pending
+from zeropp.engine.preconditions import (
+    EVERYTHING,
+    NOTHING,
+    TRAINING,
+    Loans,
+    Parking,
+    of_a_forward,
+    refuse_compiled_autograd,
+    refuse_occupied,
+)
 from zeropp.engine.tensors import cast_inputs
 from zeropp.engine.window import Window
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey

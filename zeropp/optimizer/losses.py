@@ -7,7 +7,7 @@ from torch import Tensor
 from zeropp._compat import uncompiled
 from zeropp.access.refusals import explain_freed
 from zeropp.engine.engine import Engine
-from zeropp.engine.idle import refuse_compiled_autograd
+from zeropp.engine.preconditions import refuse_compiled_autograd
 from zeropp.optimizer.outcome import Outcome
 
 __all__ = ["TakesLosses"]

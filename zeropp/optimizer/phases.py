@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zeropp._compat import is_aliased
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import COMPUTING, EVERYTHING, KINDS, NOTHING, TRAINING
+from zeropp.engine.preconditions import COMPUTING, EVERYTHING, KINDS, NOTHING, TRAINING
 from zeropp.optimizer.slices import Slice, Slices
 from zeropp.params.flat_buffer import FlatBuffer
 

@@ -19,8 +19,7 @@ from zeropp.comm.members import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.engine.idle import refuse_retired
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.preconditions import NOTHING, refuse_retired
 from zeropp.optimizer.checks import (
     check_optimizer,
     check_scale,

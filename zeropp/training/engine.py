@@ -14,7 +14,7 @@ from zeropp.access.ownership import cached_whole, give_back
 from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
-from zeropp.engine.idle import refuse_retired
+from zeropp.engine.preconditions import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.loss_scale import LossScaleError
 from zeropp.training.accessors import ABSENT, Accessors
