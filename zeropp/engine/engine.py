@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import make_lanes
-from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Touched
+from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Pending, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
 from zeropp.engine.listener import Listener
-from zeropp.engine.pending import Pending
 from zeropp.engine.preconditions import (
     EVERYTHING,
     NOTHING,

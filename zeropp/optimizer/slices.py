@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from zeropp._compat import unguarded
 from zeropp.config.base import notify
+from zeropp.engine.backward import Pending
 from zeropp.engine.engine import Engine
-from zeropp.engine.pending import Pending
 from zeropp.optimizer.elementwise import trial_states
 from zeropp.optimizer.norms import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.partial_gradient import as_partial
