@@ -351,7 +351,7 @@ class Engine(GuardHandler):
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
+        """True while a pass is running; a backward that failed is over, as is a forward that Ctrl-C has ended."""
         self._recover_if_failed(known=False)
         return self.phase is not Phase.IDLE
 
@@ -516,5 +516,5 @@ class Engine(GuardHandler):
             listener.gradient_forgotten(parameter)
 
     def has_pending_gradients(self) -> bool:
-        """Whether gradients wait for the optimizer, outside of any pass."""
+        """Tell whether gradients wait for the optimizer, outside of any pass."""
         return self.pending.backward_ran and not self.running
