@@ -88,8 +88,10 @@ def rehearse(engine: Engine) -> None:
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",
-            comm.rank, len(comm.communicators), f"{_outside(device) - before:,}",
-        )  # fmt: skip
+            comm.rank,
+            len(comm.communicators),
+            f"{_outside(device) - before:,}",
+        )
 
 
 def _finish(engine: Engine, doing: str) -> None:
