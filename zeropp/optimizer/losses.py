@@ -8,7 +8,7 @@ from zeropp._compat import uncompiled
 from zeropp.access.refusals import explain_freed
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import refuse_compiled_autograd
-from zeropp.optimizer.outcome import Outcome
+from zeropp.optimizer.update import Outcome
 
 __all__ = ["TakesLosses"]
 

@@ -20,7 +20,11 @@ from torch import Tensor
 
 from zeropp._compat import storage_id, uncompiled, unguarded
 
-__all__ = ["as_partial"]
+__all__ = ["MARKER_GRADIENT", "NOTHING", "as_partial"]
+
+# The name and the gradient of markers, which end each group: see [Note: edits of slices].
+NOTHING = "<nothing>"
+MARKER_GRADIENT = 1e-30  # not zero, since some loops set gradients of zero to None; too small to change a sum
 
 # Functions that torch's clip_grad_norm_ is made of, and those that loops call to normalize gradients: some of them
 # return lists of numbers, or tensors.

@@ -38,14 +38,12 @@ from zeropp.optimizer.groups import add_group, load_optimizer
 from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.losses import TakesLosses
 from zeropp.optimizer.modes import switch_mode, take_weight_edits
-from zeropp.optimizer.norms import GradientNorms, gradient_norms, scale_gradients
-from zeropp.optimizer.outcome import Outcome, told
 from zeropp.optimizer.phases import OffloadsStates
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, describe_rank, load_carried, load_main_weights, warn_if_alone
 from zeropp.optimizer.step_sync import Boundary, Verdict
-from zeropp.optimizer.update import Update
+from zeropp.optimizer.update import GradientNorms, Outcome, Update, gradient_norms, scale_gradients, told
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
