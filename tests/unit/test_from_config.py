@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeropp.config import ConfigError
 from zeropp.config.foreign import ARGUMENTS
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
-from zeropp.optimizer.elementwise import check_elementwise
+from zeropp.optimizer.checks import check_elementwise
 from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.from_config import make_optimizer, make_scheduler
 from zeropp.training.schedulers import SCHEDULERS, WarmupLR

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeropp
 from zeropp.config.errors import ConfigError
-from zeropp.optimizer.elementwise import count_states
+from zeropp.optimizer.checks import count_states
 from zeropp.plan import MemoryLimitError, MemoryPlan, memory
 
 GIB = 2**30

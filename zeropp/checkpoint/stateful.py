@@ -22,7 +22,7 @@ from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_parts, parts_of_row, state_parts, whole
 from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.elementwise import Twin
+from zeropp.optimizer.checks import Twin
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.state import load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer

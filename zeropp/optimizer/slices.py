@@ -27,7 +27,7 @@ from zeropp._compat import unguarded
 from zeropp.config.base import notify
 from zeropp.engine.backward import Pending
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.elementwise import trial_states
+from zeropp.optimizer.checks import trial_states
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING, as_partial
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient

@@ -21,8 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from zeropp._compat import has_step_post_hooks, unguarded
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.checks import weakly
-from zeropp.optimizer.elementwise import treats_each_alone
+from zeropp.optimizer.checks import treats_each_alone, weakly
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.slices import Slice, Slices

@@ -21,8 +21,10 @@ from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import NOTHING, refuse_retired
 from zeropp.optimizer.checks import (
+    check_elementwise,
     check_optimizer,
     check_scale,
+    count_states,
     describe_optimizer,
     not_for_torch_s_state_dict,
     refuse_inner_group,
@@ -32,7 +34,6 @@ from zeropp.optimizer.checks import (
     weakly,
     zero_grad_by,
 )
-from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group, load_optimizer
 from zeropp.optimizer.host_step import waits_for_main_weights

@@ -17,7 +17,7 @@ from zeropp.config import ConfigError
 from zeropp.config.describe import value_text
 from zeropp.config.foreign import meaning, meant_type, place
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
-from zeropp.optimizer.elementwise import reason_for_whole
+from zeropp.optimizer.checks import reason_for_whole
 from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.schedulers import SCHEDULERS
 
