@@ -110,7 +110,7 @@ ELSEWHERE = {
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
     "optimizer/losses.py TakesLosses.loss_scale 1": "asks what became of a step: Unread.read waits for the number",
-    "optimizer/modes.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
+    "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
     "optimizer/update.py Outcome.count 1": "asks what became of a step: Unread.read waits for the number",
     "optimizer/update.py Outcome.pass_over 1": "asks what became of a step: Unread.read waits for the number",
     "optimizer/update.py told 1": "asks what became of a step: Unread.read waits for the number",

@@ -23,7 +23,7 @@ from zeropp.checkpoint.together import telling, together
 from zeropp.checkpoint.values import decode, tensors_in
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.groups import load_optimizer
+from zeropp.optimizer.param_groups import load_optimizer
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.state import layout_id, load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer

@@ -35,12 +35,10 @@ from zeropp.optimizer.checks import (
     zero_grad_by,
 )
 from zeropp.optimizer.feedback import CarriedErrors
-from zeropp.optimizer.groups import add_group, load_optimizer
 from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.losses import TakesLosses
-from zeropp.optimizer.modes import switch_mode, take_weight_edits
+from zeropp.optimizer.param_groups import GroupSettings, add_group, load_optimizer, switch_mode, take_weight_edits
 from zeropp.optimizer.phases import OffloadsStates
-from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, describe_rank, load_carried, load_main_weights, warn_if_alone
 from zeropp.optimizer.step_sync import Boundary, Verdict
