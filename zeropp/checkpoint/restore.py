@@ -24,8 +24,8 @@ from zeropp.checkpoint.values import decode, tensors_in
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.param_groups import load_optimizer
+from zeropp.optimizer.rank_state import layout_id, load_carried
 from zeropp.optimizer.slices import Slice
-from zeropp.optimizer.state import layout_id, load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["IN_PART", "Loaded", "Restore"]

@@ -23,7 +23,7 @@ from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import EngineMeeting, absolute, path_of_rank_0, together, tried
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.state import layout_id
+from zeropp.optimizer.rank_state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["begin", "require_ours", "save", "unfreeze"]

@@ -23,8 +23,8 @@ from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_p
 from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import Twin
+from zeropp.optimizer.rank_state import load_carried
 from zeropp.optimizer.slices import Slice
-from zeropp.optimizer.state import load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
 

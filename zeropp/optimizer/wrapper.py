@@ -34,13 +34,19 @@ from zeropp.optimizer.checks import (
     weakly,
     zero_grad_by,
 )
-from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.losses import TakesLosses
 from zeropp.optimizer.param_groups import GroupSettings, add_group, load_optimizer, switch_mode, take_weight_edits
 from zeropp.optimizer.phases import OffloadsStates
+from zeropp.optimizer.rank_state import (
+    CarriedErrors,
+    check_state,
+    describe_rank,
+    load_carried,
+    load_main_weights,
+    warn_if_alone,
+)
 from zeropp.optimizer.slices import Slices
-from zeropp.optimizer.state import check_state, describe_rank, load_carried, load_main_weights, warn_if_alone
 from zeropp.optimizer.step_sync import Boundary, Verdict
 from zeropp.optimizer.update import GradientNorms, Outcome, Update, gradient_norms, scale_gradients, told
 from zeropp.setup.build import build_engine
