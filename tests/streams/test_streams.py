@@ -44,7 +44,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "failed": ["order/reductions.py Reductions.forget 1"],
     "looked at": ["access/resting.py RestingWeights.__call__ 1"],
     "measured": ["order/reductions.py Reductions.send_unsent 1"],
-    "parked": ["optimizer/phases.py OffloadsStates.offload_states 1"],
+    "parked": ["optimizer/offload_states.py offload_states 1"],
     "parked, LoCo": ["offload/parked.py Parked.__init__ 2", "params/gradient.py Gradient._add_to_held 1"],
     "set by hand": [
         "training/values.py safe_set_full_fp32_param 1", "training/values.py safe_set_local_fp32_param 1",
@@ -109,7 +109,7 @@ ELSEWHERE = {
     "offload/straight.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
-    "optimizer/losses.py TakesLosses.loss_scale 1": "asks what became of a step: Unread.read waits for the number",
+    "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks what became of a step: Unread.read waits for the number",
     "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
     "optimizer/update.py Outcome.count 1": "asks what became of a step: Unread.read waits for the number",
     "optimizer/update.py Outcome.pass_over 1": "asks what became of a step: Unread.read waits for the number",
