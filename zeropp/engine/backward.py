@@ -181,7 +181,8 @@ class BackwardUses:
             run_by: see :class:`zeropp.engine.hooks.HookedModule`.
         """
         if self.complete:
-            complete, self.complete = self.complete, []
+            complete = self.complete
+            self.complete = []
             for unit in complete:
                 if self._is_inside(unit, path, run_by):
                     self.complete.append(unit)
@@ -381,13 +382,15 @@ class Pending:
         position = unit.drop_gradient(parameter)
         if position is not None:
             # Look 0, as every rank does the same.
-            self.used[unit.index][position], self.removed[unit.index, position] = 0, 0
+            self.used[unit.index][position] = 0
+            self.removed[unit.index, position] = 0
 
     # See [Note: gradients taken away].
 
     def note_removed(self, unit: int, position: int) -> None:
         """The user has set this rank's part of a gradient to None."""
-        self.used[unit][position], self.removed[unit, position] = 0, self.looks
+        self.used[unit][position] = 0
+        self.removed[unit, position] = self.looks
 
     def is_gone(self, unit: int, position: int) -> bool:
         """Tell whether a gradient was taken away, and this rank has not used the parameter since."""

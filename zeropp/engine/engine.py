@@ -178,7 +178,8 @@ class Engine(GuardHandler):
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
-        changed, running = None, self.running
+        changed = None
+        running = self.running
         outermost = self.hooks.depth == 0 if running else self.hooks.is_empty()
         if self.loans and self.loans.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
@@ -331,7 +332,8 @@ class Engine(GuardHandler):
         self.schedule.end()
         self._hide_all()
         self.phase = Phase.IDLE
-        trains, self._trains = self._trains, True
+        trains = self._trains
+        self._trains = True
         if not trains:
             return
         self._since += 1

@@ -40,7 +40,8 @@ __all__ = [
 
 
 # In a module's __dict__. See [Note: ownership].
-OWNED_AS, EXTERNAL_AS = "_zeropp_engine", "ds_external_parameters"
+OWNED_AS = "_zeropp_engine"
+EXTERNAL_AS = "ds_external_parameters"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
 
 
@@ -109,7 +110,8 @@ class _Inner:
 
     def look(self, values: dict[str, object]) -> tuple[str, ...]:
         """Look again which attributes there are."""
-        self.count, self.names = len(values), tuple(name for name in values if name not in _MODULE_ATTRIBUTES)
+        self.count = len(values)
+        self.names = tuple(name for name in values if name not in _MODULE_ATTRIBUTES)
         return self.names
 
 
@@ -222,7 +224,8 @@ class BackwardCall:
         # Another backward over a retained graph, which may want the gradients of other inputs. Which it will compute,
         # autograd can tell only while it runs.
         if task != self._pass:
-            self._pass, self._left = task, sum(will_execute(node) for node in self._inputs)
+            self._pass = task
+            self._left = sum(will_execute(node) for node in self._inputs)
         self._left -= 1
         handler = self._handler()
         if self._left == 0 and handler is not None:
@@ -290,7 +293,8 @@ class ModuleHooks:
         )
 
     def _extend_later(self) -> None:
-        later, self._later[:] = list(self._later), []
+        later = list(self._later)
+        self._later[:] = []
         for module, unit in later:
             self.extend(module, unit)
 
@@ -298,7 +302,9 @@ class ModuleHooks:
         """Units gathered and modules run by forwards that begin at a kind of pass's first module, or inside it."""
         start = str(key[1])
         if start not in self._reach:
-            units, modules, gathered = set[int](), set[str](), dict[str, set[int]]()
+            units = set[int]()
+            modules = set[str]()
+            gathered = dict[str, set[int]]()
             for hooked in self._modules.values():
                 gathered[hooked.path] = {unit.index for unit in hooked.units if not unit.persistent}
             for path, own in gathered.items():
@@ -376,7 +382,8 @@ class ModuleHooks:
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
         """Call ``function`` in place of a hooked module's forward, between its hooks of this engine alone."""
-        hooked, kwargs = self._modules[module], dict[str, object]()
+        hooked = self._modules[module]
+        kwargs = dict[str, object]()
         changed = self._before(hooked)(module, args, kwargs)
         if isinstance(changed, tuple):
             args, kwargs = changed
@@ -390,7 +397,8 @@ class ModuleHooks:
 
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
         # Not self: the module would keep it alive through this closure.
-        ref, stack = self._handler, self._stack
+        ref = self._handler
+        stack = self._stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             handler = ref()
@@ -422,7 +430,10 @@ class ModuleHooks:
         return opaque if hooked.units else before_or_skip
 
     def _after(self, hooked: HookedModule) -> Callable[..., object]:
-        ref, stack, later, modules = self._handler, self._stack, self._later, self._modules
+        ref = self._handler
+        stack = self._stack
+        later = self._later
+        modules = self._modules
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             handler = ref()

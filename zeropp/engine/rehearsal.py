@@ -61,7 +61,8 @@ def rehearse(engine: Engine) -> None:
     Raises:
         RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
     """
-    comm, device = engine.comm, engine.device
+    comm = engine.comm
+    device = engine.device
     if len(comm.communicators) == comm.rehearsed:
         return
     before = _outside(device)

@@ -411,7 +411,8 @@ def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -
     ref = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        done, target = wrapper(set_to_none), ref()
+        done = wrapper(set_to_none)
+        target = ref()
         # A class may do more in a method of its own.
         if target is not None and (done is None or (done and type(target).zero_grad is not Optimizer.zero_grad)):
             type(target).zero_grad(target, set_to_none)

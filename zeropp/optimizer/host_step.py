@@ -111,11 +111,13 @@ class HostStep:
             divisor: of gradients, a float32 scalar on the CPU; None to take them as they are.
             waits: until all of them have been stepped.
         """
-        rule, engine = rule_of(self._optimizer), self._engine
+        rule = rule_of(self._optimizer)
+        engine = self._engine
         assert rule is not None  # asked before
         # New states take space, which may not be there.
         with engine.agreement.watching("making room for optimizer states", call="step()"):
-            jobs, events = self._decide(rule, slices, taken, divisor), []
+            jobs = self._decide(rule, slices, taken, divisor)
+            events = []
         # The model waits for the first of them soonest, and while it computes with one the next are stepped.
         for unit in engine.schedule.in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]
@@ -138,7 +140,8 @@ class HostStep:
             step_slices(self._cores, rule, in_place)
         others = [job for job in jobs if not job.in_place]
         if others:
-            block, homes = self._engine.maker.config.zero.offload_optimizer, self._engine.maker.homes
+            block = self._engine.maker.config.zero.offload_optimizer
+            homes = self._engine.maker.homes
             assert block is not None and homes.ring is not None  # or nothing would be anywhere else
             tiles = Tiles(
                 homes.ring, self._cores, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
@@ -157,7 +160,8 @@ class HostStep:
                 if part is None or part.buffer is None or parameter.grad is None:
                     continue
                 # By ``.data``, which raises no version: only the user's edits are to show in it.
-                param, state = parameter.data, dict.get(self._optimizer.state, parameter, {})
+                param = parameter.data
+                state = dict.get(self._optimizer.state, parameter, {})
                 # Of weights on a card, too, the host's part of the states is made on the host.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 number = rule.begin(settings, like, state)
@@ -220,7 +224,8 @@ def _wait(ref: weakref.ref[Engine], wait: Callable[[Refresh], None], *_: object)
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:
     """The number of ranks of this node that may run on the cores that this one may."""
-    comm, own = engine.comm, sorted(os.sched_getaffinity(0))
+    comm = engine.comm
+    own = sorted(os.sched_getaffinity(0))
     # A launcher may have given each rank cores of its own.
     told = engine.agreement.exchange_objects(own, "counting cores")
     node = comm.rank // comm.local
@@ -263,7 +268,9 @@ class Cores:
         Raises:
             BaseException: the first error of one of them.
         """
-        waiting, errors, ended = deque(chunks), list[BaseException](), SimpleQueue[None]()
+        waiting = deque(chunks)
+        errors = list[BaseException]()
+        ended = SimpleQueue[None]()
         work = partial(_work, waiting, errors, ended)
         # The caller takes one of them, and no thread is woken for nothing.
         for stream in self._streams[: max(len(chunks) - 1, 0)]:
@@ -283,7 +290,8 @@ class Cores:
 
     def close(self) -> None:
         """End the threads; what is run afterwards runs in the caller alone."""
-        streams, self._streams = self._streams, []
+        streams = self._streams
+        self._streams = []
         for stream in streams:
             stream.close()
 
@@ -400,7 +408,8 @@ def _trial(numel: int) -> Callable[[Cores], None]:
     """A step of AdamW over ``numel`` elements."""
     param = torch.ones(numel, device="cpu")
     optimizer = AdamW([param])
-    rule, state = rule_of(optimizer), dict[str, Tensor]()
+    rule = rule_of(optimizer)
+    state = dict[str, Tensor]()
     assert rule is not None  # it has one
     settings = rule.snapshot(optimizer.param_groups[0])
     step = rule.begin(settings, param, state)
@@ -470,12 +479,15 @@ class BufferStep:
 
     def in_tile(self, start: int, values: dict[str, Tensor]) -> list[SliceStep]:
         """Steps of what lies in a tile, on the tile's own numbers."""
-        stop, found = start + values[_MAIN].numel(), []
+        stop = start + values[_MAIN].numel()
+        found = []
         for first, each in self.slices:
-            begin, end = max(first, start), min(first + each.param.numel(), stop)
+            begin = max(first, start)
+            end = min(first + each.param.numel(), stop)
             # A slice may begin in one tile and end in another: these steps are element by element.
             if begin < end:
-                cut, own = slice(begin - start, end - start), slice(begin - first, end - first)
+                cut = slice(begin - start, end - start)
+                own = slice(begin - first, end - first)
                 # Those in memory have no row: each slice has a tensor of its own.
                 states = {k: values[k][cut] if k in values else state[own] for k, state in each.states.items()}
                 found.append(replace(each, param=values[_MAIN][cut], grad=values[_GRADIENT][cut], states=states))

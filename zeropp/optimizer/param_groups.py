@@ -125,7 +125,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     torch puts new ones in their place. Where a scheduler holds them through another optimizer of the same dicts, as
     after Accelerate has put DeepSpeed's Adam in place of torch's, it would set learning rates that nobody reads.
     """
-    groups, states = list(optimizer.param_groups), optimizer.state
+    groups = list(optimizer.param_groups)
+    states = optimizer.state
     optimizer.load_state_dict(state)
     if isinstance(states, SliceStates) and optimizer.state is not states:
         states.clear()
@@ -225,7 +226,8 @@ class GroupSettings:
 
     def code(self) -> int | Tensor:
         """24 bits; an int64 scalar on a card if some setting is a tensor there, which the host must not wait for."""
-        numbers, tensors = [], []
+        numbers = []
+        tensors = []
         for name, value in self._numbers():
             if isinstance(value, Tensor):
                 tensors.append(value)

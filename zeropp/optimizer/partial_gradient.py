@@ -178,7 +178,8 @@ def _marked(found: Tensor, in_columns: bool) -> Tensor:
 
 def _mixes_elements(name: str, given: _Given) -> bool:
     """Tell whether an operation goes over the dimension where gradients, also stacked ones, have their elements."""
-    args, kwargs = given.args, given.kwargs
+    args = given.args
+    kwargs = given.kwargs
     if name in _PRODUCTS and len(args) > 1:
         # Weights [tasks] @ gradients [tasks, elements] work on each element by itself; so do columns @ weights.
         if isinstance(args[0], PartialGradient):
@@ -238,7 +239,8 @@ class _SliceGradient(PartialGradient):
 def as_partial(gradient: Tensor) -> Tensor:
     """The same memory, and the same version, as a tensor that refuses norms."""
     found = gradient.as_subclass(_SliceGradient)
-    found.device, found.dtype = gradient.device, gradient.dtype
+    found.device = gradient.device
+    found.dtype = gradient.dtype
     return found
 
 

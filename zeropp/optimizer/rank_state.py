@@ -131,7 +131,9 @@ def _refusal(engine: Engine, wrong: list[int], message: str) -> Exception:
 
 def _where_from(engine: Engine, saved: dict[str, Any]) -> str:
     """The reason why a state does not fit, as far as it tells."""
-    rank, world, here = saved.get("rank"), saved.get("world"), engine.comm
+    rank = saved.get("rank")
+    world = saved.get("world")
+    here = engine.comm
     if world not in (None, here.world):
         return f"it was saved by rank {rank} of {world}, and there are {here.world} ranks now; start as many"
     if rank not in (None, here.rank):
@@ -241,7 +243,8 @@ class CarriedErrors:
                 self._scale = None
                 self.clear()
             return
-        scale, before = loss_scale(scaler, self._engine.device), self._scale
+        scale = loss_scale(scaler, self._engine.device)
+        before = self._scale
         # A copy: update() changes the scaler's own tensor in place.
         self._scale = scale.clone()
         found = [feedback.scales for feedback in self._named().values()]
@@ -290,7 +293,8 @@ class CarriedErrors:
         self.clear()
         if saved is None:
             return
-        self._steps, scale = saved["steps"], saved.get("scale")
+        self._steps = saved["steps"]
+        scale = saved.get("scale")
         self._scale = None if scale is None else torch.tensor(scale, device=self._engine.device)
         for name, feedback in self._named().items():
             feedback.state.copy_(saved["errors"][name])

@@ -146,7 +146,9 @@ class Boundary:
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
-        self._vector, self._verdict, self._versions = None, None, None
+        self._vector = None
+        self._verdict = None
+        self._versions = None
         self._doubts = self._kept = False
 
     def take_early_edits(self) -> None:
@@ -234,7 +236,8 @@ class Boundary:
                 values = self._exchange()
             # The sum is the same everywhere, so all ranks go in here or none does.
             if values[self._passed_over] >= _REMOVED:
-                pending, doing = self.engine.pending, "naming gradients that were set to None"
+                pending = self.engine.pending
+                doing = "naming gradients that were set to None"
                 pending.learn_removed(self.engine.agreement.exchange_objects(pending.untold(), doing))
                 values = self._exchange()
             # A step that is skipped needs no clean norm.
@@ -258,7 +261,8 @@ class Boundary:
 
     def _note_versions(self) -> None:
         """Remember that the vector describes the gradients as they are now."""
-        self._doubts, self._versions = False, self._arrived_versions()
+        self._doubts = False
+        self._versions = self._arrived_versions()
 
     def _arrived_versions(self) -> list[int]:
         return [gradient.shard._version for gradient in self._arrived()]
@@ -337,7 +341,8 @@ class Boundary:
 
     def forget_unread(self) -> None:
         """Drop such a sum; every rank does."""
-        self._unread, self.engine.agreement.unconfirmed = None, False
+        self._unread = None
+        self.engine.agreement.unconfirmed = False
 
     def _check_late(self, values: list[float]) -> None:
         """Check a sum that was read after its step."""
@@ -543,7 +548,8 @@ class Boundary:
 
     def _missed_edits(self, *, late: bool) -> RuntimeError:
         """The error for edits that a forward has missed. Collective; of a step that is over, ``late``, local."""
-        own, self.missed = self.missed, []
+        own = self.missed
+        self.missed = []
         told = {self.engine.comm.rank: own}
         if not late:
             told = dict(enumerate(self.engine.agreement.exchange_objects(own, "naming weights that were edited")))
@@ -728,7 +734,8 @@ def spread(code: _Code) -> list[_Code]:
 def differ(sums: Sequence[float], world: int) -> bool:
     """Tell whether ranks have different hashes, from the sums of :func:`spread` over ``world`` ranks."""
     # In Python's integers, which do not round.
-    total, squares = int(sums[0]), int(sums[1]) * _SQUARE_HALF + int(sums[2])
+    total = int(sums[0])
+    squares = int(sums[1]) * _SQUARE_HALF + int(sums[2])
     return world * squares != total * total
 
 

@@ -213,12 +213,14 @@ def begin_momentum(optimizer: Optimizer, markers: int) -> list[list[nn.Parameter
     # By the class's step: that of a class derived from SGD may not be meant to be called twice.
     if not isinstance(optimizer, SGD) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(SGD.step):
         return []
-    groups, state = optimizer.param_groups, optimizer.state
+    groups = optimizer.param_groups
+    state = optimizer.state
     # As in most steps: every parameter has its momentum.
     if len(state) + markers >= sum(len(group["params"]) for group in groups) and all(state.values()):
         return []
     groups = [group for group in groups if group["fused"] and group["momentum"]]
-    fresh, begun = list[nn.Parameter](), list[nn.Parameter]()
+    fresh = list[nn.Parameter]()
+    begun = list[nn.Parameter]()
     for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
         (fresh if state.get(parameter, {}).get("momentum_buffer") is None else begun).append(parameter)
     return [fresh, begun] if fresh and begun else []
@@ -373,7 +375,8 @@ class Outcome:
     def decided(self, verdict: Verdict) -> None:
         """A step is over, or is going to be."""
         self._unread = verdict.norm is None
-        self.step_was_skipped, self.step_was_taken = verdict.skips, False
+        self.step_was_skipped = verdict.skips
+        self.step_was_taken = False
         self.skipped_steps += self.step_was_skipped
         if not self._unread:
             self.grad_norm = verdict.norm
@@ -384,7 +387,8 @@ class Outcome:
         """Go on from a saved count; what is wrong with the step before is of no interest any more."""
         # On every rank, whether it has asked or not: one alone would raise at the next step, or read a sum.
         self._boundary.forget_unread()
-        self._error, self._unread = None, False
+        self._error = None
+        self._unread = False
         self.step_was_skipped = self.step_was_taken = False
         self.skipped_steps = skipped_steps
         if loss_scale is not None:
@@ -421,7 +425,8 @@ class Outcome:
             try:
                 found = self._boundary.read_unread()
             except RuntimeError as caught:
-                self._error, self.step_was_taken = str(caught), False
+                self._error = str(caught)
+                self.step_was_taken = False
         self._unread = False
         if (error := self._error) is not None:
             self._error = None if stepping else error

@@ -401,7 +401,8 @@ class ZeroOptimizer(Optimizer):
         self.engine.window.restart()
         # Not where nothing had a gradient, as after batches that were all thrown away.
         self.outcome.step_was_taken = any(map(any, verdict.used))
-        zero, self._zero_after = self._zero_after, None
+        zero = self._zero_after
+        self._zero_after = None
         if zero is not None:
             self.zero_grad(set_to_none=zero)
         return loss
