@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.order.world import Agreement, Event, Lanes, Unlike, World
 from zeropp.comm.communicators import History
-from zeropp.config.precision import Fp16Config
+from zeropp.config.blocks import Fp16Config
 from zeropp.engine.backward import BackwardUses
 from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
 from zeropp.order.prefetch import Limits

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.config import ConfigError
-from zeropp.config.foreign import ARGUMENTS
-from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.config.blocks import OptimizerConfig, SchedulerConfig
+from zeropp.config.foreign_keys import ARGUMENTS
 from zeropp.optimizer.checks import check_elementwise
 from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.from_config import make_optimizer, make_scheduler

@@ -20,7 +20,7 @@ from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.support import SUPPORT, Kind
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.zero_block import ZeroConfig
 from zeropp.engine.hooks import EXTERNAL_AS
 from zeropp.params import carried
 from zeropp.training.optimizer import TrainingOptimizer

@@ -432,8 +432,6 @@ class ModuleHooks:
     def _after(self, hooked: HookedModule) -> Callable[..., object]:
         ref = self._handler
         stack = self._stack
-        later = self._later
-        modules = self._modules
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             handler = ref()
@@ -456,7 +454,7 @@ class ModuleHooks:
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
                 if hooked.inside is None:
-                    hooked.inside = _find_inside(module, hooked, modules)
+                    hooked.inside = _find_inside(module, hooked, self._modules)
                 stored = _stored_tensors(module, hooked, deep=not outputs)
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
                 views = []
@@ -480,7 +478,7 @@ class ModuleHooks:
                     returns = Return.UNHOOKED
             handler.leave(hooked, returns=returns, failed=failed)
             # The outermost forward is over, and hooked modules may change.
-            if later and not stack:
+            if self._later and not stack:
                 self._extend_later()
             return output
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from zeropp.config import Config
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 from zeropp.offload.files import FileRow, Files, PartlyInMemory
 from zeropp.offload.home import Home, Memory, Row, host_memory
 from zeropp.offload.read_ahead import ReadAhead

@@ -18,7 +18,7 @@ from torch import Tensor
 from zeropp.comm.events import Event
 from zeropp.comm.streams import ThreadEvent
 from zeropp.comm.threads import Threads
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload.errors import SwapError
 from zeropp.offload.pieces import Bounce, cut, move
 from zeropp.offload.swap import Extent

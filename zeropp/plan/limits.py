@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from zeropp.config import Config
-from zeropp.config.errors import ConfigError
+from zeropp.config.base import ConfigError
 
 __all__ = ["MemoryLimitError", "require_below", "size_text"]
 
