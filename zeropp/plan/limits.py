@@ -76,7 +76,8 @@ def _named(terms: Mapping[str, int], names: tuple[str, ...]) -> str:
 
 def _host_lines(config: Config, terms: Mapping[str, int]) -> Iterator[str]:
     # Only what would help from here: each remedy is a step away from the configuration as it is.
-    states, weights = config.zero.offload_optimizer, config.zero.offload_param
+    states = config.zero.offload_optimizer
+    weights = config.zero.offload_param
     small = f"rows of less than aio.block_size ({config.aio.block_size:,} bytes) stay in memory; a lower one moves them"
     if _sum(terms, _STEPPED):
         if states is not None and states.device == "nvme":

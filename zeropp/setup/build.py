@@ -43,8 +43,8 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
-from zeropp.plan.communicators import choose_sharing, planned_ctas
 from zeropp.plan.memory import memory
+from zeropp.plan.outline import choose_sharing, planned_ctas
 from zeropp.setup.autocast import autocast_forwards
 from zeropp.setup.built import built_for, check_built, complete
 from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
