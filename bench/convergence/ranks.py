@@ -23,7 +23,7 @@ from zeropp.comm.streams import InlineStream, Lanes
 from zeropp.config import Config
 from zeropp.offload.home import MemoryRow
 from zeropp.offload.homes import at_device
-from zeropp.optimizer.feedback import CarriedErrors
+from zeropp.optimizer.rank_state import CarriedErrors
 from zeropp.params.build import BufferMaker
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.layout import BufferLayout

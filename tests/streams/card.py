@@ -30,7 +30,7 @@ from zeropp.comm import hops, streams
 from zeropp.comm.streams import Event
 from zeropp.offload import read_ahead, transfer
 from zeropp.offload.swap import Descriptors
-from zeropp.optimizer import cores, host_step
+from zeropp.optimizer import host_step
 from zeropp.params import guard
 from zeropp.wire import report
 
@@ -520,7 +520,7 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_grouped(card))),
         (torch.UntypedStorage, "resize_", _resize(card)),
         *((read_ahead.Ring, name, call) for name, call in _ring_calls(card).items()),
-        *((module, "SimpleQueue", queue) for module in (streams, cores, read_ahead)),
+        *((module, "SimpleQueue", queue) for module in (streams, host_step, read_ahead)),
         (transfer.Transfers, "_begin", _transfer(card)),
         (streams, "ThreadEvent", event),
         (streams, "_serve", serve_noted),

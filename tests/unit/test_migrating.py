@@ -18,7 +18,7 @@ from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.support import SUPPORT, Kind
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.zero_block import ZeroConfig
 from zeropp.deepspeed import attributes
 from zeropp.deepspeed.refusals import MODULES
 from zeropp.deepspeed.stand_in_path import STAND_IN

@@ -23,7 +23,7 @@ import torch
 
 from tests.support.disk_faults import open_descriptors
 from tests.support.tmpfs import tmpfs
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import Stretches, SwapError, SwapFile, aligned
 from zeropp.offload.transfer import Transfers
@@ -290,7 +290,7 @@ import signal, sys
 # Ignored where whoever started the tests runs them in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload.swap import SwapFile
 from zeropp.offload.transfer import Transfers
 extent = SwapFile(sys.argv[1]).allocate(1 << 20, torch.float32)

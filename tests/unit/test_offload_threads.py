@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.support.disk_faults import Calls, offload_threads, wait_until
 from zeropp.comm import threads
 from zeropp.comm.streams import ThreadEvent
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload import transfer
 from zeropp.offload.swap import Extent, SwapError, SwapFile
 from zeropp.offload.transfer import Transfers

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support.disk_faults import Calls, wait_until
 from zeropp.comm.streams import ThreadEvent
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap, transfer
 from zeropp.offload.swap import Extent, SwapError, SwapFile, aligned
 from zeropp.offload.transfer import Transfers

@@ -25,7 +25,7 @@ from zeropp.access.state import gather_computed, gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING, WEIGHTS
+from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.engine.tensors import tensors_in
 from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.flat_buffer import FlatBuffer
@@ -442,11 +442,11 @@ class _Loan:
         engine.loans.begin(self)
 
     def lends(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
-        """See :class:`zeropp.engine.loans.Loan`."""
+        """See :class:`zeropp.engine.preconditions.Loan`."""
         return parameter in self.lent and modifier_rank in (None, self.modifier_rank)
 
     def lower(self) -> None:
-        """See :class:`zeropp.engine.loans.Loan`; once, since nobody gives them back."""
+        """See :class:`zeropp.engine.preconditions.Loan`; once, since nobody gives them back."""
         for number, (buffer, index) in enumerate(self.places):
             parameter, dtype = buffer.parameters[index], buffer.compute_dtype
             if parameter.dtype == dtype:

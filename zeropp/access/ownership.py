@@ -19,7 +19,7 @@ from zeropp.comm.hops import Comm
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed, unguard, unregister

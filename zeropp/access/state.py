@@ -21,7 +21,7 @@ from zeropp.access.refusals import replace_in
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_guarded

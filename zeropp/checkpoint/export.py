@@ -24,7 +24,7 @@ from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, Progress, common_path, together
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.preconditions import NOTHING
 
 __all__ = ["consolidate", "export", "gather_16bit", "save_16bit_model"]
 

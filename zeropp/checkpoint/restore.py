@@ -42,9 +42,9 @@ from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source, coded_parts
 from zeropp.checkpoint.together import telling, together
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.groups import load_optimizer
+from zeropp.optimizer.param_groups import load_optimizer
+from zeropp.optimizer.rank_state import layout_id, load_carried
 from zeropp.optimizer.slices import Slice
-from zeropp.optimizer.state import layout_id, load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["IN_PART", "Loaded", "Restore", "require_equal"]

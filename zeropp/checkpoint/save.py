@@ -32,7 +32,7 @@ from zeropp.checkpoint.together import EngineMeeting, Meeting, Progress, Task, a
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.state import layout_id
+from zeropp.optimizer.rank_state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = [

@@ -32,9 +32,9 @@ from zeropp.checkpoint.boxes import (
 from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.elementwise import Twin
+from zeropp.optimizer.checks import Twin
+from zeropp.optimizer.rank_state import load_carried
 from zeropp.optimizer.slices import Slice
-from zeropp.optimizer.state import load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeropp.access.state import gather_main, gather_row
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING, WEIGHTS
+from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.dtypes import digest_of, fingerprint

@@ -32,7 +32,7 @@ from zeropp.deepspeed.zero_checkpoints import RunValues, read_run_values
 from zeropp.deepspeed.zero_inference import thaw
 from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
 from zeropp.engine.engine import Engine as Core
-from zeropp.engine.idle import refuse_retired
+from zeropp.engine.preconditions import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.loss_scale import LossScaleError
 

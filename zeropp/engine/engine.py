@@ -21,14 +21,20 @@ from torch import Tensor, nn
 
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import make_lanes
-from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Touched
+from zeropp.comm.streams import Lanes, make_lanes
+from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Pending, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
-from zeropp.engine.idle import refuse_compiled_autograd, refuse_occupied
 from zeropp.engine.listener import Listener
-from zeropp.engine.loans import Loans
-from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
-from zeropp.engine.pending import Pending
+from zeropp.engine.preconditions import (
+    EVERYTHING,
+    NOTHING,
+    TRAINING,
+    Loans,
+    Parking,
+    of_a_forward,
+    refuse_compiled_autograd,
+    refuse_occupied,
+)
 from zeropp.engine.tensors import cast_inputs
 from zeropp.engine.window import Window
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
@@ -62,7 +68,26 @@ class Engine(GuardHandler):
         static_graph: passes of one kind are promised to use the same units, on every rank and every time.
         log_relearning: warn when a known order is given up.
         overlap: let gathers and reductions run beside computing.
+
+    Attributes:
+        averaged: main weights hold an average.
+        closed: it was taken off its model.
+        loading: a state dict is being copied in.
+        retired: the next engine may take its place.
+        notes_calls: see :class:`zeropp.engine.hooks.HookHandler`.
+        trained_set: how many sets of parameters were trained before; each has backwards of its own.
     """
+
+    averaged = False
+    closed = False
+    loading = False
+    retired = False
+    notes_calls = False
+    trained_set = 0
+    _backwards = 0
+    _cut_off = 0  # how often `_look_for_interrupt` has found that a forward was cut off
+    # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
+    _trains = True
 
     def __init__(
         self,
@@ -75,51 +100,77 @@ class Engine(GuardHandler):
         *,
         limits: Limits,
         loss_scale: LossScale,
-        input_dtype: torch.dtype | None, static_graph: bool, log_relearning: bool, overlap: bool,
-    ) -> None:  # fmt: skip
-        self.agreement, self.comm = agreement, (comm := agreement.comm)
-        self.maker, self.mode = maker, maker.mode  # levels of parts of units, persistent ones aside
-        self.units, self.device, self.window = tuple(units), device, window
+        input_dtype: torch.dtype | None,
+        static_graph: bool,
+        log_relearning: bool,
+        overlap: bool,
+    ) -> None:
+        self.agreement = agreement
+        self.comm = agreement.comm
+        self.maker = maker
+        self.mode = maker.mode  # of units that are not persistent
+        self.units = tuple(units)
         self.persistent = [unit for unit in self.units if unit.persistent]
-        sends = comm.world > 1 and comm.backend != "fake"
-        make = partial(make_lanes, device=device, sends=sends, overlap=overlap, hosted=maker.config.offloads)
-        lanes = [make(kind) for kind in ("gather", "refresh", "reduce")]
-        self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
-        for each in lanes:
-            agreement.on_loss(each.abandon)
-        self._cut_off = 0  # how often `_look_for_interrupt` has found that a forward was cut off
-        agreement.watch.on_look(self._look_for_interrupt)
-        self.issued = IssueHash(comm.history)
-        self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
+        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self.device = device
+        self.window = window
+        self.input_dtype = input_dtype
+        self.issued = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
-        self.schedule = Schedule(
-            self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,
-            static=static_graph, log_relearning=log_relearning,
-        )  # fmt: skip
-        self.refresh = Refresh(
-            self.units, refresh_lanes, self.schedule, self.agreement, self.issued,
-            lambda most: comm.largest(most, "refresh"), comm.ledger.note,
-        )  # fmt: skip
-        self.note_storages()
-        self.input_dtype, self.phase = input_dtype, Phase.IDLE
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
+        self.gather_lanes = self._make_lanes("gather", overlap=overlap)
+        refresh_lanes = self._make_lanes("refresh", overlap=overlap)
+        self.reduce_lanes = self._make_lanes("reduce", overlap=overlap)
+        self.reductions = Reductions(self.units, self.reduce_lanes, agreement, self.issued, loss_scale)
+        self.schedule = self._make_schedule(limits, static=static_graph, log_relearning=log_relearning)
+        self.refresh = self._make_refresh(refresh_lanes)
+        self.note_storages()
+        self.phase = Phase.IDLE
+        agreement.watch.on_look(self._look_for_interrupt)
         self.pending = Pending(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
-        self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
-        self.notes_calls = False  # see HookHandler
-        # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
-        self._trains = True
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
         self._outstanding: list[PhaseKey] = []
         self._since = 0
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
-        self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
+        self._touched = Touched(self.units, self.schedule)
+        self.kept = Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
-        self.parking, self.loans = Parking(), Loans()  # what is away; uses of GatheredParameters that are open
-        # Main weights hold an average; it is off its model; a state dict is copied in; the next may take its place.
-        self.averaged = self.closed = self.loading = self.retired = False
-        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self.parking = Parking()
+        self.loans = Loans()
+
+    def _make_lanes(self, kind: str, *, overlap: bool) -> Lanes:
+        comm = self.comm
+        sends = comm.world > 1 and comm.backend != "fake"
+        hosted = self.maker.config.offloads
+        lanes = make_lanes(kind, device=self.device, sends=sends, overlap=overlap, hosted=hosted)
+        self.agreement.on_loss(lanes.abandon)
+        return lanes
+
+    def _make_schedule(self, limits: Limits, *, static: bool, log_relearning: bool) -> Schedule:
+        return Schedule(
+            self.units,
+            self.gather_lanes,
+            self.reductions,
+            self.agreement,
+            self.issued,
+            limits,
+            self.hooks.reach,
+            static=static,
+            log_relearning=log_relearning,
+        )
+
+    def _make_refresh(self, lanes: Lanes) -> Refresh:
+        return Refresh(
+            self.units,
+            lanes,
+            self.schedule,
+            self.agreement,
+            self.issued,
+            partial(self.comm.largest, kind="refresh"),
+            self.comm.ledger.note,
+        )
 
     # Forward.
 
@@ -127,7 +178,8 @@ class Engine(GuardHandler):
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
-        changed, running = None, self.running
+        changed = None
+        running = self.running
         outermost = self.hooks.depth == 0 if running else self.hooks.is_empty()
         if self.loans and self.loans.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
@@ -280,7 +332,8 @@ class Engine(GuardHandler):
         self.schedule.end()
         self._hide_all()
         self.phase = Phase.IDLE
-        trains, self._trains = self._trains, True
+        trains = self._trains
+        self._trains = True
         if not trains:
             return
         self._since += 1
@@ -345,7 +398,7 @@ class Engine(GuardHandler):
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
+        """True while a pass is running; a backward that failed is over, as is a forward that Ctrl-C has ended."""
         self._recover_if_failed(known=False)
         return self.phase is not Phase.IDLE
 
@@ -357,9 +410,14 @@ class Engine(GuardHandler):
             self.recover(known=known)
 
     def require_idle(
-        self, what: str, *, lent: bool = False, averaged: bool = False, beside_step: bool = False,
+        self,
+        what: str,
+        *,
+        lent: bool = False,
+        averaged: bool = False,
+        beside_step: bool = False,
         needs: Collection[str] = EVERYTHING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Refuse a call in the middle of a pass; unless ``lent``, inside GatheredParameters. Wait for the host's step.
 
         And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume;
@@ -386,8 +444,11 @@ class Engine(GuardHandler):
         self._backwards += 1
         self._backward.forget()
         self._touched.forget()
-        self._outstanding, self._since = [], 0
-        failed, self.phase, self._trains = self.phase, Phase.IDLE, True
+        self._outstanding = []
+        self._since = 0
+        failed = self.phase
+        self.phase = Phase.IDLE
+        self._trains = True
         if failed is Phase.BACKWARD:
             self.window.note_failure()
         if self.agreement.lost is not None:
@@ -510,5 +571,5 @@ class Engine(GuardHandler):
             listener.gradient_forgotten(parameter)
 
     def has_pending_gradients(self) -> bool:
-        """Whether gradients wait for the optimizer, outside of any pass."""
+        """Tell whether gradients wait for the optimizer, outside of any pass."""
         return self.pending.backward_ran and not self.running

@@ -61,7 +61,8 @@ def rehearse(engine: Engine) -> None:
     Raises:
         RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
     """
-    comm, device = engine.comm, engine.device
+    comm = engine.comm
+    device = engine.device
     if len(comm.communicators) == comm.rehearsed:
         return
     before = _outside(device)
@@ -88,8 +89,10 @@ def rehearse(engine: Engine) -> None:
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",
-            comm.rank, len(comm.communicators), f"{_outside(device) - before:,}",
-        )  # fmt: skip
+            comm.rank,
+            len(comm.communicators),
+            f"{_outside(device) - before:,}",
+        )
 
 
 def _finish(engine: Engine, doing: str) -> None:

@@ -62,7 +62,7 @@ def cast_floating(value: _T, dtype: torch.dtype) -> _T:
 def cast_inputs(
     args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype | None
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """What a module's pre-hook returns to have floating inputs in ``dtype``; None leaves them alone."""
+    """Inputs with floating tensors in ``dtype``, as a module's pre-hook returns them; None leaves them alone."""
     return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
 
 

@@ -32,8 +32,10 @@ class Window:
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
-        self.steps, self._managed = steps, managed
-        self.count, self.together = 0, 1
+        self.steps = steps
+        self._managed = managed
+        self.count = 0
+        self.together = 1
         # The caller has the boundary for good.
         self._owned = steps == 1 or not managed
         # Some micro-batch of this window had no step() after it.
@@ -44,7 +46,8 @@ class Window:
         self._keeps = False
         self._ever_asked = self._explained = self._long_said = False
         # A training engine says where windows end: by its calls of step(), of this window, or as its caller has said.
-        self._by_calls, self._calls = False, 0
+        self._by_calls = False
+        self._calls = 0
         self._forced: bool | None = None
         self._fresh = True  # the next backward begins a micro-batch
         self.root_runs = self.divided = False
@@ -95,7 +98,9 @@ class Window:
                 f"{self.count} of {self.steps} micro-batches have come since the last step; change their number after "
                 "a step, or discard their gradients with zero_grad(now=True)"
             )
-        self.steps, self._owned, self._calls = steps, steps == 1 or not self._managed, 0
+        self.steps = steps
+        self._owned = steps == 1 or not self._managed
+        self._calls = 0
 
     def note_forward(self, path: str) -> None:
         """A forward begins at the module of that name and records a graph; inside another it does not count.
@@ -146,7 +151,8 @@ class Window:
 
     def force(self, is_boundary: bool) -> None:
         """From here on a training engine's ``step()`` ends the window, or does not, as its caller says."""
-        self._forced, self._by_calls = is_boundary, True
+        self._forced = is_boundary
+        self._by_calls = True
 
     def warning(self) -> str | None:
         """A warning for the caller of ``step()``, if it did nothing, came too late, or came too early."""

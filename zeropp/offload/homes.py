@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from zeropp.config import Config
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 from zeropp.offload.home import FileRow, Files, Home, Memory, PartlyInMemory, Row, host_memory
 from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
 from zeropp.offload.swap import ALIGNED, SwapFile

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zeropp.comm.streams import Event, ThreadEvent
 from zeropp.comm.threads import Threads
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import REFUSED, Descriptors, Extent, SwapError, aligned, copy_bytes, view_of
 

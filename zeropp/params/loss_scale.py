@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled
-from zeropp.config.precision import Fp16Config
+from zeropp.config.blocks import Fp16Config
 
 __all__ = ["LossScale", "LossScaleError"]
 

@@ -48,8 +48,8 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
-from zeropp.plan.communicators import choose_sharing, planned_ctas
 from zeropp.plan.memory import memory
+from zeropp.plan.outline import choose_sharing, planned_ctas
 from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up

@@ -1,29 +1,238 @@
-"""The `zero_optimization` block."""
+"""The `zero_optimization` block: partitioning, offload, leaf modules, error feedback, and deprecated keys."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from annotated_types import Ge, Le, Lt
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from zeropp.config.base import Bound, Count, Integer, alias, bound
-from zeropp.config.deprecated import REPLACEMENTS, upgrade_zero
+from zeropp.config.base import (
+    AUTO,
+    Block,
+    Bound,
+    Count,
+    Integer,
+    NonNegative,
+    Positive,
+    alias,
+    bound,
+    is_auto,
+    notify_once,
+)
 from zeropp.config.inert import LaterZero, NeedlessZero
-from zeropp.config.leaf import LeafModuleConfig
-from zeropp.config.loco import LocoConfig
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 
 Stage = Annotated[Integer, Ge(0), Le(3)]
 # DeepSpeed writes -1 for no MiCS.
 ShardSize = Annotated[Integer, Ge(-1)]
-
-
 _GONE = {
     "legacy_stage1": "each stage has one implementation",
 }
+
+
+# Places of states and weights.
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class _OffloadBlock(Block):
+    device: Device = "none"
+    """Place of these numbers between uses: `none` leaves them on the device that computes, `cpu` puts
+    them in host memory, `nvme` in files below `nvme_path`."""
+
+    nvme_path: Path | None = None
+    """Directory of the swap files, on a file system that supports direct I/O. Needed with `nvme`, unused
+    otherwise."""
+
+    # After all fields, of which one alone cannot be judged.
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> _OffloadBlock:
+        # An empty one, as of a variable that is not set, would be the directory that the program runs in.
+        if self.device == "nvme" and (self.nvme_path is None or self.nvme_path == Path()):
+            raise ValueError('device "nvme" needs nvme_path; give the directory that the swap files go to')
+        # The system's own error would name neither the path nor the key.
+        if self.nvme_path is not None and "\0" in str(self.nvme_path):
+            raise ValueError(f"nvme_path {str(self.nvme_path)!r} has a NUL character in it, which no path may have")
+        # Zero is DeepSpeed's lower bound, and does no harm where nothing is offloaded.
+        if self.device != "none" and getattr(self, "buffer_count", 1) < 1:
+            raise ValueError(
+                f'buffer_count 0 leaves device "{self.device}" no staging buffer; give at least 1, or leave it out'
+            )
+        return self
+
+
+class OffloadParamConfig(_OffloadBlock):
+    """Keeps the weight shards of released parameters outside device memory. Stage 3 only."""
+
+    buffer_count: Count = 5
+    """Staging buffers in the pool for weights. More of them let more reads be under way at once."""
+
+    buffer_size: Bound = 100_000_000
+    """Elements that one staging buffer holds. A larger shard takes several."""
+
+    max_in_cpu: Bound = 1_000_000_000
+    """Elements of weights that stay in host memory although `nvme` is set, so that they need no read."""
+
+    pin_memory: bool = False
+    """Page-locks the staging buffers: copies to the device run faster and beside computing, and the host
+    cannot page them out."""
+
+
+class OffloadOptimizerConfig(_OffloadBlock):
+    """Keeps optimizer states outside device memory and steps on the host."""
+
+    buffer_count: Count = 4
+    """Staging buffers in the pool for optimizer states. A tile under way takes one, or a
+    part of one, for each kind of number that is not in the host's memory: main weights, gradients, each
+    state, and new weights as they travel."""
+
+    pin_memory: bool = False
+    """Page-locks the staging buffers: copies to and from the device run faster and beside computing, and
+    the host cannot page them out."""
+
+    pipeline_read: bool = False
+    """Reads the next tile from NVMe while the present one is stepped."""
+
+    pipeline_write: bool = False
+    """Writes a stepped tile back to NVMe while the next one is stepped."""
+
+    fast_init: bool = False
+    """Nothing is left to do: the first weights go to where they stay unit by unit."""
+
+    ratio: Annotated[NonNegative, Le(1)] = 1.0
+    """Fraction of the states, from 0 to 1, that goes to the host and is stepped there; the rest stays on the
+    device, with its weights and gradients, and is stepped there: that of the units that the model defines
+    first. Below 1 it needs stage 3."""
+
+    super_offload: bool = False
+    """Speculative host stepping for machines whose host and device share one fast memory link."""
+
+    cpuadam_cores_perc: Annotated[NonNegative, Le(1)] = 0.8
+    """Fraction of the host's cores, from 0 to 1, that step states under `super_offload`."""
+
+    @property
+    def pipeline(self) -> bool:
+        """True if files are read or written beside the step."""
+        return self.pipeline_read or self.pipeline_write
+
+
+# Modules whose parameters are fetched as one.
+
+
+def _listed(value: object) -> object:
+    # A string is a sequence, too, of its letters.
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+# Sparse expert blocks run a different subset of their experts on each rank, so per-expert units would ask for
+# collectives that other ranks do not join.
+# By name, since transformers need not be there.
+SPARSE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class LeafModuleConfig(Block):
+    """Modules that are fetched and released whole: no unit boundary is put inside them. A single string is
+    taken for a list of one."""
+
+    classes: Names = SPARSE_BLOCKS
+    """Classes whose every instance is a leaf, by class name or by full dotted name. Names that nothing in
+    the model has are skipped."""
+
+    names: Names = ()
+    """Qualified names of single modules, as `model.named_modules()` spells them."""
+
+    name_suffixes: Names = ()
+    """Endings of qualified names: each module whose name ends with one of them is a leaf."""
+
+
+# Error feedback of quantized gradients.
+
+
+class LocoConfig(Block):
+    """Carries what quantizing a gradient lost over to the next step (LoCo). It acts on quantized
+    gradients. Where a step is skipped, or gradients are forgotten before a step, what was carried is
+    lost with them, on every rank, and carrying begins anew."""
+
+    # 1 would keep the old error for ever and take nothing new in. The default is DeepSpeed's.
+    err_beta: Annotated[NonNegative, Lt(1)] = 0.8
+    """Share of the carried error that is kept at each step, below 1; the newest error gets the rest. 0.5
+    leaves less than DeepSpeed's 0.8 in Adam's averages, see docs/convergence.md."""
+
+    reset_T: Positive = 1024
+    """Optimizer steps after which the carried errors are cleared; skipped ones clear them, too."""
+
+
+# Deprecated keys.
+
+REPLACEMENTS: Mapping[str, str] = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_use_pin_memory": "pin_memory in offload_optimizer and offload_param",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+
+
+_RENAMED = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
+_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+def upgrade_zero(given: dict[str, object]) -> dict[str, object]:
+    """Rewrites the deprecated keys of a zero block, with one warning for each that is present.
+
+    Raises ValueError where an old key and the one that took its place are both given.
+    """
+    # Taken out first, used last: it goes into blocks that other old keys may have yet to make.
+    pin = _taken(given, "cpu_offload_use_pin_memory")
+    for old, new in _OFFLOAD.items():
+        wanted = _taken(given, old, new)
+        if wanted is not None:
+            given[new] = {"device": "cpu"} if wanted else None
+    gather = _taken(given, "stage3_gather_fp16_weights_on_model_save", *_RENAMED)
+    if gather is not None:
+        given[_RENAMED[0]] = gather
+    if pin is not None:
+        for block in _OFFLOAD.values():
+            # Pinning without offload pins nothing.
+            if given.get(block) is not None:
+                given[block] = _pinned(block, given[block], pin)
+    return given
+
+
+def _taken(given: dict[str, object], old: str, *new: str) -> bool | None:
+    """Removes a deprecated key and returns its value; None where it is absent or "auto"."""
+    if old not in given:
+        return None
+    value = given.pop(old)
+    clash = [key for key in new if key in given]
+    if clash:
+        raise ValueError(f"{old} is the old form of {clash[0]} and both are given; keep only {clash[0]}")
+    if not isinstance(value, bool) and not is_auto(value):
+        raise ValueError(f"{old}: got {value!r}, expected a boolean; set {REPLACEMENTS[old]} instead")
+    # FutureWarning, since Python hides DeprecationWarning outside of __main__.
+    notify_once(f"zero_optimization.{old} is deprecated; set {REPLACEMENTS[old]} instead", FutureWarning)
+    return value if isinstance(value, bool) else None
+
+
+def _pinned(name: str, block: object, pin: bool) -> dict[str, object]:
+    if not isinstance(block, Mapping) or block.get("pin_memory", AUTO) != AUTO:
+        raise ValueError(
+            f"cpu_offload_use_pin_memory is the old form of {name}.pin_memory and both are given; "
+            f"keep only {name}.pin_memory"
+        )
+    return {**block, "pin_memory": pin}
+
+
+# The block.
 
 
 class ZeroConfig(NeedlessZero, LaterZero):

@@ -1,9 +1,11 @@
-"""The two small reductions around an optimizer step, and the one host read.
+"""The step sync: two small reductions around an optimizer step, and the one host read.
 
 After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
 In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still have
 unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, whether some
 rank has computed without the user's edits of weights, and now and then whether they cache the same weights.
+
+This file owns that vector: it is assembled, summed, read and judged here. :class:`Verdict` is the result.
 
 [Note: sums read late] Where nothing that the vector says changes what the host queues next, the host does not wait for
 it: the device leaves a step out, and the host reads the vector at the next step, or when somebody asks what became of
@@ -11,28 +13,45 @@ this one. That takes one rank, or the promise of ``static_graph``; a fused Adam,
 codec to which leaving a step out is more than changing nothing (differences, carried errors). Of each rank by itself it
 takes that it has used every trained parameter and sent every gradient. One that has not waits for the sum, which tells
 it whether others have gone on: then it does what they do, and what else the sum says it reads where they read it.
+
+[Note: equality by sums] A sum over ranks of numbers and one of their squares tell whether all ranks have the same
+number: ``n * sum(x * x) >= sum(x) ** 2``, and the two are equal only if all ``x`` are (Cauchy and Schwarz). So hashes
+and checksums travel in the vector, and no rank needs to know another's.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import Protocol
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from zeropp.comm.agreement import SETTINGS
-from zeropp.engine.cache_checksum import CacheChecksum
+from zeropp.comm.agreement import SETTINGS, Agreement
 from zeropp.engine.engine import Engine
-from zeropp.engine.hash_sums import differ, differ_on_device, spread
-from zeropp.engine.norm import norm_of, rounded, square_over
-from zeropp.engine.unread import Unread
-from zeropp.engine.verdict import Verdict
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.wire.report import Report
+from zeropp_kernels.reference import squared_norm
 
-__all__ = ["Boundary", "Settings"]
+__all__ = [
+    "Boundary",
+    "CacheChecksum",
+    "Settings",
+    "Unread",
+    "Verdict",
+    "differ",
+    "differ_on_device",
+    "norm_of",
+    "rounded",
+    "spread",
+    "square_over",
+]
+
 
 _log = logging.getLogger("zeropp")
 
@@ -48,6 +67,30 @@ _HOW_TO_EDIT = (
     "parameters in zeropp.zero.GatheredParameters(parameters, modifier_rank=0)"
 )
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of the step sync, the same on every rank.
+
+    Attributes:
+        norm: gradient norm over the whole model, all ranks; not finite if any gradient is; None if it is read late.
+        used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
+        late: some rank does not know it yet, so that all go through the step, which the device may leave out.
+        checked: a step with a norm that is not finite is skipped.
+        sent: gradients that backwards had held, or that came out of order, had to be reduced first.
+    """
+
+    norm: float | None
+    used: list[list[bool]]
+    late: bool = False
+    checked: bool = True
+    sent: bool = False
+
+    @property
+    def skips(self) -> bool:
+        """True if the step is skipped; False if only the device knows, which then leaves the step out."""
+        return self.checked and self.norm is not None and not math.isfinite(self.norm)
 
 
 class Settings(Protocol):
@@ -103,7 +146,9 @@ class Boundary:
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
-        self._vector, self._verdict, self._versions = None, None, None
+        self._vector = None
+        self._verdict = None
+        self._versions = None
         self._doubts = self._kept = False
 
     def take_early_edits(self) -> None:
@@ -191,7 +236,8 @@ class Boundary:
                 values = self._exchange()
             # The sum is the same everywhere, so all ranks go in here or none does.
             if values[self._passed_over] >= _REMOVED:
-                pending, doing = self.engine.pending, "naming gradients that were set to None"
+                pending = self.engine.pending
+                doing = "naming gradients that were set to None"
                 pending.learn_removed(self.engine.agreement.exchange_objects(pending.untold(), doing))
                 values = self._exchange()
             # A step that is skipped needs no clean norm.
@@ -215,13 +261,14 @@ class Boundary:
 
     def _note_versions(self) -> None:
         """Remember that the vector describes the gradients as they are now."""
-        self._doubts, self._versions = False, self._arrived_versions()
+        self._doubts = False
+        self._versions = self._arrived_versions()
 
     def _arrived_versions(self) -> list[int]:
         return [gradient.shard._version for gradient in self._arrived()]
 
     def _may_read_late(self) -> bool:
-        """Whether the device may leave the step out; the same on every rank."""
+        """Tell whether the device may leave the step out; the same on every rank."""
         engine = self.engine
         return (
             self.reads_late
@@ -234,7 +281,7 @@ class Boundary:
         )
 
     def _needs_nothing(self) -> bool:
-        """Whether this rank can learn nothing from the sum that it must know before it goes on."""
+        """Tell whether this rank can go on before it has read the sum."""
         engine = self.engine
         used = zip(engine.units, engine.pending.used, strict=True)
         return (
@@ -280,7 +327,7 @@ class Boundary:
         return bad.to(torch.float32)
 
     def read_unread(self) -> Verdict | None:
-        """What a sum that no host has waited for says of its step; None if there is none.
+        """Read the sum that no host has waited for, and judge its step by it; None if there is no such sum.
 
         Raises:
             RuntimeError: the ranks did not issue the same collectives, or had other settings. They left the step out.
@@ -294,10 +341,11 @@ class Boundary:
 
     def forget_unread(self) -> None:
         """Drop such a sum; every rank does."""
-        self._unread, self.engine.agreement.unconfirmed = None, False
+        self._unread = None
+        self.engine.agreement.unconfirmed = False
 
     def _check_late(self, values: list[float]) -> None:
-        """What a sum says that some rank has not waited for."""
+        """Check a sum that was read after its step."""
         unsent = self._unsent_units(values, late=True)
         if unsent:
             names = [self.engine.units[index].name for index in unsent]
@@ -500,7 +548,8 @@ class Boundary:
 
     def _missed_edits(self, *, late: bool) -> RuntimeError:
         """The error for edits that a forward has missed. Collective; of a step that is over, ``late``, local."""
-        own, self.missed = self.missed, []
+        own = self.missed
+        self.missed = []
         told = {self.engine.comm.rank: own}
         if not late:
             told = dict(enumerate(self.engine.agreement.exchange_objects(own, "naming weights that were edited")))
@@ -515,10 +564,206 @@ class Boundary:
         )
 
     def _disagree(self, numbers: list[float]) -> bool:
-        """Whether numbers of a hash, summed over ranks, come from different hashes. A fake backend does not sum."""
+        """Tell whether a hash differs between ranks, from its sums. A fake backend does not sum."""
         return differ(numbers, self.engine.comm.world) and self.engine.comm.backend != "fake"
 
     def _flags(self, values: list[float]) -> list[list[bool]]:
         """For each unit, which parameters any rank has used."""
         flags = iter(values[self._used :])
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
+
+
+# Numbers on their way from the device to the host.
+
+
+class Unread:
+    """A sum over ranks, as it is when this is made.
+
+    Args:
+        vector: float64, on the model's device.
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self._device = vector.device
+        self._event: torch.cuda.Event | None = None
+        if vector.device.type == "cuda":
+            self._host = vector.to("cpu", non_blocking=True)
+            # A plain tolist() would wait in the driver for ever if a rank never came; an event can be asked, and given
+            # up.
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(vector.device))
+        else:
+            self._host = vector.clone()  # it is scaled when gradients are
+
+    def read(self, agreement: Agreement) -> list[float]:
+        """The numbers; waits until they have come.
+
+        Raises:
+            RuntimeError: the common error, if they do not come within ``hang_timeout``.
+        """
+        if self._event is not None:
+            # Asking an event makes a context on the card that is current, which need not be the model's.
+            with torch.cuda.device(self._device):
+                agreement.wait(self.wait, "waiting for the sum of norms and flags")
+        values: list[float] = self._host.tolist()
+        return values
+
+    def wait(self, timeout: float) -> bool:
+        """Let the host wait; False after ``timeout`` seconds in vain."""
+        until = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() > until:
+                return False
+            time.sleep(2e-5)
+        return True
+
+    def done(self) -> bool:
+        """Tell whether the numbers have come."""
+        return self._event is None or bool(self._event.query())
+
+
+# Checksums of cached weights.
+
+_CHECKSUM_EVERY = 100  # steps
+# Bits of a checksum in one number: sums of squares over two million ranks are exact in float64 then.
+_PIECE = 16
+_PIECES = 64 // _PIECE
+# Words at a time, which bounds the temporary memory.
+_CHECKSUM_TILE = 2**18
+# Any odd number; less 2**64, since it multiplies int64. Overflow wraps, as a hash wants it.
+_CHECKSUM_ODD = 0x9E3779B97F4A7C15 - 2**64
+
+
+class CacheChecksum:
+    """Compares, now and then, the bits of weights that several ranks cache.
+
+    Weights that are renewed by differences are right only as long as what they are added to is the same everywhere: a
+    bit that flips on one rank would stay. A 64-bit checksum travels in pieces; see [Note: equality by sums].
+
+    Attributes:
+        every: steps from one comparison to the next.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._steps = 0
+        self.every = _CHECKSUM_EVERY
+
+    @property
+    def due(self) -> bool:
+        """True if this step compares; the same on every rank."""
+        return self._steps % self.every == self.every - 1 and any(buffer.base is not None for buffer in self._buffers)
+
+    def count_step(self) -> None:
+        """A step is over."""
+        self._steps += 1
+
+    @property
+    def _buffers(self) -> list[FlatBuffer]:
+        return [buffer for buffer in self._engine.buffers if buffer.base is not None]
+
+    @property
+    def _levels(self) -> list[int]:
+        return sorted({_level(buffer) for buffer in self._buffers})
+
+    def sums(self) -> Tensor:
+        """This rank's part, float64; to be summed over all ranks. No refresh may be running."""
+        rows = []
+        for level in self._levels:
+            buffers = [buffer for buffer in self._buffers if _level(buffer) == level]
+            total = torch.zeros((), dtype=torch.int64, device=self._engine.device)
+            for buffer in buffers:
+                assert buffer.base is not None
+                # Multiplied in between, so that the same bits in another buffer make another checksum.
+                total = total * _CHECKSUM_ODD + _checksum(buffer.base)
+            numbers = torch.stack([(total >> _PIECE * i) & (2**_PIECE - 1) for i in range(_PIECES)]).double()
+            # A row for each slice of this level, and this rank's filled: the sum over ranks is one over those
+            # that cache the slice.
+            table = torch.zeros(level, 2, _PIECES, dtype=torch.float64, device=total.device)
+            table[buffers[0].placement.chain.slice_index(self._engine.comm.rank, level)] = torch.stack(
+                [numbers, numbers.square()]
+            )
+            rows.append(table.view(-1))
+        return torch.cat(rows)
+
+    def differ(self, summed: list[float]) -> bool:
+        """Tell whether ranks have different checksums of one slice, from :meth:`sums` added up over all ranks."""
+        values = iter(summed)
+        for level in self._levels:
+            copies = self._engine.comm.world // level
+            for _ in range(level):
+                numbers, squares = ([int(next(values)) for _ in range(_PIECES)] for _ in range(2))
+                # Numbers are equal exactly when their squares' sum is as small as it can be.
+                if any(copies * square != number**2 for number, square in zip(numbers, squares, strict=True)):
+                    return True
+        return False
+
+
+def _level(buffer: FlatBuffer) -> int:
+    level = buffer.placement.mode.cached
+    assert level is not None  # what has a base is cached
+    return level
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """int64 of 16-bit values [n blocks of 256]: 64-bit words times odd numbers, whose sum any one word changes."""
+    words = values.view(torch.int64)
+    # An odd factor has an inverse modulo 2**64: no change of one word can vanish. Different ones tell words apart that
+    # have changed places.
+    odd = torch.arange(1, 2 * min(_CHECKSUM_TILE, words.numel()), 2, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _CHECKSUM_TILE):
+        part = words[start : start + _CHECKSUM_TILE]
+        total += (part * (odd[: part.numel()] + 2 * start)).sum()
+    return total
+
+
+# Hashes that are compared by sums over the ranks.
+
+_Code = TypeVar("_Code", int, Tensor)
+# The square of a hash has 48 bits, and sums of it over more than 32 ranks are not exact in float64. So it is summed in
+# two halves.
+_SQUARE_HALF = 4096
+
+
+def spread(code: _Code) -> list[_Code]:
+    """A hash of 24 bits, and its square in two halves, to be summed over ranks in float64; [Note: equality by sums]."""
+    return [code, code * code // _SQUARE_HALF, code * code % _SQUARE_HALF]
+
+
+def differ(sums: Sequence[float], world: int) -> bool:
+    """Tell whether ranks have different hashes, from the sums of :func:`spread` over ``world`` ranks."""
+    # In Python's integers, which do not round.
+    total = int(sums[0])
+    squares = int(sums[1]) * _SQUARE_HALF + int(sums[2])
+    return world * squares != total * total
+
+
+def differ_on_device(sums: Tensor, world: int) -> Tensor:
+    """The answer of :func:`differ` for float64 [3], as a bool scalar on its device; no host waits."""
+    total, high, low = sums.to(torch.int64).unbind()
+    # Both sides wrap at 64 bits. For less than 512 ranks their difference is smaller than that; for more a wrong answer
+    # would take a difference of just 2**64 or a multiple.
+    return world * (high * _SQUARE_HALF + low) != total * total
+
+
+# Norms.
+
+
+def norm_of(square: float) -> float:
+    """The norm whose square was summed over ranks."""
+    return float(rounded(torch.tensor(square, dtype=torch.float64, device="cpu").sqrt()))
+
+
+def rounded(norm: Tensor) -> Tensor:
+    """A norm to 40 bits, which no order of summation changes: how units are cut must not show in clipped gradients."""
+    mantissa, exponent = torch.frexp(norm)
+    return torch.ldexp(torch.round(mantissa * 2.0**40) / 2.0**40, exponent)
+
+
+def square_over(shards: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares over shards in any memories: a float64 scalar on a device, finite where all values are."""
+    # Some may be the device's, and some the host's: each memory's are summed there.
+    memories = dict.fromkeys(shard.device for shard in shards)
+    parts = [squared_norm([shard for shard in shards if shard.device == memory]) for memory in memories]
+    return torch.stack([part.to(device) for part in parts]).sum()

@@ -1,0 +1,301 @@
+"""The state of one rank: main weights, loss scale, and the errors that quantized gradients carry over.
+
+A fingerprint of the layout tells whether a saved state fits; ranks decide together whether all of theirs do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeropp._compat import default_store, loss_scale
+from zeropp.comm.agreement import SAVED
+from zeropp.comm.threads import within
+from zeropp.config.base import notify
+from zeropp.engine.engine import Engine
+from zeropp.wire.codecs import Feedback
+
+__all__ = [
+    "CarriedErrors",
+    "check_state",
+    "describe_rank",
+    "layout_id",
+    "load_carried",
+    "load_main_weights",
+    "warn_if_alone",
+]
+
+
+def describe_rank(engine: Engine) -> dict[str, Any]:
+    """Entries of a rank's state that are of its engine: main weights, loss scale, rank and layout."""
+    return {
+        "layout": layout_id(engine),
+        "rank": engine.comm.rank,
+        "world": engine.comm.world,
+        "main_weights": _main_weights(engine),
+        "loss_scale": engine.reductions.loss_scale.state_dict(),
+    }
+
+
+def _main_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's piece of each trainable buffer, by unit, compute dtype and number among such."""
+    pieces: dict[str, torch.Tensor] = {}
+    seen: Counter[str] = Counter()
+    for buffer in engine.trainable_buffers:
+        name = f"{buffer.unit}/{buffer.compute_dtype}"
+        pieces[f"{name}/{seen[name]}"] = buffer.shard.clone()
+        seen[name] += 1
+    return pieces
+
+
+def layout_id(engine: Engine) -> str:
+    """Fingerprint of this rank's slices; equal exactly when they are the same."""
+    # The rank is in it: every slice fits one rank alone.
+    digest = hashlib.sha256(f"{engine.mode.chain.levels} {engine.mode.states} {engine.comm.rank}".encode())
+    for buffer in engine.buffers:
+        dtypes = f"{buffer.main_dtype} {buffer.compute_dtype}"
+        digest.update(f"{buffer.unit} {buffer.trainable} {dtypes} {buffer.layout}".encode())
+        # The device and the host step slices of their own, and a parameter may be cut between them.
+        if buffer.trainable and 0 < buffer.homes.device_numel < buffer.main.tensor.numel():
+            digest.update(f"{buffer.homes.device_numel}".encode())
+    return digest.hexdigest()[:16]
+
+
+def check_state(
+    engine: Engine, state: dict[str, Any], optimizer: Optimizer, apply_requires_grad: Callable[[], None]
+) -> None:
+    """Let every rank see that all have a state of their own; before any of them changes anything.
+
+    Parameters that are to be unfrozen with the next forward are unfrozen first if that makes the states fit.
+
+    Raises:
+        ValueError: this rank's is not of a ZeroOptimizer, or of another layout; the message tells what to do.
+        RuntimeError: another rank's is; nothing was loaded.
+    """
+    # Each question is put to all ranks before the next, which may read what the first one asked for.
+    wrong = _misfits(engine, "zeropp" not in state)
+    if wrong:
+        raise _refusal(
+            engine,
+            wrong,
+            "the state has no 'zeropp' entry: it was not saved by ZeroOptimizer.state_dict on this rank. A plain "
+            "optimizer's state cannot be loaded into partitions; start with fresh optimizer states",
+        )
+    found = state["zeropp"].get("layout")
+    wrong = _misfits(engine, found != layout_id(engine))
+    # Only if they do not fit as it is: the state may be from before the change.
+    if wrong and engine.flipped:
+        apply_requires_grad()
+        wrong = _misfits(engine, found != layout_id(engine))
+    if wrong:
+        raise _refusal(
+            engine,
+            wrong,
+            f"this state is of another partition: {_where_from(engine, state['zeropp'])}. To move weights alone there "
+            "are zeropp.full_state and model.load_state_dict",
+        )
+    saved, own = (
+        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    wrong = _misfits(engine, saved != own)
+    if wrong:
+        raise _refusal(
+            engine,
+            wrong,
+            f"this state has parameter groups of {saved} slices, and the optimizer here of {own}; give it the "
+            "same groups, in the same order, before loading",
+        )
+
+
+def _misfits(engine: Engine, wrong: bool) -> list[int]:
+    """Ranks whose state does not fit."""
+    rows = engine.agreement.exchange(SAVED, [int(wrong)], "checking saved states")
+    return [rank for rank, row in enumerate(rows) if row[0]]
+
+
+def _refusal(engine: Engine, wrong: list[int], message: str) -> Exception:
+    if engine.comm.rank in wrong:
+        return ValueError(message)
+    return RuntimeError(f"the states given to ranks {wrong} do not fit; nothing was loaded on any rank")
+
+
+def _where_from(engine: Engine, saved: dict[str, Any]) -> str:
+    """The reason why a state does not fit, as far as it tells."""
+    rank = saved.get("rank")
+    world = saved.get("world")
+    here = engine.comm
+    if world not in (None, here.world):
+        return f"it was saved by rank {rank} of {world}, and there are {here.world} ranks now; start as many"
+    if rank not in (None, here.rank):
+        return (
+            f"it was saved by rank {rank} of {world}; this is rank {here.rank}: each rank saves its own state, in a "
+            "file of its own, and loads that"
+        )
+    return (
+        f"layout {saved.get('layout')}, here {layout_id(engine)}. It was saved with another model, placement, "
+        "precision or unit settings, or after other parameters were unfrozen or in another order; load it under the "
+        "same ones"
+    )
+
+
+def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
+    """Put saved pieces back."""
+    with torch.no_grad():
+        # Names of this moment, in the order of the buffers; the layout has been compared.
+        for name, buffer in zip(_main_weights(engine), engine.trainable_buffers, strict=True):
+            buffer.shard.copy_(saved["main_weights"][name])
+    # Not stepped: differences to what is cached could be large, so it is renewed whole.
+    engine.weights_changed(engine.trainable_buffers)
+
+
+def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] | None) -> None:
+    """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. That costs little."""
+    steps = saved["steps"] if saved is not None else 0
+    # With the steps since they were cleared: ranks that clear at different steps would part.
+    rows = engine.agreement.exchange(SAVED, [int(carried.fits(saved)), steps], "checking carried errors")
+    if all(row == [1, rows[0][1]] for row in rows):
+        carried.load_state_dict(saved)
+        return
+    wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
+    cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
+    notify(f"carried errors of quantized gradients {cause}; they begin anew")
+    carried.clear()
+
+
+# A call of state_dict() on some ranks alone.
+
+_PATIENCE = 2.0  # seconds that rank 0 gives the others to call state_dict(), too
+_TOLD = -2
+_calls: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # so far, or _TOLD
+
+
+def warn_if_alone(engine: Engine) -> None:
+    """Warn on rank 0 if other ranks do not call ``state_dict()`` of their optimizer as well.
+
+    A script that saves it behind ``if rank == 0`` loses the states of all other ranks, and would learn of it when it
+    resumes. The ranks count calls in the job's store, so only rank 0 waits, and no longer than ``_PATIENCE``.
+    """
+    comm = engine.comm
+    call = _calls.get(engine, 0) + 1
+    if comm.world == 1 or comm.backend == "fake" or call == _TOLD + 1:
+        return
+    _calls[engine] = call
+    came = comm.world
+    until = time.monotonic() + _PATIENCE
+
+    def count(own: int) -> int:
+        add = partial(default_store().add, f"{comm.job}/state_dict/{call}", own)
+        return within(_PATIENCE, add, "counting calls of state_dict()")
+
+    # The process that keeps the store may be gone.
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        came = count(1)
+        while comm.rank == 0 and came < comm.world and time.monotonic() < until:
+            time.sleep(0.02)
+            came = count(0)
+    if comm.rank == 0 and came < comm.world:
+        _calls[engine] = _TOLD  # a script that only looks at its states need not wait again
+        notify(
+            f"optimizer.state_dict() was called on {came} of {comm.world} ranks, rank 0 among them. It has one rank's "
+            "part of the states alone, and a run cannot go on from it: call it on every rank, and save each rank's in "
+            "a file of its own, or call zeropp.checkpoint.save(path, model, optimizer) on every rank"
+        )
+
+
+# Carried errors.
+
+
+class CarriedErrors:
+    """Errors that quantized gradients carry over, of all units: cleared every so many steps, saved and restored.
+
+    An error goes with the next gradient, and a new one takes its place in the same memory. Where a step is skipped, or
+    gradients are forgotten before a step, the old one is lost, and the new one is of a gradient that may be huge: one
+    rank has NaN, another perhaps 1e8. So all are cleared then. To keep the old ones would take as much memory again.
+
+    Args:
+        engine: whose gradients carry them.
+        reset: steps after which all of them are cleared, at once.
+    """
+
+    def __init__(self, engine: Engine, reset: int) -> None:
+        self._engine = engine
+        self._reset = reset
+        # Since they were cleared.
+        self._steps = 0
+        # Scale of the losses that the errors came from; None if nobody scaled them.
+        self._scale: Tensor | None = None
+
+    def follow(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Bring the errors to the scale that the next losses have; exact where that changes by powers of two."""
+        if scaler is None:
+            # They are of losses that somebody scaled, and by how much the next ones are is not known.
+            if self._scale is not None:
+                self._scale = None
+                self.clear()
+            return
+        scale = loss_scale(scaler, self._engine.device)
+        before = self._scale
+        # A copy: update() changes the scaler's own tensor in place.
+        self._scale = scale.clone()
+        found = [feedback.scales for feedback in self._named().values()]
+        if before is not None and found:
+            # Errors are codes with scales, so the scales alone follow; on the device, and the host does not wait.
+            torch._foreach_mul_(found, (scale / before).to(torch.bfloat16))
+
+    def _named(self) -> dict[str, Feedback]:
+        found: dict[str, Feedback] = {}
+        seen: Counter[str] = Counter()
+        for buffer in self._engine.trainable_buffers:
+            name = f"{buffer.unit}/{buffer.compute_dtype}"
+            for hop in buffer.gradient.paths.straight.hops if buffer.gradient is not None else ():
+                # Named with the codec: errors of another one are not what this one would lose.
+                if hop.feedback is not None:
+                    found[f"{name}/{seen[name]}/{hop.spec.outer} {hop.codec.name}"] = hop.feedback
+            seen[name] += 1
+        return found
+
+    def count_step(self) -> None:
+        """An optimizer step was taken; skipped ones do not count."""
+        self._steps += 1
+        if self._steps >= self._reset:
+            self.clear()
+
+    def clear(self) -> None:
+        """Begin anew with the next gradients."""
+        self._steps = 0
+        for feedback in self._named().values():
+            # A flag, and no zeros: what is fresh is written, and not read.
+            feedback.fresh = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps since they were cleared, and the errors of this rank."""
+        errors = {name: each.saved() for name, each in self._named().items()}
+        return {"steps": self._steps, "errors": errors, "scale": None if self._scale is None else float(self._scale)}
+
+    def fits(self, saved: dict[str, Any] | None) -> bool:
+        """Tell whether saved errors are of the same units, hops, codecs and sizes; none fit if nothing is carried."""
+        errors: dict[str, Tensor] = saved["errors"] if saved is not None else {}
+        here = {name: feedback.state.numel() for name, feedback in self._named().items()}
+        return {name: each.numel() for name, each in errors.items()} == here
+
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Take back saved errors that fit."""
+        self.clear()
+        if saved is None:
+            return
+        self._steps = saved["steps"]
+        scale = saved.get("scale")
+        self._scale = None if scale is None else torch.tensor(scale, device=self._engine.device)
+        for name, feedback in self._named().items():
+            feedback.state.copy_(saved["errors"][name])
+            feedback.fresh = False
