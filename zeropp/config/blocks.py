@@ -1,4 +1,4 @@
-"""The other blocks: number formats, files, checkpoints, optimizer and scheduler, and `zeropp` for settings of our own."""
+"""The other blocks: number formats, files, checkpoints, optimizer, scheduler, and `zeropp` for settings of our own."""
 
 from __future__ import annotations
 
