@@ -30,7 +30,7 @@ from zeropp.engine.norm import norm_of, rounded, square_over
 from zeropp.engine.unread import Unread
 from zeropp.engine.verdict import Verdict
 from zeropp.params.gradient import Gradient
-from zeropp.wire.report import Report
+from zeropp.wire.codecs import Report
 
 __all__ = ["Boundary", "Settings"]
 

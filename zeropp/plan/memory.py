@@ -22,7 +22,7 @@ from zeropp.plan.communicators import CommunicatorMemory
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import Outline, OutlineUnit, outline
 from zeropp.plan.places import PlannedExtent, PlannedMemory, plan_homes
-from zeropp.wire.report import report_nbytes
+from zeropp.wire.codecs import report_nbytes
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 
