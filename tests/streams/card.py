@@ -32,7 +32,7 @@ from zeropp.offload import read_ahead, transfer
 from zeropp.offload.swap import Descriptors
 from zeropp.optimizer import host_step
 from zeropp.params import guard
-from zeropp.wire import report
+from zeropp.wire import codecs
 
 __all__ = ["CARD", "Card", "pretended_card"]
 
@@ -532,7 +532,7 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
     ]
     with contextlib.ExitStack() as stack:
         # What zeropp keeps for good on a card must not outlive this one.
-        for kept in (guard.nothing, report._one_tensor):
+        for kept in (guard.nothing, codecs._one_tensor):
             kept.cache_clear()
             stack.callback(kept.cache_clear)
         for owner, name, value in patches:

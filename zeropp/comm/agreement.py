@@ -23,10 +23,9 @@ import torch
 from zeropp.comm.hops import Comm
 from zeropp.comm.ledger import make_stalls
 from zeropp.comm.process_groups import CollectiveError, what_ended
-from zeropp.comm.status import Account, board_of, code_of, explain
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.watch import Watch, make_monitor
+from zeropp.comm.watch import Account, Watch, board_of, code_of, explain, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
@@ -306,8 +305,9 @@ class Agreement:
         _log.info(
             "rank %d closes its optimizer, and other ranks %s; it aborts the communicators that it would have "
             "destroyed together with them",
-            comm.rank, late,
-        )  # fmt: skip
+            comm.rank,
+            late,
+        )
         account = Account("closing its optimizer", failure="it closed its optimizer before the others")
         # For ranks that train on and would wait for this one.
         with contextlib.suppress(RuntimeError, TimeoutError):

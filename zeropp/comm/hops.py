@@ -34,7 +34,7 @@ from zeropp.comm.communicators import (
     least,
     obtain,
     release,
-)  # fmt: skip
+)
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.process_groups import (
     HOST,

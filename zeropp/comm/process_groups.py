@@ -226,7 +226,7 @@ def make_group(
         allow_files(len(ranks))
     try:
         with warn_of_waiting(_SILENCE, f"still making process group {name!r} after {_SILENCE:g} s. {remedy}"):
-            # Members find each other through the store, which may not answer: see zeropp.comm.status.
+            # Members find each other through the store, which may not answer: see zeropp.comm.watch.
             return within(timeout.total_seconds() + _MARGIN, make, "connecting ranks")
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(

@@ -35,7 +35,7 @@ from zeropp.comm.agreement import SETTINGS, Agreement
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
-from zeropp.wire.report import Report
+from zeropp.wire.codecs import Report
 from zeropp_kernels.reference import squared_norm
 
 __all__ = [

@@ -49,9 +49,15 @@ class Refresh:
     """
 
     def __init__(
-        self, units: Sequence[Unit], lanes: Lanes, schedule: Schedule, agreement: Agreement, issued: IssueHash,
-        take_largest: Callable[[Tensor], None], note: Callable[[str, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        lanes: Lanes,
+        schedule: Schedule,
+        agreement: Agreement,
+        issued: IssueHash,
+        take_largest: Callable[[Tensor], None],
+        note: Callable[[str, str], None],
+    ) -> None:
         """Nothing is renewed yet.
 
         Args:

@@ -13,9 +13,8 @@ from zeropp._compat import unguarded
 from zeropp.comm.streams import BUS, Work, issued_here, used_here
 from zeropp.offload.homes import Homes
 from zeropp.partition.layout import BufferLayout, Fragment
-from zeropp.wire.codecs import Feedback, PlainCodec
+from zeropp.wire.codecs import Feedback, PlainCodec, Report, summed_by_kernels
 from zeropp.wire.paths import GatherPath, ReducePath
-from zeropp.wire.report import Report, summed_by_kernels
 from zeropp_kernels import block_table
 from zeropp_kernels.wire import BLOCK
 

@@ -20,9 +20,16 @@ from zeropp.config import Config
 from zeropp.partition.layout import BLOCK
 
 __all__ = [
-    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "have_tensors", "never_called",
+    "LEAF_AS",
+    "Owner",
+    "UnitOptions",
+    "UnitSpec",
+    "direct_parameters",
+    "form_units",
+    "have_tensors",
+    "never_called",
     "unit_options",
-]  # fmt: skip
+]
 
 LEAF_AS = "_z3_leaf"
 """In the dict of a module that a call has made a leaf; DeepSpeed's name, which some set by hand."""

@@ -28,7 +28,7 @@ from zeropp.plan.outline import (
     outline,
     plan_homes,
 )
-from zeropp.wire.report import report_nbytes
+from zeropp.wire.codecs import report_nbytes
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 

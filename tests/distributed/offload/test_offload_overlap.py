@@ -15,7 +15,7 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Hop
 from zeropp.offload.read_ahead import Arriving, Straight
-from zeropp.wire.report import Report
+from zeropp.wire.codecs import Report
 
 LONG = 20.0  # seconds
 
