@@ -22,6 +22,7 @@ from zeropp.checkpoint.boxes import (
     BASES,
     MODEL,
     STATE,
+    Box,
     CheckpointError,
     Part,
     Which,
@@ -35,18 +36,28 @@ from zeropp.checkpoint.boxes import (
     whole,
 )
 from zeropp.checkpoint.files import view_of
-from zeropp.checkpoint.metadata import Checksums, CodedEntry, Metadata, comparable, encode
-from zeropp.checkpoint.source import CODES, SCALES, Source, coded_entries, coded_parts
+from zeropp.checkpoint.metadata import (
+    Checksums,
+    CodedEntry,
+    Metadata,
+    comparable,
+    encode,
+)
+from zeropp.checkpoint.source import CODES, SCALES, Source
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp_kernels.wire import BLOCK
 
 __all__ = [
     "Contents",
     "add_extra",
     "average_parts",
     "averages_of",
+    "coded_entries",
+    "coded_parts",
     "compare",
     "contents",
     "draw_anew",
@@ -504,3 +515,28 @@ def _state_of(name: str, value: Any) -> Any:
             )
         return value.state_dict()
     return value
+
+
+def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
+    """Metadata of the parameters that exist in codes."""
+    return {
+        slot.name: CodedEntry(dtype=dtype_code(buffer.main_dtype, slot.name), shape=slot.shape, strides=slot.strides)
+        for buffer in engine.buffers
+        if isinstance(buffer, CodedBuffer)
+        for slot in buffer.layout.slots
+    }
+
+
+def coded_parts(engine: Engine, which: Which) -> Iterator[Part]:
+    """Codes and scales of this rank's shards, or what it saves of them."""
+    for buffer in engine.buffers:
+        if not isinstance(buffer, CodedBuffer):
+            continue
+        codes, scales = buffer.blocks()
+        for slot, each in fragments(buffer, buffer.placement.mode.states, which):
+            # Parameters begin on a block, and pieces are whole blocks.
+            here, there, count = each.offset // BLOCK, each.start // BLOCK, -(-(each.stop - each.start) // BLOCK)
+            blocks = -(-slot.numel // BLOCK)
+            box = Box((there, 0), (count, BLOCK))
+            yield Part(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])
+            yield Part(SCALES + slot.name, (blocks,), Box((there,), (count,)), scales[here : here + count])

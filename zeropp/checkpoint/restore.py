@@ -27,6 +27,7 @@ from zeropp.checkpoint.boxes import (
 from zeropp.checkpoint.contents import (
     average_parts,
     averages_of,
+    coded_parts,
     compare,
     draw_anew,
     fill_in,
@@ -38,12 +39,11 @@ from zeropp.checkpoint.contents import (
     restore_random_state,
 )
 from zeropp.checkpoint.metadata import DTYPES, decode, tensors_in
-from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source, coded_parts
+from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source
 from zeropp.checkpoint.together import telling, together
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.param_groups import load_optimizer
-from zeropp.optimizer.rank_state import layout_id, load_carried
+from zeropp.optimizer.rank_state import layout_id, load_carried, load_optimizer
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 

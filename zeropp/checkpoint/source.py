@@ -23,7 +23,6 @@ from zeropp.checkpoint.boxes import (
     BoxIndex,
     CheckpointError,
     Part,
-    Which,
     as_bytes,
     fragments,
     parts_of_range,
@@ -31,57 +30,19 @@ from zeropp.checkpoint.boxes import (
     whole,
 )
 from zeropp.checkpoint.files import Wanted, read_blocks
-from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, CodedEntry, Metadata, dtype_code
+from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, CodedEntry, Metadata
 from zeropp.checkpoint.together import Progress
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.layout import Fragment
 from zeropp_kernels import dequantize_, message_layout
-from zeropp_kernels.wire import BLOCK
 
-__all__ = [
-    "CODES",
-    "SCALES",
-    "Built",
-    "Encoded",
-    "Source",
-    "StridedBox",
-    "Verify",
-    "coded_entries",
-    "coded_parts",
-    "decoded",
-    "require_verify",
-]
+__all__ = ["CODES", "SCALES", "Built", "Encoded", "Source", "StridedBox", "Verify", "decoded", "require_verify"]
 
 
 CODES, SCALES = "zeropp.codes.", "zeropp.scales."
 """Prefixes: codes are uint8 [blocks, 256], scales bfloat16 [blocks], of the parameter in the order of its memory."""
-
-
-def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
-    """Metadata of the parameters that exist in codes."""
-    return {
-        slot.name: CodedEntry(dtype=dtype_code(buffer.main_dtype, slot.name), shape=slot.shape, strides=slot.strides)
-        for buffer in engine.buffers
-        if isinstance(buffer, CodedBuffer)
-        for slot in buffer.layout.slots
-    }
-
-
-def coded_parts(engine: Engine, which: Which) -> Iterator[Part]:
-    """Codes and scales of this rank's shards, or what it saves of them."""
-    for buffer in engine.buffers:
-        if not isinstance(buffer, CodedBuffer):
-            continue
-        codes, scales = buffer.blocks()
-        for slot, each in fragments(buffer, buffer.placement.mode.states, which):
-            # Parameters begin on a block, and pieces are whole blocks.
-            here, there, count = each.offset // BLOCK, each.start // BLOCK, -(-(each.stop - each.start) // BLOCK)
-            blocks = -(-slot.numel // BLOCK)
-            box = Box((there, 0), (count, BLOCK))
-            yield Part(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])
-            yield Part(SCALES + slot.name, (blocks,), Box((there,), (count,)), scales[here : here + count])
 
 
 class Encoded:

@@ -21,7 +21,7 @@ from zeropp.comm.ledger import Ledger
 from zeropp.comm.process_groups import name_ranks
 from zeropp.comm.streams import issued_here
 from zeropp.engine.engine import Engine
-from zeropp.params.flat_buffer import Transfer, transfers
+from zeropp.params.build import Transfer, transfers
 
 __all__ = ["rehearse", "require_room_on_all", "warn_of_no_room"]
 

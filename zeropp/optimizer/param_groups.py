@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from zeropp.comm.agreement import ADDED, Agreement
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
-from zeropp.optimizer.slices import Slices, SliceStates
+from zeropp.optimizer.slices import Slices
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import UnitState
 
-__all__ = ["GroupSettings", "add_group", "fold", "load_optimizer", "switch_mode", "take_weight_edits"]
+__all__ = ["GroupSettings", "add_group", "fold", "switch_mode", "take_weight_edits"]
 
 
 # Groups that are added, or loaded.
@@ -117,26 +117,6 @@ def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], 
             raise ValueError(f"parameter {names[id(parameter)]!r} is in a group already, or twice in this one")
         found.append(names[id(parameter)])
     return found
-
-
-def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict(state)``, and let its groups and its ``state`` stay the dicts that they were.
-
-    torch puts new ones in their place. Where a scheduler holds them through another optimizer of the same dicts, as
-    after Accelerate has put DeepSpeed's Adam in place of torch's, it would set learning rates that nobody reads.
-    """
-    groups = list(optimizer.param_groups)
-    states = optimizer.state
-    optimizer.load_state_dict(state)
-    if isinstance(states, SliceStates) and optimizer.state is not states:
-        states.clear()
-        states.update(optimizer.state)
-        optimizer.state = states
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        if group is not loaded:
-            group.clear()
-            group.update(loaded)
-    optimizer.param_groups[:] = groups
 
 
 # Edits of weights in the groups.

@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,15 @@ from torch.optim import SGD, Optimizer
 
 from zeropp._compat import has_step_post_hooks, unguarded
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.checks import treats_each_alone, weakly
+from zeropp.optimizer.checks import treats_each_alone
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.slices import Slice, Slices
-from zeropp.optimizer.step_sync import Boundary, Verdict
+from zeropp.optimizer.step_sync import Verdict
 from zeropp.order.refresh import portion_of
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.loss_scale import LossScale
 
-__all__ = ["GradientNorms", "Outcome", "Update", "gradient_norms", "scale_gradients", "told"]
+__all__ = ["GradientNorms", "Update", "gradient_norms", "scale_gradients"]
 
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -344,105 +342,3 @@ class GradientNorms(dict[str, float]):
 
 
 # Results of steps.
-
-
-class Outcome:
-    """The result of the last step: taken, skipped, or not known yet; and counts. See [Note: sums read late].
-
-    Args:
-        boundary: has the sum of a step that no host has waited for.
-        loss_scale: follows the results of steps.
-
-    Attributes:
-        grad_norm: at the last step.
-        skipped_steps: since the beginning.
-        step_was_skipped: the last one.
-        step_was_taken: since the last backward.
-    """
-
-    def __init__(self, boundary: Boundary, loss_scale: LossScale) -> None:
-        self._boundary = boundary
-        self._loss_scale = loss_scale
-        # The engine has the scale, and must not keep its wrapper alive.
-        loss_scale.wait_for_last = weakly(self.wait)
-        self._unread = False
-        # Text of an error that the next step raises, too. No exception: it would hold what holds this.
-        self._error: str | None = None
-        self.grad_norm: float | None = None
-        self.skipped_steps = 0
-        self.step_was_skipped = self.step_was_taken = False
-
-    def decided(self, verdict: Verdict) -> None:
-        """A step is over, or is going to be."""
-        self._unread = verdict.norm is None
-        self.step_was_skipped = verdict.skips
-        self.step_was_taken = False
-        self.skipped_steps += self.step_was_skipped
-        if not self._unread:
-            self.grad_norm = verdict.norm
-            # Last, since it may raise.
-            self._loss_scale.update(overflow=self.step_was_skipped)
-
-    def load(self, skipped_steps: int, loss_scale: dict[str, Any] | None = None) -> None:
-        """Go on from a saved count; what is wrong with the step before is of no interest any more."""
-        # On every rank, whether it has asked or not: one alone would raise at the next step, or read a sum.
-        self._boundary.forget_unread()
-        self._error = None
-        self._unread = False
-        self.step_was_skipped = self.step_was_taken = False
-        self.skipped_steps = skipped_steps
-        if loss_scale is not None:
-            self._loss_scale.load_state_dict(loss_scale)
-
-    def count(self) -> int:
-        """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them.
-
-        Raises:
-            RuntimeError: the ranks have lost each other. Some may have stepped and others not.
-        """
-        try:
-            self.wait()
-        except RuntimeError:
-            # Settings that differ the next step tells of.
-            if self._boundary.engine.agreement.lost is not None:
-                raise
-        return self.skipped_steps
-
-    def pass_over(self) -> None:
-        """A step was asked for inside a window, and does nothing."""
-        self.wait()
-        self.step_was_skipped = self.step_was_taken = False
-
-    def wait(self, *, stepping: bool = False) -> None:
-        """Wait for a step's sum, by which the device has decided alone.
-
-        Raises:
-            RuntimeError: ranks were out of step; no weight was changed. Until the next step, at which every rank raises
-                it: one that has asked before would otherwise go on there, and wait for the others.
-        """
-        found = None
-        if self._error is None and self._unread:
-            try:
-                found = self._boundary.read_unread()
-            except RuntimeError as caught:
-                self._error = str(caught)
-                self.step_was_taken = False
-        self._unread = False
-        if (error := self._error) is not None:
-            self._error = None if stepping else error
-            raise RuntimeError(error)
-        if found is not None:
-            taken = self.step_was_taken
-            self.decided(found)
-            # A backward since then has cleared it.
-            self.step_was_taken = taken and not found.skips
-
-
-def told(name: str) -> Any:
-    """Make a property of the optimizer that waits for its last step's result and returns the attribute of that name."""
-
-    def ask(optimizer: Any) -> Any:
-        optimizer.outcome.wait()
-        return getattr(optimizer.outcome, name)
-
-    return property(ask)

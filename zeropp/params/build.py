@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeropp.comm.hops import Comm, Groups
+from zeropp.comm.hops import Comm, Groups, Hop
 from zeropp.config import Config
 from zeropp.offload.home import Memory
 from zeropp.offload.homes import Division, Homes
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
-from zeropp.params.flat_buffer import FlatBuffer, Transfer, WeightPaths, transfers
+from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
 from zeropp.params.unit import Unit
@@ -27,9 +27,17 @@ from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
-    "BufferKey", "BufferMaker", "buffer_layouts", "check_dtypes", "gradient_paths", "largest_shard",
-    "planned_transfers", "weight_paths",
-]  # fmt: skip
+    "BufferKey",
+    "BufferMaker",
+    "Transfer",
+    "buffer_layouts",
+    "check_dtypes",
+    "gradient_paths",
+    "largest_shard",
+    "planned_transfers",
+    "transfers",
+    "weight_paths",
+]
 
 
 @dataclass(frozen=True)
@@ -289,3 +297,40 @@ def gradient_paths(
         else:
             replicas = GatherPath(placement, world, states, back, codec.dtype)
     return GradientPaths(path(1, held_level), path(held_level, world), path(1, world), replicas)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective on one hop.
+
+    Attributes:
+        hop: over which it goes.
+        collective: "all_gather", "all_to_all" or "reduce_scatter".
+        nbytes: of all members' parts together.
+        dtype: of what is summed on the way; uint8 where nothing is.
+    """
+
+    hop: Hop
+    collective: str
+    nbytes: int
+    dtype: torch.dtype = torch.uint8
+
+
+def transfers(weights: WeightPaths, gradients: GradientPaths | None, numel: int) -> Iterator[Transfer]:
+    """Every transfer of a buffer of [numel] elements, padding included; in one order on all ranks.
+
+    Differences to cached weights travel on the hops of whole weights and are smaller.
+    """
+    gathers = [weights.main, weights.refresh, weights.fetch]
+    for hop in gradients.straight.hops if gradients is not None else ():
+        numel_of_slice = numel // hop.spec.inner
+        nbytes = hop.codec.nbytes(numel_of_slice // hop.size) * hop.size
+        if hop.by_backend:
+            yield Transfer(hop.transport, "reduce_scatter", nbytes, hop.codec.dtype)
+        else:
+            yield Transfer(hop.transport, "all_to_all", nbytes)
+    if gradients is not None:
+        gathers.append(gradients.replicas)
+    for path in gathers:
+        for transport, nbytes in path.results(numel) if path is not None else ():
+            yield Transfer(transport, "all_gather", nbytes)

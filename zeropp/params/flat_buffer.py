@@ -20,19 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
-from zeropp.comm.hops import Hop
 from zeropp.comm.streams import Event
 from zeropp.offload.home import Home, MemoryRow, Row
 from zeropp.offload.homes import Homes
 from zeropp.offload.swap import aligned
-from zeropp.params.gradient import Gradient, GradientPaths
+from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.source import Source
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.differences import DifferencePath
 from zeropp.wire.paths import CodedGatherPath, GatherPath, Stored
 
-__all__ = ["FlatBuffer", "Transfer", "WeightPaths", "make_source", "transfers"]
+__all__ = ["FlatBuffer", "WeightPaths", "make_source"]
 
 
 @dataclass(frozen=True)
@@ -469,40 +468,3 @@ def make_source(
         row = home.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
     reader = None if row is None or row.place == "device" else homes.reader
     return Source(main, row, dtype if exact else path.dtype, codec, device, reader)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One collective on one hop.
-
-    Attributes:
-        hop: over which it goes.
-        collective: "all_gather", "all_to_all" or "reduce_scatter".
-        nbytes: of all members' parts together.
-        dtype: of what is summed on the way; uint8 where nothing is.
-    """
-
-    hop: Hop
-    collective: str
-    nbytes: int
-    dtype: torch.dtype = torch.uint8
-
-
-def transfers(weights: WeightPaths, gradients: GradientPaths | None, numel: int) -> Iterator[Transfer]:
-    """Every transfer of a buffer of [numel] elements, padding included; in one order on all ranks.
-
-    Differences to cached weights travel on the hops of whole weights and are smaller.
-    """
-    gathers = [weights.main, weights.refresh, weights.fetch]
-    for hop in gradients.straight.hops if gradients is not None else ():
-        numel_of_slice = numel // hop.spec.inner
-        nbytes = hop.codec.nbytes(numel_of_slice // hop.size) * hop.size
-        if hop.by_backend:
-            yield Transfer(hop.transport, "reduce_scatter", nbytes, hop.codec.dtype)
-        else:
-            yield Transfer(hop.transport, "all_to_all", nbytes)
-    if gradients is not None:
-        gathers.append(gradients.replicas)
-    for path in gathers:
-        for transport, nbytes in path.results(numel) if path is not None else ():
-            yield Transfer(transport, "all_gather", nbytes)
