@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from zeropp.deepspeed.attributes import ZeroParamStatus as ZeroParamStatus
+    from zeropp.deepspeed.extension import ZeroParamStatus as ZeroParamStatus
     from zeropp.deepspeed.leaf_modules import (
         get_z3_leaf_modules as get_z3_leaf_modules,
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.support.owned_memory import owned_bytes
-from zeropp.comm.ledger import make_stalls
+from zeropp.comm.hops import make_stalls
 from zeropp.comm.streams import CudaStream
 
 pytestmark = [

@@ -18,12 +18,10 @@ import torch.distributed as dist
 from bench.common import staged
 from tests.gpu.delays import Delays, Trained, train
 from tests.support.rank_pool import run_ranks
-from zeropp.comm.hops import Comm, Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Comm, Hop, Ledger
 from zeropp.params import build
 from zeropp.params.gradient import GradientPaths
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.wire.encoding import Encoding
 from zeropp.wire.paths import ReduceHop, ReducePath
 

@@ -15,7 +15,7 @@ from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
-from zeropp.params.loss_scale import LossScale
+from zeropp.params.gradient import LossScale
 from zeropp.params.unit import UnitState
 
 __all__ = ["ENDLESS", "Rank"]

@@ -68,7 +68,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "states, stage 1, no lanes": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],
     "both, asked": [
-        "deepspeed/attributes.py LocalPart._place 1", "optimizer/host_step.py _wait 1",
+        "deepspeed/extension.py LocalPart._place 1", "optimizer/host_step.py _wait 1",
         "optimizer/wrapper.py ZeroOptimizer.state 1",
     ],
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
@@ -104,8 +104,6 @@ REDUNDANT = {
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
-    "comm/ledger.py StreamStalls.timing 1": "measures time",
-    "comm/ledger.py StreamStalls.timing 2": "measures time",
     "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
     "offload/read_ahead.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",

@@ -22,7 +22,7 @@ from zeropp.offload.read_ahead import Ring
 from zeropp.optimizer import host_step
 from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
 from zeropp.optimizer.host_step import BufferStep, Cores, Tiles, step_slices
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import FlatBuffer
 
 NUMEL, TILE = 10_000, 1024  # the last tile is a part of one
 Told = Callable[[str, int], None]

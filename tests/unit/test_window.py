@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.engine.window import Window
+from zeropp.engine.engine import Window
 
 
 def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:

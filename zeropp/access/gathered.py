@@ -25,12 +25,12 @@ from zeropp.access.state import gather_computed, gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.engine.hooks import tensors_in
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
-from zeropp.engine.tensors import tensors_in
 from zeropp.params.dtypes import digest_of, fingerprint
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_guarded
 from zeropp.params.spread import Piece, Spread, piece_of
+from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "GatheredParameters",

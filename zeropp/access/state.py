@@ -18,22 +18,20 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import uncompiled
 from zeropp.access.refusals import replace_in
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Ledger
 from zeropp.comm.streams import Work
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.guard import handler_of, is_guarded
+from zeropp.params.guard import is_guarded
 from zeropp.params.spread import piece_of
-from zeropp.params.unit import Unit
+from zeropp.params.unit import FlatBuffer, Unit
 from zeropp.wire.paths import GatherPath
 
 __all__ = [
     "await_values",
     "awaited_names",
     "comm_report",
-    "engine_of",
     "full_state",
     "gather_codes",
     "gather_computed",
@@ -43,27 +41,6 @@ __all__ = [
     "lacks_values",
     "require_values",
 ]
-
-
-def engine_of(model: nn.Module | Optimizer) -> Engine:
-    """The engine that manages a model, or that of a ZeroOptimizer.
-
-    Raises:
-        ValueError: none does.
-    """
-    if isinstance(model, Optimizer):
-        engine = getattr(model, "engine", None)
-        if isinstance(engine, Engine):
-            return engine
-        raise ValueError(f"{type(model).__name__} is a plain optimizer; give the ZeroOptimizer around it, or the model")
-    for parameter in model.parameters():
-        handler = handler_of(parameter)
-        if isinstance(handler, Engine):
-            return handler
-    raise ValueError(
-        f"{type(model).__name__} is not managed by zeropp, or was until close(); wrap it first: "
-        "zeropp.ZeroOptimizer(optimizer, model, config)"
-    )
 
 
 def comm_report(model: nn.Module | Optimizer) -> Ledger:

@@ -23,8 +23,8 @@ from torch import Tensor
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.slices import Slice
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.partition.layout import Fragment, Slot
+from zeropp.params.unit import FlatBuffer
+from zeropp.partition.levels import Fragment, Slot
 
 __all__ = [
     "BASES",

@@ -13,17 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.state import engine_of, gather_computed, gather_main, require_values
+from zeropp.access.state import gather_computed, gather_main, require_values
 from zeropp.checkpoint.boxes import MODEL, CheckpointError
-from zeropp.checkpoint.commit import require_files
 from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
+from zeropp.checkpoint.save import require_files
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, Progress, common_path, together
 from zeropp.config.base import notify
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING
 
 __all__ = ["consolidate", "export", "gather_16bit", "save_16bit_model"]

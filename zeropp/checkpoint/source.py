@@ -34,8 +34,8 @@ from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, Cod
 from zeropp.checkpoint.together import Progress
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.partition.layout import Fragment
+from zeropp.params.unit import FlatBuffer
+from zeropp.partition.levels import Fragment
 from zeropp_kernels import dequantize_, message_layout
 
 __all__ = ["CODES", "SCALES", "Built", "Encoded", "Source", "StridedBox", "Verify", "decoded", "require_verify"]

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from zeropp.access.state import engine_of
 from zeropp.checkpoint.boxes import (
     MODEL,
     STATE,
@@ -31,7 +30,7 @@ from zeropp.checkpoint.boxes import (
 )
 from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.save import require_ours, unfreeze
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.checks import Twin
 from zeropp.optimizer.rank_state import load_carried
 from zeropp.optimizer.slices import Slice

@@ -20,8 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm.hops import Comm
-from zeropp.comm.ledger import make_stalls
+from zeropp.comm.hops import Comm, make_stalls
 from zeropp.comm.process_groups import CollectiveError, what_ended
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError

@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zeropp._compat import profiler_enabled
 from zeropp.comm.threads import Threads, generation, require_same_process
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "issued_here",
     "make_lanes",
     "make_stream",
+    "span",
     "used_here",
 ]
 
@@ -581,3 +583,11 @@ class _Ended:
     def done(self) -> bool:
         """See :class:`Event`."""
         return bool(self._event.query())
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def span(what: str, unit: str) -> contextlib.AbstractContextManager[object]:
+    """A range ``zeropp::<what> <unit>`` in a profile; it costs nothing while none is being recorded."""
+    return torch.profiler.record_function(f"zeropp::{what} {unit}") if profiler_enabled() else _NOTHING

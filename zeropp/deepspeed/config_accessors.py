@@ -1,13 +1,25 @@
-"""Calls of DeepSpeed's engine that say what one key of the configuration is."""
+"""Calls of DeepSpeed's engine that the configuration answers, and those that are absent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["answers_configuration"]
+__all__ = ["ABSENT", "answers_configuration"]
 
 _T = TypeVar("_T")
+
+_REDUCED = "gradients are reduced as backward makes them, and clipped in step()"
+_GROUPS = "groups are torch.distributed's, or those that initialize() was given by mpu; it may be assigned"
+_PIPELINE = "it is of pipelines, which zeropp has not"
+_LOGS = "log what get_global_grad_norm() and the loss say, and measure with torch.profiler"
+ABSENT = {
+    **dict.fromkeys(("monitor", "timers", "tput_timer", "flops_profiler", "print_forward_breakdown"), _LOGS),
+    **dict.fromkeys(("allreduce_gradients", "clip_fp32_gradients", "buffered_allreduce_fallback"), _REDUCED),
+    **dict.fromkeys(("mpu", "data_parallel_group", "seq_data_parallel_group", "mp_world_size"), _GROUPS),
+    **dict.fromkeys(("train_batch", "eval_batch", "set_dataloader"), _PIPELINE),
+}
+"""Names that DeepSpeed's engines have and this one has not, and why; a model may have some of the same name."""
 
 # Call -> place of its answer in the configuration.
 _PLACES = {

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from zeropp import checkpoint
 from zeropp._compat import is_compiled, uncompiled
 from zeropp.access.ownership import cached_whole, give_back
-from zeropp.access.state import engine_of
 from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
@@ -25,18 +24,19 @@ from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.together import absolute, path_of_rank_0
 from zeropp.config import Config
 from zeropp.config.base import notify
-from zeropp.deepspeed.config_accessors import answers_configuration
+from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration
 from zeropp.deepspeed.data import make_loader
 from zeropp.deepspeed.readable_weights import RestingWeights
 from zeropp.deepspeed.zero_checkpoints import RunValues, read_run_values
 from zeropp.deepspeed.zero_inference import thaw
 from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
 from zeropp.engine.engine import Engine as Core
+from zeropp.engine.engine import engine_of
 from zeropp.engine.preconditions import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.loss_scale import LossScaleError
+from zeropp.params.gradient import LossScaleError
 
-__all__ = ["ABSENT", "MODULE_STATES", "Engine"]
+__all__ = ["MODULE_STATES", "Engine"]
 
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 MODULE_STATES = "mp_rank_00_model_states.pt"
@@ -59,19 +59,6 @@ def _together(engine: Core) -> Iterator[None]:
 
 class TagError(CheckpointError, AssertionError):
     """Ranks gave a checkpoint different tags; DeepSpeed raises an AssertionError then."""
-
-
-_REDUCED = "gradients are reduced as backward makes them, and clipped in step()"
-_GROUPS = "groups are torch.distributed's, or those that initialize() was given by mpu; it may be assigned"
-_PIPELINE = "it is of pipelines, which zeropp has not"
-_LOGS = "log what get_global_grad_norm() and the loss say, and measure with torch.profiler"
-ABSENT = {
-    **dict.fromkeys(("monitor", "timers", "tput_timer", "flops_profiler", "print_forward_breakdown"), _LOGS),
-    **dict.fromkeys(("allreduce_gradients", "clip_fp32_gradients", "buffered_allreduce_fallback"), _REDUCED),
-    **dict.fromkeys(("mpu", "data_parallel_group", "seq_data_parallel_group", "mp_world_size"), _GROUPS),
-    **dict.fromkeys(("train_batch", "eval_batch", "set_dataloader"), _PIPELINE),
-}
-"""Names that DeepSpeed's engines have and this one has not, and why; a model may have some of the same name."""
 
 
 @answers_configuration

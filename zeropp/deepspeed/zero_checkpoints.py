@@ -326,7 +326,7 @@ class RunValues:
         counts: ``global_steps`` and its like, as far as they are there.
         lr_scheduler: its ``state_dict()``, or None.
         skipped_steps: steps that overflowed.
-        loss_scale: a dynamic one, as of :meth:`zeropp.params.loss_scale.LossScale.state_dict`; None for others.
+        loss_scale: a dynamic one, as of :meth:`zeropp.params.gradient.LossScale.state_dict`; None for others.
         client: what the script gave.
         left_out: names of the script's values that hold tensors or objects, which are not read.
     """

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.state import engine_of
 from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError
 from zeropp.checkpoint.files import WholeFiles
 from zeropp.checkpoint.foreign import TORCH_INDEX, TORCH_SINGLE, metadata_of
@@ -29,6 +28,7 @@ from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata, sync_folder, 
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.source import Source
 from zeropp.deepspeed.zero_checkpoints import ZeroFolder, zero_folder
+from zeropp.engine.engine import engine_of
 
 __all__ = [
     "SCRIPT",

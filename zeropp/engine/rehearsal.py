@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.communicators import require_room
-from zeropp.comm.hops import Comm, Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Comm, Hop, Ledger
 from zeropp.comm.process_groups import name_ranks
 from zeropp.comm.streams import issued_here
 from zeropp.engine.engine import Engine

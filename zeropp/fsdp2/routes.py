@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from zeropp.comm.collective import exchange
 from zeropp.comm.communicators import default_ctas, least
-from zeropp.comm.hops import Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Hop, Ledger
 from zeropp.comm.process_groups import OUTLASTS, Members, find_members, free_groups, make_group
 from zeropp.comm.streams import make_lanes
 from zeropp.comm.watch import BLIND

@@ -20,7 +20,7 @@ from zeropp.offload.home import FileRow, Files, Home, Memory, PartlyInMemory, Ro
 from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
 from zeropp.offload.swap import ALIGNED, SwapFile
 from zeropp.offload.transfer import Transfers
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 
 __all__ = [
     "ALL",

@@ -19,8 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.config import Config
-from zeropp.engine.engine import Engine
-from zeropp.engine.window import Window
+from zeropp.engine.engine import Engine, Window
 from zeropp.optimizer.step_sync import Verdict
 
 __all__ = [

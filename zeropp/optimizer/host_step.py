@@ -43,8 +43,8 @@ from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.fused import CUT, Rule, Settings, SliceStep, rule_of
 from zeropp.optimizer.slices import Slice, Slices
 from zeropp.order.refresh import Refresh
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "CHUNK_NUMEL",

@@ -23,8 +23,7 @@ from zeropp.comm.agreement import ADDED, Agreement
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
 from zeropp.optimizer.slices import Slices
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.unit import UnitState
+from zeropp.params.unit import FlatBuffer, UnitState
 
 __all__ = ["GroupSettings", "add_group", "fold", "switch_mode", "take_weight_edits"]
 

@@ -1,4 +1,4 @@
-"""The state of one rank: main weights, loss scale, and the errors that quantized gradients carry over.
+"""The optimizer's state on one rank: main weights, counts of steps, loss scale, errors that quantized gradients carry.
 
 A fingerprint of the layout tells whether a saved state fits; ranks decide together whether all of theirs do.
 """
@@ -26,7 +26,7 @@ from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.slices import SliceStates
 from zeropp.optimizer.step_sync import Boundary, Verdict
-from zeropp.params.loss_scale import LossScale
+from zeropp.params.gradient import LossScale
 from zeropp.wire.codecs import Feedback
 
 __all__ = [

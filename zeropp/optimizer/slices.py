@@ -29,11 +29,10 @@ from zeropp.engine.backward import Pending
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import trial_states
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING, as_partial
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import handler_of, is_managed
-from zeropp.params.unit import Unit
-from zeropp.partition.layout import Fragment
+from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.partition.levels import Fragment
 
 __all__ = ["Slice", "SliceStates", "Slices"]
 

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from zeropp.comm.agreement import SETTINGS, Agreement
 from zeropp.engine.engine import Engine
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.unit import FlatBuffer
 from zeropp.wire.codecs import Report
 from zeropp_kernels.reference import squared_norm
 

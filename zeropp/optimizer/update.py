@@ -26,7 +26,7 @@ from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.slices import Slice, Slices
 from zeropp.optimizer.step_sync import Verdict
 from zeropp.order.refresh import portion_of
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import FlatBuffer
 
 __all__ = ["GradientNorms", "Update", "gradient_norms", "scale_gradients"]
 
@@ -41,6 +41,7 @@ class Update:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
+        self._elementwise = treats_each_alone(optimizer)
         self._max_norm = engine.maker.config.gradient_clipping
         self._host = HostStep(engine, optimizer, slices) if engine.maker.config.steps_on_host else None
 
@@ -67,7 +68,7 @@ class Update:
             return
         with clipping(self._engine, self._optimizer, norm, self._max_norm, left_out):
             step_by_portions(
-                choose_portions(self._engine, self._optimizer, self._slices.stepped),
+                choose_portions(self._engine, self._slices.stepped, elementwise=self._elementwise),
                 self._step,
                 lambda buffers: self._changed(buffers, for_now=later),
             )
@@ -132,7 +133,7 @@ class Portion:
     buffers: list[FlatBuffer]
 
 
-def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice]) -> list[Portion]:
+def choose_portions(engine: Engine, slices: Sequence[Slice], *, elementwise: bool) -> list[Portion]:
     """Units in the order of the next forward: one, one, two, four, ...; all at once where little travels after a step.
 
     All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
@@ -145,7 +146,7 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
     # Several calls of a fused step cost more than one: they pay only where something is hidden behind them.
     little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
-    if little or engine.refresh.is_put_off or not treats_each_alone(optimizer):
+    if little or engine.refresh.is_put_off or not elementwise:
         return [Portion(list(slices), engine.trainable_buffers)]
     by_unit: dict[int, list[Slice]] = {}
     for part in slices:

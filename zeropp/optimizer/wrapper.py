@@ -385,7 +385,7 @@ class ZeroOptimizer(Optimizer):
         self.outcome.decided(verdict)
         if verdict.skips:
             return loss
-        if not self.config.zero.ignore_unused_parameters:
+        if not self.config.zero_optimization.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
         self.slices.show_used(verdict.used)
         self._steps = True

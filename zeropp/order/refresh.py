@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.ledger import span
-from zeropp.comm.streams import Event, Lanes, Together
+from zeropp.comm.streams import Event, Lanes, Together, span
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.source import Source
-from zeropp.params.unit import Unit
+from zeropp.params.unit import FlatBuffer, Unit
 
 __all__ = ["Refresh", "portion_of"]
 

@@ -37,8 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.ledger import span
-from zeropp.comm.streams import Lanes
+from zeropp.comm.streams import Lanes, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, Reach, describe_phase
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions

@@ -14,12 +14,10 @@ from zeropp.offload.home import Memory
 from zeropp.offload.homes import Division, Homes
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
-from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
-from zeropp.params.unit import Unit
-from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
-from zeropp.partition.levels import Mode, Placement
+from zeropp.params.unit import FlatBuffer, Unit, WeightPaths
+from zeropp.partition.levels import BufferLayout, Mode, Placement, build_layout, dense_strides
 from zeropp.partition.units import UnitSpec
 from zeropp.wire.codecs import dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec

@@ -25,7 +25,7 @@ from zeropp._compat import is_aliased
 from zeropp._extensions import extensions
 from zeropp.comm.collective import Carrier, Failure
 from zeropp.params.guard import GuardHandler, guard, is_managed, nothing, register, unguard, unregister
-from zeropp.partition.layout import dense_strides
+from zeropp.partition.levels import dense_strides
 
 __all__ = ["Fetcher", "Piece", "Spread", "dense_row", "is_whole", "piece_of", "take_over"]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeropp._compat import is_compiled
 from zeropp.config import Config
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 
 __all__ = [
     "LEAF_AS",

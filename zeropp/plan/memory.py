@@ -13,10 +13,8 @@ from zeropp.config import Config, ConfigSource
 from zeropp.offload.home import PLACES, Place, Row
 from zeropp.offload.homes import Division, Homes, Staging, choose_staging
 from zeropp.params.build import BufferKey, largest_shard, weight_paths
-from zeropp.params.flat_buffer import make_source
-from zeropp.params.unit import TERMS
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import choose_mode
+from zeropp.params.unit import TERMS, make_source
+from zeropp.partition.levels import BufferLayout, choose_mode
 from zeropp.partition.units import form_units, unit_options
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import (

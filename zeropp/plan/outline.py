@@ -15,16 +15,14 @@ import torch
 from torch import nn
 
 from zeropp.comm.communicators import WORLD, Ctas, Sharing, choose_ctas, kind_of
-from zeropp.comm.hops import Groups, Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Groups, Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
 from zeropp.offload.home import Files, Home, Memory, MemoryRow, Row
 from zeropp.offload.homes import ALL, Homes, choose_homes
 from zeropp.offload.swap import ALIGNED
 from zeropp.params.build import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement, choose_mode, ranks_per_node
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement, choose_mode, ranks_per_node
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import Encoding, choose_encoding, require_base
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeropp.comm.ledger import TrafficKey
+from zeropp.comm.hops import TrafficKey
 from zeropp.config import ConfigSource
 from zeropp.params.build import BufferKey
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.plan.outline import outline
 from zeropp.wire.codecs import Codec, PlainCodec
 from zeropp.wire.differences import Lossless, make_difference_codec

@@ -32,21 +32,19 @@ from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.config.base import notify_once
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Engine, Window
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
-from zeropp.engine.window import Window
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
 from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
+from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register
-from zeropp.params.loss_scale import LossScale
 from zeropp.params.spread import Spread, piece_of
 from zeropp.params.unit import Unit
-from zeropp.partition.layout import dense_strides
-from zeropp.partition.levels import Mode, choose_mode
+from zeropp.partition.levels import Mode, choose_mode, dense_strides
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.plan.memory import memory
 from zeropp.plan.outline import choose_sharing, planned_ctas

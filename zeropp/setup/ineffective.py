@@ -10,8 +10,7 @@ from zeropp.comm.process_groups import Members
 from zeropp.config import Config
 from zeropp.config.base import notify, notify_once
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.unit import Unit
+from zeropp.params.unit import FlatBuffer, Unit
 
 __all__ = ["warn_if_alone", "warn_of_ineffective"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import zeropp_kernels as kernels
-from zeropp.partition.layout import BufferLayout, Slot
+from zeropp.partition.levels import BufferLayout, Slot
 from zeropp_kernels import BlockTable, block_table, gather_
 from zeropp_kernels.reference import pack_, sum_messages_
 from zeropp_kernels.wire import BLOCK

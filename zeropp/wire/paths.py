@@ -12,8 +12,7 @@ from torch import Tensor
 
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import BUS, used_here
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.wire.codecs import Codec, Feedback, Messages, PlainCodec, Report, dtype_name
 from zeropp_kernels import BlockTable
 

@@ -22,7 +22,7 @@ from tests.support.checkpoint_training import CONFIGS, train
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
-from zeropp.checkpoint import commit
+from zeropp.checkpoint import save
 from zeropp.checkpoint import save as saving
 from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.save import Background
@@ -83,7 +83,7 @@ def loses_at_the_end(path: Path) -> str:
         return instead
 
     slow = replaced(Metadata, "write", late(TIMEOUT + 0.5)), replaced(os, "unlink", late(0.3))
-    lost = replaced(commit.Attempt, "_together", goes if second else lambda function: function)
+    lost = replaced(save.Attempt, "_together", goes if second else lambda function: function)
     try:
         with slow[0], slow[1], lost:
             checkpoint.save(path, model, optimizer, asynchronous=True, file_nbytes=1 << 16)

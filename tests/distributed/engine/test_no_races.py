@@ -19,8 +19,8 @@ from tests.support.text_models import Block
 from zeropp.comm import streams
 from zeropp.comm.hops import Comm, Hop
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.unit import FlatBuffer
 from zeropp.wire import paths
 from zeropp.wire.codecs import PlainCodec
 from zeropp.wire.paths import GatherPath

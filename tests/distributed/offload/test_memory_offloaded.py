@@ -27,7 +27,7 @@ from zeropp.offload.home import PLACES, HostMemory, Place
 from zeropp.offload.swap import SwapFile
 from zeropp.params.gradient import Gradient
 from zeropp.params.source import Source
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 from zeropp.setup import build
 
 SMALL = {"block_size": 1024}
