@@ -23,7 +23,7 @@ from zeropp.config import Config
 from zeropp.offload.home import MemoryRow
 from zeropp.offload.homes import at_device
 from zeropp.optimizer.rank_state import CarriedErrors
-from zeropp.params.build import BufferMaker
+from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import BufferLayout, HopSpec, choose_mode
 from zeropp.partition.units import form_units, unit_options

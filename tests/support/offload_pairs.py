@@ -23,7 +23,7 @@ from zeropp.offload import homes, swap
 from zeropp.offload.home import HostMemory, MemoryRow
 from zeropp.offload.read_ahead import Arriving
 from zeropp.optimizer import host_step
-from zeropp.params.source import Source
+from zeropp.params.wire_copy import Source
 
 __all__ = ["Run", "States", "compare", "delayed", "host_apart", "run", "same", "states_of"]
 

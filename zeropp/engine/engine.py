@@ -49,7 +49,7 @@ from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
-from zeropp.params.build import BufferMaker
+from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.gradient import Gradient, LossScale
 from zeropp.params.guard import GuardHandler, handler_of
 from zeropp.params.unit import FlatBuffer, Unit, UnitState

@@ -20,7 +20,7 @@ from zeropp.comm.hops import Comm, Hop, Ledger
 from zeropp.comm.process_groups import name_ranks
 from zeropp.comm.streams import issued_here
 from zeropp.engine.engine import Engine
-from zeropp.params.build import Transfer, transfers
+from zeropp.params.buffer_maker import Transfer, transfers
 
 __all__ = ["rehearse", "require_room_on_all", "warn_of_no_room"]
 

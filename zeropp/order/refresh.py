@@ -19,8 +19,8 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import Event, Lanes, Together, span
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
-from zeropp.params.source import Source
 from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.wire_copy import Source
 
 __all__ = ["Refresh", "portion_of"]
 

@@ -28,7 +28,7 @@ from zeropp.offload.homes import Homes
 from zeropp.offload.swap import aligned
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
-from zeropp.params.source import Source
+from zeropp.params.wire_copy import Source
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.differences import DifferencePath
 from zeropp.wire.paths import CodedGatherPath, GatherPath, Stored

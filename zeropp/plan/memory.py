@@ -12,7 +12,7 @@ from torch import nn
 from zeropp.config import Config, ConfigSource
 from zeropp.offload.home import PLACES, Place, Row
 from zeropp.offload.homes import Division, Homes, Staging, choose_staging
-from zeropp.params.build import BufferKey, largest_shard, weight_paths
+from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
 from zeropp.params.unit import TERMS, make_source
 from zeropp.partition.levels import BufferLayout, choose_mode
 from zeropp.partition.units import form_units, unit_options

@@ -20,7 +20,7 @@ from zeropp.config import Config, ConfigSource, load_config, require_stage_for_o
 from zeropp.offload.home import Files, Home, Memory, MemoryRow, Row
 from zeropp.offload.homes import ALL, Homes, choose_homes
 from zeropp.offload.swap import ALIGNED
-from zeropp.params.build import BufferKey, buffer_layouts, check_dtypes, planned_transfers
+from zeropp.params.buffer_maker import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
 from zeropp.partition.levels import BufferLayout, HopSpec, Placement, choose_mode, ranks_per_node
 from zeropp.partition.units import form_units, unit_options

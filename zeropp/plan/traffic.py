@@ -10,7 +10,7 @@ from torch import nn
 
 from zeropp.comm.hops import TrafficKey
 from zeropp.config import ConfigSource
-from zeropp.params.build import BufferKey
+from zeropp.params.buffer_maker import BufferKey
 from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.plan.outline import outline
 from zeropp.wire.codecs import Codec, PlainCodec

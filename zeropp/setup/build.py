@@ -38,7 +38,7 @@ from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
-from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
+from zeropp.params.buffer_maker import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
 from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register

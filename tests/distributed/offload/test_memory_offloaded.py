@@ -26,7 +26,7 @@ from zeropp.offload import homes
 from zeropp.offload.home import PLACES, HostMemory, Place
 from zeropp.offload.swap import SwapFile
 from zeropp.params.gradient import Gradient
-from zeropp.params.source import Source
+from zeropp.params.wire_copy import Source
 from zeropp.partition.levels import BLOCK
 from zeropp.setup import build
 
