@@ -442,7 +442,8 @@ class Comm:
         self.communicators: list[Communicator] = []
         self.rehearsed = 0
         self.history = History()
-        self._sharing, self._ctas = sharing, ctas
+        self._sharing = sharing
+        self._ctas = ctas
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []  # groups of this engine alone, which end without waiting for others
         self._held: dict[int, dict[str, bool]] = {}  # while wrapping: communicators of each global rank
@@ -455,7 +456,8 @@ class Comm:
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             self.control_group = self._make(ranks, "gloo" if backend != "fake" else "fake", "control")
             if self.communicates:
-                own, alike = held_here(), (ranks, timeout)
+                own = held_here()
+                alike = (ranks, timeout)
                 before = history_here(alike)
                 rows = self.all_gather_objects((own, None if before is None else before.state, ctas))
                 self._held = {rank: held for rank, (held, _, _) in zip(ranks, rows, strict=True)}
@@ -707,7 +709,8 @@ class Comm:
             return self._make(ranks, self.backend, description)
         owner = "" if self._sharing.engines else self.job
         timeout = self.timeout + OUTLASTS
-        kind, limit = kind_of(kind, self._sharing), self._ctas.of(link)
+        kind = kind_of(kind, self._sharing)
+        limit = self._ctas.of(link)
         key = Key(kind, owner, ranks, self.backend, self.device, timeout, limit)
         found = next((each for each in self.communicators if each.key == key), None)
         if found is None:
