@@ -2,7 +2,8 @@
 
 The first Python blocks of concepts.md, engine.md, models.md and kernels/README.md run here and print what they should.
 Those of using.md, checkpoints.md, fsdp2.md and training.md need ranks and names of the reader's:
-tests/distributed/comm/test_process_groups.py and test_docs_recipes.py run them. That of lightning.md is compiled alone.
+tests/distributed/comm/test_process_groups.py and the files test_docs_recipes.py run them. That of lightning.md is
+compiled alone.
 """
 
 from __future__ import annotations

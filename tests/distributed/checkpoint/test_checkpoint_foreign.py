@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -20,36 +19,12 @@ from torch.distributed.fsdp import fully_shard
 import zeropp
 from tests.support.checkpoint_training import Went, make_optimizer, states_of, train, wrap
 from tests.support.checkpoint_training import went as state_of_rank
-from tests.support.deepspeed_files import write_deepspeed
+from tests.support.foreign_checkpoints import Evil, Large, bytes_read, check_loaded, reads, refused
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
-from tests.support.torch_and_fsdp2_jobs import FLAT, Other, Shardable, fsdp2_saves, other, plain, train_plain
+from tests.support.torch_and_fsdp2_jobs import FLAT, Shardable, fsdp2_saves, plain, train_plain
 from zeropp import checkpoint
 from zeropp.checkpoint.boxes import CheckpointError
-
-
-def reads(path: Path, name: str, states: bool, prefix: str | None = None, make: type[Model] = Model) -> Went:
-    model, optimizer = wrap(name, make)
-    train(model, optimizer, range(90, 91))
-    found = checkpoint.load_foreign(path, model, optimizer if states else None, prefix=prefix)
-    result = state_of_rank(model, optimizer)
-    result.found = found
-    result.drawn = [group["lr"] for group in optimizer.param_groups]
-    result.losses = train(model, optimizer, range(4, 8))
-    return result
-
-
-def check(found: list[Went], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Weights, states and settings of all ranks are the plain ones, to the bit."""
-    for name, value in model.state_dict().items():
-        assert torch.equal(found[0].state[name], value), name
-    if optimizer is not None:
-        assert found[0].drawn == [group["lr"] for group in optimizer.param_groups]
-        states = states_of(found)
-        for name, parameter in model.named_parameters():
-            assert optimizer.state[parameter].keys() == states[name].keys()
-            for key, value in optimizer.state[parameter].items():
-                assert torch.equal(states[name][key], value), (name, key)
 
 
 def saved(path: Path, how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
@@ -90,7 +65,7 @@ def test_plain_torch(how: str, world: int, name: str, tmp_path: Path) -> None:
     place, states = saved(tmp_path, how, model, optimizer), how in ("nested", "dcp")
     local = world if world == 3 else 2
     found = run_ranks(world, reads, place, name, states, local_world_size=local)
-    check(found, model, optimizer if states else None)
+    check_loaded(found, model, optimizer if states else None)
     assert found[0].found is not None and found[0].found.missing == []
 
 
@@ -133,7 +108,7 @@ def test_groups_that_list_names(tmp_path: Path) -> None:
     assert found.drawn == [0.25, 0.25]
     for group in optimizer.param_groups:
         group["lr"] = 0.25
-    check([found], model, optimizer)
+    check_loaded([found], model, optimizer)
 
 
 def saves_titan(path: Path) -> dict[str, torch.Tensor]:
@@ -181,120 +156,19 @@ def test_what_was_saved_by_torch_of_zeropp(tmp_path: Path) -> None:
     assert all(torch.equal(left[n][k], v) for n in right for k, v in right[n].items())
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    ("stage", "written", "world", "name"),
-    [
-        (3, 3, 2, "stage 3"),
-        (3, 4, 1, "stage 1"),
-        (2, 3, 2, "hpz loco bf16"),
-        (1, 2, 3, "stage 3"),
-        (0, 2, 2, "stage 3"),
-    ],
-)
-def test_deepspeed(stage: int, written: int, world: int, name: str, tmp_path: Path) -> None:
-    """Written by more, fewer and as many ranks; stage 0 stands for its optimizer for bfloat16."""
-    model, optimizer = plain()
-    write_deepspeed(tmp_path, model, optimizer, written, stage or 1, bf16=not stage)
-    check(run_ranks(world, reads, tmp_path, name, True, local_world_size=world), model, optimizer)
-
-
-@pytest.mark.campaign
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("world", [1, 2, 3, 6])
-@pytest.mark.parametrize("written", [1, 2, 3, 5, 64])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_s_folders_on_any_ranks(stage: int, written: int, world: int, tmp_path: Path) -> None:
-    """More ranks than some parameters have elements, too; sub-groups of one parameter and of all."""
-    model, optimizer = plain()
-    for number, size in enumerate((1, 100)):
-        root = tmp_path / str(number)
-        write_deepspeed(root, model, optimizer, written, stage or 1, bf16=not stage, per_sub_group=size)
-        check(run_ranks(world, reads, root, "stage 3", True, local_world_size=world), model, optimizer)
-
-
-def reads_other(path: Path) -> dict[str, torch.Tensor]:
-    model = Other()
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    config = {"zero_optimization": {"stage": 3}, "zeropp": {"unit_min_blocks": 0}}
-    wrapped = zeropp.ZeroOptimizer(optimizer, model, config)
-    checkpoint.load_foreign(path, model, wrapped)
-    return zeropp.full_state(model)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_s_frozen_and_tied_weights(stage: int, tmp_path: Path) -> None:
-    """Frozen ones are there in 16 bits, as DeepSpeed has them."""
-    model, optimizer = other()
-    folder = write_deepspeed(tmp_path, model, optimizer, 2, stage)
-    for found in run_ranks(2, reads_other, folder):
-        for name, value in model.state_dict().items():
-            assert torch.equal(found[name], value.bfloat16().float() if name.startswith("frozen") else value), name
-
-
-class Large(nn.Module):
-    """Two matrices of 16 MB, so that a page more or less does not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
-
-
-def reads_large(paths: list[Path]) -> list[int]:
-    model = Large()
-    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, config)
-    return [
-        checkpoint.load_foreign(path, model, optimizer if states else None).nbytes_read
-        for path in paths
-        for states in ((False, True) if path.name == "zero" else (False,))
-    ]
-
-
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
-    """That is, its share of the weights, and with states three times as much."""
+    """That is, its share of the weights."""
     model = Large()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
     optimizer.step()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
-    write_deepspeed(tmp_path / "zero", model, optimizer, 3, 3)
     share = sum(tensor.nbytes for tensor in model.state_dict().values()) / 4
-    for found in run_ranks(
-        4, reads_large, [tmp_path / each for each in ("model.pt", "dcp", "zero")], local_world_size=2
-    ):
-        assert [share <= nbytes <= 1.02 * share for nbytes in (*found[:3], found[3] / 3)] == [True] * 4
-
-
-class Evil:
-    """Runs a command where it is loaded by pickle."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
-
-
-def refused(paths: list[Path]) -> list[str]:
-    model, optimizer = wrap("stage 3")
-    told = []
-    for path in paths:
-        try:
-            checkpoint.load_foreign(path, model, optimizer)
-            told.append("")
-        except CheckpointError as error:
-            told.append(str(error))
-    return told
+    for found in run_ranks(4, bytes_read, [tmp_path / "model.pt", tmp_path / "dcp"], False, local_world_size=2):
+        assert [share <= nbytes <= 1.02 * share for nbytes in found] == [True] * 2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -308,14 +182,8 @@ def test_a_crafted_pickle_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "metadata" / ".metadata").write_bytes(b"cposix\nsystem\n(S'touch " + bytes(mark) + b"'\ntR.")
     _put_in_place(tmp_path / "item", "model.head.weight", mark)
     _put_in_place(tmp_path / "value", "optimizer.param_groups.0.lr", mark)
-    for name, pattern in (("optim", "*optim_states.pt"), ("states", "*model_states.pt")):
-        folder = write_deepspeed(tmp_path / name, model, optimizer, 2, 3)
-        file = sorted(folder.glob(pattern))[1]
-        torch.save(
-            {**torch.load(file, weights_only=False), "more": Evil(mark)} if name == "states" else Evil(mark), file
-        )
-    names = ["model.pt", "metadata", "item", "value", "optim", "states"]
-    files = ["model.pt", ".metadata", ".distcp", ".distcp", "rank_1_mp_rank_00_optim", "rank_1_mp_rank_00_model"]
+    names = ["model.pt", "metadata", "item", "value"]
+    files = ["model.pt", ".metadata", ".distcp", ".distcp"]
     for told in run_ranks(2, refused, [tmp_path / name for name in names], local_world_size=2):
         for each, file in zip(told, files, strict=True):
             assert file in each and ".system" in each and "is refused" in each, each
@@ -383,19 +251,3 @@ def test_files_that_cannot_be_read_so(tmp_path: Path) -> None:
     numbered = torch.optim.AdamW(model.parameters()).state_dict()
     torch.save({"model": state, "optimizer": numbered}, tmp_path / "groups.pt")
     assert "the same groups in the same order" in told(tmp_path / "groups.pt", states=True)
-
-
-def test_deepspeed_s_folders_that_are_incomplete(tmp_path: Path) -> None:
-    model, optimizer = plain()
-    wrapped, _ = wrap("stage 3")
-    folder = write_deepspeed(tmp_path, model, optimizer, 3, 2)
-    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(folder / "kept")
-    with pytest.raises(CheckpointError, match="has no file of rank 1"):
-        checkpoint.load_foreign(tmp_path, wrapped)
-    (folder / "kept").rename(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="was written by 3 ranks and has the files of 2"):
-        checkpoint.load_foreign(tmp_path, wrapped)
-    (tmp_path / "latest").write_text("global_step5")
-    with pytest.raises(CheckpointError, match="has no folder 'global_step5'"):
-        checkpoint.load_foreign(tmp_path, wrapped)

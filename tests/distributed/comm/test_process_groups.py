@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zeropp
@@ -26,72 +26,10 @@ from tests.support.rank_pool import RankFailure, run_ranks, some
 from zeropp.comm import process_groups
 from zeropp.comm.process_groups import HOST, find_members, is_fake, send_to_all
 
-USING = Path(__file__).resolve().parents[3] / "docs" / "using.md"
 
-
-START = "zeropp.init_distributed()"
-
-
-class Regression(nn.Module):
-    """Returns a loss, as the page's model does; large enough that its layers are not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(3))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        x = batch
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x - batch).square().mean()
-
-
-def examples() -> list[str]:
-    """The Python blocks of the page as they stand: training, accumulating, saving, editing weights, averaging."""
-    found = re.findall(r"```python\n(.*?)```", USING.read_text(), re.DOTALL)
-    assert len(found) == 5
-    return found
-
-
-def using(folder: str, start: str) -> tuple[list[bool], set[str], int, float, float]:
-    """Run the blocks; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
-    os.chdir(folder)
-    torch.manual_seed(0)
-    batches = [torch.randn(4, 400)] * 12
-    space: dict[str, object] = {"Model": Regression, "loader": batches[:1], "validation": batches[:2]}
-    training, *others = examples()
-    assert START in training
-    training = training.replace(START, start)
-    exec(compile(training, "using.md", "exec"), space)
-    first = space["loss"]
-    for block in others:
-        exec(compile(block, "using.md", "exec"), space)
-    optimizer, model = space["optimizer"], space["model"]
-    assert isinstance(optimizer, zeropp.ZeroOptimizer) and isinstance(model, Regression)
-    for batch in batches:
-        last = model(batch)
-        optimizer.backward(last)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert isinstance(first, Tensor)
-    comm = optimizer.engine.comm
-    hops = [hop for buffer in optimizer.engine.buffers for hop in buffer.paths.main.hops]
-    backends = {dist.get_backend(hop.group) for hop in hops} | {comm.backend}
-    sent = sum(row.bytes for row in zeropp.comm_report(model).rows if row.kind == "gather")
-    return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
-
-
-@pytest.mark.parametrize("start", some([START, "torch.distributed.init_process_group()"], 2))
-def test_the_page_as_it_stands(start: str, tmp_path: Path) -> None:
-    """Neither call names a backend; the fast way over gloo is taken all the same."""
-    results = run_ranks(2, using, str(tmp_path), start, init=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "runs"}
-    assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == ["latest", "step-00000100"]
-    for pairwise, backends, sent, first, last in results:
-        assert pairwise and all(pairwise)
-        assert backends == {"gloo"}
-        assert sent > 3 * 400 * 400  # each layer at least once, half of it in bf16
-        assert last < 0.9 * first
+def test_the_page_with_torch_s_own_start(tmp_path: Path) -> None:
+    """It names no backend; the fast way over gloo is taken all the same."""
+    check_page("torch.distributed.init_process_group()", tmp_path)
 
 
 def wrapped_alone() -> list[str]:

@@ -1,11 +1,11 @@
 """README's commands and code blocks, each of which is run, and compared with what README says that it replaces.
 
-tests/unit/test_readme_figures.py has its figures.
+tests/unit/test_readme_figures.py has its figures; tests/distributed/deepspeed and tests/distributed/integrations have
+tests of the blocks about DeepSpeed and Lightning.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,77 +20,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.data import Dataset
 
 import zeropp
-from tests.support.deepspeed_stand_in import standing_in
 from tests.support.rank_pool import run_ranks, some
+from tests.support.readme import (
+    BATCH,
+    BLOCKS,
+    DEEPSPEED,
+    FEWER_BYTES,
+    FIRST,
+    FSDP2,
+    LIGHTNING,
+    ROOT,
+    STEPS,
+    TESTS,
+    TEXT,
+    TRAIN,
+    TRAINER,
+    Data,
+    Losses,
+    Model,
+    block,
+    every,
+    run,
+    sides,
+)
 from zeropp.config import load_config, require_supported
-
-ROOT = Path(__file__).resolve().parents[3]
-TEXT = (ROOT / "README.md").read_text()
-BLOCKS = dict(reversed(each) for each in re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL))
-"""Language by content of a fenced block."""
-# Which block a test is about, by something that only that block has.
-FIRST, FEWER_BYTES, FSDP2 = "Model().to(device)", '"zero_quantized_weights"', "fully_shard(model"
-DEEPSPEED, TRAINER, LIGHTNING = "import deepspeed", "zeropp.compat.deepspeed", "L.Trainer"
-TRAIN, TESTS = "train_gpt.py", "pytest"
-# So wide that weights are partitioned: smaller ones stay whole.
-WIDTH, BATCH, STEPS = 400, 8, 5
-
-
-def block(mark: str, language: str) -> str:
-    (found,) = (body for body in BLOCKS if mark in body)
-    assert BLOCKS[found] == language
-    return found
-
-
-def sides(mark: str) -> tuple[str, str]:
-    """The program before and after a diff."""
-    lines = [(line[:1], line[2:]) for line in block(mark, "diff").splitlines()]
-    assert {mark for mark, _ in lines} <= {"", " ", "+", "-"}
-    return tuple("\n".join(text for mark, text in lines if mark != left) for left in "+-")  # type: ignore[return-value]
-
-
-class Data(Dataset):
-    """Random inputs and targets."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.pairs = torch.randn(2, STEPS * 2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-    def __len__(self) -> int:
-        return self.pairs.size(1)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.pairs[0, index], self.pairs[1, index].tanh()
-
-
-class Model(nn.Module):
-    """Blocks in a list, as transformers have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for each in self.blocks:
-            x = each(x)
-        return self.head(x)
-
-
-class Losses(nn.MSELoss):
-    """The loss, which also keeps its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[float] = []
-
-    def forward(self, found: Tensor, wanted: Tensor) -> Tensor:
-        loss = super().forward(found.to(wanted.dtype), wanted)
-        self.values.append(loss.item())
-        return loss
 
 
 def trained(program: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
@@ -102,14 +57,6 @@ def trained(program: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Te
         assert type(given["model"].head.weight) is not nn.Parameter
         return given["loss_fn"].values, zeropp.full_state(given["model"])
     return given["loss_fn"].values, given["model"].state_dict()
-
-
-def every(text: str, *replaced: tuple[str, str]) -> str:
-    """The text with each (old, new), which it must have."""
-    for old, new in replaced:
-        assert old in text
-        text = text.replace(old, new)
-    return text
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-6), ("bf16", 2e-2)])
@@ -207,7 +154,7 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
 def test_zeropp_alone_is_imported_for_that_line() -> None:
     """``import zeropp`` gives ``zeropp.fsdp2``, and loads only what trains; names of DeepSpeed's say where they are."""
     program = (
-        "import sys, zeropp, zeropp.integrations; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"
+        "import sys, zeropp; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"
         "late = ('sympy', 'torch.distributed.tensor', 'zeropp.checkpoint', 'zeropp.fsdp2', 'zeropp.training')\n"
         "print([name for name in late if name in sys.modules])\n"
         "zeropp.fsdp2.apply; zeropp.add_config_arguments"
@@ -269,77 +216,10 @@ def test_the_keys_of_the_table_are_accepted() -> None:
         require_supported(load_config({**outer, "zero_optimization": {"stage": 3, **zero}}))
 
 
-def engine_losses(program: str, folder: str) -> list[float]:
-    """Train with the JSON of a file, and with README's import or, by the stand-in, with DeepSpeed's."""
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
-    }
-    path = Path(folder) / f"zero3-{dist.get_rank()}.json"
-    path.write_text(json.dumps(config))
-    given: dict[str, Any] = {"model": Model()}
-    with standing_in():
-        exec(every(program, ("zero3.json", str(path))), given)
-    engine, losses, (x, y) = given["engine"], Losses(), Data().pairs[:, :4]
-    for _ in range(STEPS):
-        engine.backward(losses(engine(x), y.tanh()))
-        engine.step()
-    assert given["scheduler"].last_batch_iteration > 0
-    return losses.values
-
-
-def test_the_deepspeed_import(tmp_path: Path) -> None:
-    before, after = sides(DEEPSPEED)
-    unchanged, changed = (run_ranks(2, engine_losses, each, str(tmp_path)) for each in (before, after))
-    assert unchanged == changed and changed[0] == changed[1] and changed[0][-1] < changed[0][0]
-
-
-def test_the_lightning_strategy() -> None:
-    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    before, after = sides(LIGHTNING)
-    (known,) = re.findall(r'strategy="(\w+)"', before)
-    assert known in StrategyRegistry.available_strategies() and known.startswith("deepspeed")
-    given: dict[str, Any] = {"L": lightning}
-    exec(every(after, ("devices=8", 'devices=8, accelerator="cpu", logger=False')), given)
-    from zeropp.integrations.lightning import ZeroStrategy
-
-    strategy = given["trainer"].strategy
-    assert isinstance(strategy, ZeroStrategy)
-    assert strategy.config["zero_optimization"]["stage"] == 3 == int(known[-1])
-
-
-# -- commands
-
-
-def run(command: str, folder: Path, *flags: str) -> str:
-    """A command of README in a shell, with programs of this environment first on the path."""
-    programs = Path(sys.executable).parent
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RANK", "WORLD_"))}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{programs}:{env['PATH']}"}
-    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
-    if sys.platform == "linux":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(
-        " ".join([command.strip(), *flags]),
-        shell=True,
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
     """As a file of its own: it ends well, although nothing is closed and units may still be on their way."""
     (command,) = re.findall(r"`(torchrun --nproc-per-node 8 train\.py)`", TEXT)
-    source = "from tests.distributed.docs.test_readme import Data, Losses, Model\ndata, loss_fn = Data(), Losses()\n"
+    source = "from tests.support.readme import Data, Losses, Model\ndata, loss_fn = Data(), Losses()\n"
     (tmp_path / "train.py").write_text(f"{source}{sides(FIRST)[1]}\nprint('trained', flush=True)\n")
     assert run(every(command, ("node 8", "node 2 --standalone")), tmp_path).count("trained") == 2
 
@@ -364,20 +244,6 @@ def test_the_test_command_is_what_ci_runs() -> None:
     assert said.stdout == block(TESTS, "sh") == f"{INSTALL} '.[dev]' && .venv/bin/pytest -n 2 --dist worksteal\n"
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert {"dev", "examples"} <= set(extras) and "`pip install .`" in TEXT
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(240)
-def test_the_trainer_s_command(tmp_path: Path) -> None:
-    """With the example's script as train.py, which knows nothing of zeropp."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    for name in ("hf_trainer.py", "text_data.py"):
-        (tmp_path / name.replace("hf_trainer", "train")).write_text((ROOT / "examples" / name).read_text())
-    (tmp_path / "zero3.json").write_text((ROOT / "examples" / "zero3_auto.json").read_text())
-    with contextlib.suppress(FileExistsError):
-        (tmp_path.parent / "LICENSE").write_text((ROOT / "LICENSE").read_text())
-    command = every(block(TRAINER, "sh"), ("--nproc-per-node 8", "--standalone --nproc-per-node 2"))
-    assert "parameters in" in run(command, tmp_path, "--folder=runs", "--steps=2")
 
 
 def test_every_block_has_a_test_and_the_page_fits() -> None:

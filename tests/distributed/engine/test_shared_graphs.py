@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ WIDTH, MICRO, STEPS = 6, 2, 3
 def models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 1)
+
+
+def wrapped(models: Sequence[nn.Module], config: dict[str, Any]) -> list[zeropp.ZeroOptimizer]:
+    return [zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), model, config) for model in models]
 
 
 def rows(number: int, rank: int) -> Tensor:
@@ -41,23 +46,23 @@ def together(name: str, config: dict[str, Any]) -> float:
     """How far weights are from plain torch on all ranks' batches."""
     loss_of, own, twins = LOSSES[name], models(), models()
     half = config.get("fp16", {}).get("enabled", False)
-    first, second = (
-        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
-        for model in own
-    )
+    first, second = own
+    optimizers = wrapped(own, config)
     plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], lr=0.2)
     for step in range(STEPS):
         plain.zero_grad()
         for micro in range(MICRO):
             number = step * MICRO + micro
             x = rows(number, dist.get_rank())
-            # The second engine takes the loss to backward; the first one only steps.
-            second.backward(loss_of(first, second, x.half() if half else x))
-            second.step()
-            first.step()
+            # The second optimizer takes the loss to backward; the first one only steps.
+            optimizers[1].backward(loss_of(first, second, x.half() if half else x))
+            for optimizer in reversed(optimizers):
+                optimizer.step()
             for rank in range(2):
                 (loss_of(*twins, rows(number, rank)) / (2 * MICRO)).backward()
         plain.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
     return max(
         float((zeropp.full_state(model)[name] - value).abs().max())
         for model, twin in zip(own, twins, strict=True)
@@ -86,22 +91,20 @@ def test_a_loss_of_two_engines_is_scaled_once(scale: float) -> None:
 def adversaries(config: dict[str, Any]) -> list[float]:
     """The usual loop: the discriminator steps on two losses, then the generator's goes through it."""
     generator, discriminator = models()
-    makes, judges = (
-        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
-        for model in (generator, discriminator)
-    )
+    makes, judges = wrapped((generator, discriminator), config)
     losses = []
     for step in range(STEPS):
         judges.zero_grad()
         x = rows(step, dist.get_rank())
         x = x.half() if config["fp16"]["enabled"] else x
-        judges.backward((judges(x).float() - 1).square().mean())
-        made = makes(x)
-        judges.backward(judges(made.detach()).float().square().mean())
+        judges.backward((discriminator(x).float() - 1).square().mean())
+        made = generator(x)
+        judges.backward(discriminator(made.detach()).float().square().mean())
         judges.step()
-        loss = (judges(made).float() - 1).square().mean()
+        loss = (discriminator(made).float() - 1).square().mean()
         makes.backward(loss)
         makes.step()
+        makes.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -122,17 +125,14 @@ def one_after_the_other() -> str:
     """A loss that was scaled, and whose backward never came, is not taken for the next one."""
     first, second = models()
     config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    one, two = (
-        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
-        for model in (first, second)
-    )
+    optimizers = wrapped((first, second), config)
     x = rows(0, dist.get_rank()).half()
-    loss = one(x).float().sum()
+    loss = first(x).float().sum()
     loss.register_hook(lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        one.backward(loss)
+        optimizers[0].backward(loss)
     try:
-        two(x).float().sum().backward()
+        second(x).float().sum().backward()
     except RuntimeError as error:
         return str(error)
     return ""

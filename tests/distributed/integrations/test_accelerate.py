@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import zeropp
+from tests.support.branching_models import worst
 from tests.support.deepspeed_stand_in import LR, Net, distance, loss_of
+from tests.support.lora_models import TOKENS, adapted, outputs, plain_merge
 from tests.support.rank_pool import run_ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -193,3 +195,33 @@ def test_what_would_be_done_twice_is_refused() -> None:
             said, ["leave them", "leave them", "config=", "2 of the", "norm_type 1", "value", "FSDP"], strict=True
         ):
             assert part in text, said
+
+
+def merged_under_accelerate(stage: int) -> tuple[float, float, float]:
+    """Distances from plain torch: weights merged for a while, those merged for good, and what the model has of them."""
+    from zeropp.integrations.accelerate import prepare
+
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = {"zero_optimization": {"stage": stage}}
+    with accelerator_of() as accelerator:
+        model, optimizer = prepare(accelerator, model, optimizer, config=config)
+        for _ in range(2):
+            before = outputs(model)
+            model.merge_adapter()
+            between = worst({"": outputs(model)}, {"": before})
+            model.unmerge_adapter()
+            accelerator.backward(model(input_ids=TOKENS + dist.get_rank(), labels=TOKENS).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = plain_merge()
+        found = accelerator.unwrap_model(model).merge_and_unload()
+    return between, worst(found.state_dict(), wanted), worst(zeropp.full_state(found), wanted)
+
+
+@pytest.mark.campaign
+@pytest.mark.every(2)
+@pytest.mark.parametrize("stage", [2, 0])
+def test_accelerate_s_models_are_merged_as_in_plain_torch(stage: int) -> None:
+    for distances in run_ranks(2, merged_under_accelerate, stage):
+        assert max(distances) < 1e-5

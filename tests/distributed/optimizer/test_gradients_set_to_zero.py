@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-import zeropp
-from tests.support.branching_models import Routed, chain, make_config, worst
+from tests.support.branching_models import Routed, chain, make_config
 from tests.support.model_and_twin import PLACES, placed
 from tests.support.rank_pool import run_ranks
 from tests.support.sharded_and_plain import Pair
@@ -141,31 +139,3 @@ def on_one_rank_alone() -> float:
 
 def test_zeros_on_one_rank_alone() -> None:
     run_ranks(2, on_one_rank_alone)
-
-
-def in_an_engine(stage: int) -> float:
-    torch.manual_seed(0)
-    model = Routed()
-    plain = Routed()
-    plain.load_state_dict(model.state_dict())
-    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
-    sgd = torch.optim.SGD(plain.parameters(), **settings)
-    config = make_config(stage=stage, train_micro_batch_size_per_gpu=3)
-    inner = torch.optim.SGD(model.parameters(), **settings)
-    engine = zeropp.initialize(model=model, optimizer=inner, config=config)[0]
-    x = torch.ones(3, 8)
-    for route in (chain(4), chain(0, 1), chain(0, 1)):
-        engine.backward(engine(x, route).square().mean())
-        plain(x, route).square().mean().backward()
-        engine.step()
-        sgd.step()
-        # DeepSpeed's step forgets gradients by itself, and nothing is there that could be set to zero afterwards.
-        engine.zero_grad(set_to_none=False)
-        sgd.zero_grad()
-    return worst(zeropp.full_state(model), plain.state_dict())
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_has_forgotten_gradients_when_its_step_ends(stage: int) -> None:
-    assert max(run_ranks(2, in_an_engine, stage)) < 1e-6

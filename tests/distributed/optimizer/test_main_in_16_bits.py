@@ -22,7 +22,6 @@ from tests.support.offload_pairs import host_apart
 from tests.support.rank_pool import RankFailure, run_ranks
 from zeropp import checkpoint
 from zeropp.config import UnsupportedConfigError, load_config, require_supported
-from zeropp.deepspeed.parameter_values import safe_get_full_grad, safe_get_full_optimizer_state
 
 STEPS, MICROS, SCALE, CLIP = 4, 2, 256, 0.3
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -169,21 +168,21 @@ def test_checkpoints_resume_and_change_between_32_and_16_bits(tmp_path: Path) ->
         assert found == (0.0, 0.0, 0.0, {torch.bfloat16}, {torch.float32})
 
 
-def looked_at() -> tuple[float, Any, Any]:
+def edited() -> float:
+    """The largest element of a weight that was set to a number which bfloat16 has not."""
     model = model_of(torch.bfloat16)
     optimizer = zeropp.ZeroOptimizer(MAKE["adamw"](model.parameters()), model, make_config(bf16=BF16))
     optimizer.backward(loss_of(model, torch.bfloat16, 0, 0, 0))
-    found = safe_get_full_grad(weight := next(model.parameters()))
     optimizer.step()
+    weight = next(model.parameters())
     # Less than half of what bfloat16 has between 1 and the next number, so that it is lost.
     with torch.no_grad(), zeropp.zero.GatheredParameters([weight], modifier_rank=0):
         weight.fill_(1 + 2**-9)
-    edited = zeropp.full_state(model)["blocks.0.lin.weight"]
-    return float(edited.max()), found.dtype, safe_get_full_optimizer_state(weight, "exp_avg").dtype  # type: ignore[union-attr]
+    return float(zeropp.full_state(model)["blocks.0.lin.weight"].max())
 
 
 def test_values_are_what_16_bits_hold() -> None:
-    assert run_ranks(2, looked_at) == [(1.0, torch.bfloat16, torch.bfloat16)] * 2
+    assert run_ranks(2, edited) == [1.0] * 2
 
 
 def refused() -> None:

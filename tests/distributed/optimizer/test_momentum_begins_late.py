@@ -5,17 +5,15 @@ torch's fused SGD fails there by itself: it takes a group's first step for all p
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import zeropp
-from tests.support.branching_models import WIDTH, Routed, chain, make_config, worst
+from tests.support.branching_models import Routed, chain, make_config
 from tests.support.rank_pool import run_ranks, some
-from tests.support.sharded_and_plain import Pair, mean_square
+from tests.support.sharded_and_plain import Pair
 
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "dampening": 0.3}
 LATE = [
@@ -87,30 +85,3 @@ def unfrozen_step_by_step(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", some([{}, {"stage": 1}, {"offload_optimizer": {"device": "cpu"}}], 3), ids=str)
 def test_blocks_that_are_unfrozen_step_by_step(settings: dict[str, Any]) -> None:
     run_ranks(2, unfrozen_step_by_step, make_config(**settings))
-
-
-def in_an_engine(config: dict[str, Any], folder: str) -> float:
-    torch.manual_seed(0)
-    model = Routed()
-    plain = Routed()
-    plain.load_state_dict(model.state_dict())
-    sgd = torch.optim.SGD(plain.parameters(), **SETTINGS)
-    config = {**config, "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": SETTINGS}}
-    engine = zeropp.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    for number, (route, _) in enumerate(LATE):
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number))
-        engine.backward(mean_square(engine, x, route))
-        engine.step()
-        sgd.zero_grad()
-        mean_square(plain, x, route).backward()
-        sgd.step()
-        if number == 0:
-            engine.save_checkpoint(folder, tag="first")
-            engine.load_checkpoint(folder, tag="first")
-    return worst(zeropp.full_state(model), plain.state_dict())
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_whose_json_names_it(stage: int, tmp_path: Path) -> None:
-    assert max(run_ranks(2, in_an_engine, make_config(stage=stage), str(tmp_path))) < 1e-6

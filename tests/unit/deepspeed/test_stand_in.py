@@ -16,7 +16,7 @@ from zeropp.compat import deepspeed as compat
 from zeropp.compat.deepspeed.__main__ import main
 from zeropp.deepspeed.stand_in_path import STAND_IN, VERSION, require_alone, require_first
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -45,6 +45,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         del sys.modules[name]
+
+
+def test_its_folder_of_metadata_has_its_version() -> None:
+    """The wheel has that file, as a test of tests/unit/test_house.py finds out."""
+    (metadata,) = Path(STAND_IN).rglob("METADATA")
+    assert metadata.parent.name == f"deepspeed-{VERSION}.dist-info"
 
 
 def test_install_finds_it_once(fresh: None) -> None:

@@ -16,7 +16,7 @@ from zeropp.integrations._lightning.arguments import FabricArguments, TrainerArg
 from zeropp.integrations._lightning.classes import NAMES
 from zeropp.integrations._lightning.configuration import for_inference, for_training, with_precision
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "lightning.md"
 STORED = {"offload_optimizer": True, "offload_optimizer_device": "nvme", "nvme_path": "/disk"}
 PARAMS = {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme", "nvme_path": "/disk"}
 

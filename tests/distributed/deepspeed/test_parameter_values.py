@@ -176,3 +176,41 @@ def inside_a_window() -> str:
 def test_inside_a_window_gradients_are_not_complete() -> None:
     for message in run_ranks(2, inside_a_window):
         assert "ask after the last one" in message
+
+
+def forgotten() -> list[bool]:
+    """True for each parameter whose state is read as None once it was deleted, and not before."""
+    both = Both({}, "")
+    both.backward()
+    both.step()
+    found = []
+    for _, mine, plain in both.pairs():
+        if plain in both.plain_optimizer.state:
+            before = training.safe_get_full_optimizer_state(mine, "exp_avg")
+            del both.optimizer.state[mine]
+            found.append(before is not None and training.safe_get_full_optimizer_state(mine, "exp_avg") is None)
+    return found
+
+
+def test_a_state_that_was_forgotten_is_none() -> None:
+    for found in run_ranks(2, forgotten):
+        assert found and all(found)
+
+
+def in_16_bits() -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of a gradient and of a state, where main weights, gradients and states have 16 bits."""
+    block = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(bf16=block))
+    optimizer.backward(model(torch.ones(2, 5, dtype=torch.bfloat16)).float().mean())
+    gradient = training.safe_get_full_grad(model.weight)
+    optimizer.step()
+    state = training.safe_get_full_optimizer_state(model.weight, "exp_avg")
+    assert gradient is not None and state is not None
+    return gradient.dtype, state.dtype
+
+
+def test_values_have_the_dtype_that_they_are_kept_in() -> None:
+    assert run_ranks(2, in_16_bits) == [(torch.bfloat16, torch.bfloat16)] * 2

@@ -25,7 +25,7 @@ from zeropp.deepspeed.stand_in_path import STAND_IN
 from zeropp.deepspeed.training_optimizer import TrainingOptimizer
 from zeropp.engine.hooks import EXTERNAL_AS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "migrating.md"
 VERDICTS = {"same", "better", "differs", "nothing to do", "no effect", "refused", "absent"}
 ACTS = {"same", "better", "differs"}

@@ -1,0 +1,88 @@
+"""zeropp/deepspeed's accesses to memory are ordered by its waits, and not without any of them; see tests/streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tests.golden.runs import CASES
+from tests.streams.runs import BOTH, Run, Training, check_reported, offloaded, races
+from tests.streams.seams import Seam, seams
+from zeropp.deepspeed.parameter_values import (
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+from zeropp.deepspeed.readable_weights import RestingWeights
+
+
+def parts_are_read(t: Training) -> None:
+    """This rank's parts of parameters are read while a step may be under way."""
+    t.step()
+    for value in tree_leaves([parameter.ds_tensor.data for parameter in t.model.parameters()]):
+        if isinstance(value, Tensor):
+            value.clone()
+
+
+def weights_are_read(t: Training) -> None:
+    """Persistent weights are read between passes, as the training engine lets them be."""
+    t.optimizer.engine.resting = RestingWeights(t.optimizer.engine)
+    t.step()
+    t.model[0].norm.weight.clone()
+
+
+def weights_are_set(t: Training) -> None:
+    """Main weights are set, whole and in part, right after steps."""
+    weight = t.model[0].norm.weight
+    t.step()
+    safe_set_full_fp32_param(weight, torch.ones(t.run.width))
+    t.step()
+    own = safe_get_local_fp32_param(weight)
+    assert own is not None, "another rank has it, which is not simulated"
+    safe_set_local_fp32_param(weight, own.clone())
+
+
+RUNS: dict[str, Run] = {
+    "parts are read, hpZ": Run(CASES["hpZ, bf16"], [parts_are_read]),
+    "parts are read, offloaded": offloaded(BOTH, ways=[parts_are_read]),
+    "weights are set": Run(CASES["hpZ, bf16"], [weights_are_set]),
+    "weights are read": Run(CASES["stage 2, overlapped"], [weights_are_read]),
+}
+# The run that shows the need of each wait.
+SHOWN = {
+    "access/state.py cached_values 1": "weights are read",
+    "deepspeed/attributes.py LocalPart._place 1": "parts are read, offloaded",
+    "deepspeed/parameter_values.py safe_set_full_fp32_param 1": "weights are set",
+    "deepspeed/parameter_values.py safe_set_local_fp32_param 1": "weights are set",
+}
+# Places that no run comes to, or where no memory is waited for.
+ELSEWHERE = {
+    "deepspeed/checkpointing.py _synchronize 1": "measures time",
+    "deepspeed/checkpointing.py _OnHost.__call__ 1": "for a backward that is on another stream than its forward",
+    "deepspeed/training_optimizer.py LossScaler.cur_iter 1": "asks for a step's result: Unread.read waits for it",
+    "deepspeed/training_optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
+}
+BY_NAME: dict[str, Seam] = {seam.name: seam for seam in seams("access/state.py", "deepspeed/**/*.py")}
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", RUNS)
+def test_every_access_is_ordered(name: str, tmp_path: Path) -> None:
+    assert races(RUNS[name], tmp_path) == []
+
+
+def test_every_wait_is_accounted_for() -> None:
+    known = {*SHOWN, *ELSEWHERE}
+    own = {name for name, seam in BY_NAME.items() if seam.module.startswith("zeropp/deepspeed/")}
+    assert not own - known, f"say which run shows the need of {own - known}, in SHOWN, or why none does"
+    assert not known - BY_NAME.keys(), "there are no such waits"
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_missing_wait_is_reported(name: str, tmp_path: Path) -> None:
+    check_reported([BY_NAME[name]], RUNS[SHOWN[name]], tmp_path)
