@@ -276,6 +276,7 @@ def _files(**more: object) -> dict[str, object]:
 
 _SMALL_BLOCKS: dict[str, object] = {"aio": {"block_size": 1024}}
 RUNS: dict[str, Run | Sharded] = {
+    "dropped": Run(GOLDEN["hpZ, bf16"], closes=False),
     **{name: Run(recipe) for name, recipe in GOLDEN.items()},
     "stage 1, sums by the backend": Run(
         replace(GOLDEN["stage 1, accumulated"], extension={"reduce_scatter": "backend"})
@@ -296,7 +297,6 @@ RUNS: dict[str, Run | Sharded] = {
     "wrapped again": Run(GOLDEN["hpZ, bf16"], [wrapped_again]),
     "groups, lossless": Run(GOLDEN["hpZ, bf16, lossless"], [edited_in_groups]),
     "compared": Run(GOLDEN["hpZ, bf16, delta4, qgZ"], [compared]),
-    "dropped": Run(GOLDEN["hpZ, bf16"], closes=False),
     "measured": Run(GOLDEN["LoCo, accumulated and deferred"], [measured]),
     "parked": Run(GOLDEN["stage 3, small ones persistent, no_sync"], [parked]),
     "parked, LoCo": Run(GOLDEN["LoCo, accumulated and deferred"], [parked]),

@@ -288,7 +288,6 @@ class Engine(GuardHandler):
         self.mode = maker.mode  # of units that are not persistent
         self.units = tuple(units)
         self.persistent = [unit for unit in self.units if unit.persistent]
-        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
         self.device = device
         self.window = window
         self.input_dtype = input_dtype
@@ -316,6 +315,9 @@ class Engine(GuardHandler):
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
         self.loans = Loans()
+        # Last: an engine that is dropped lets go of its attributes in this order, and units must outlive the lanes that
+        # still write to their memory.
+        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
     def _make_lanes(self, kind: str, *, overlap: bool) -> Lanes:
         comm = self.comm
