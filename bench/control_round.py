@@ -4,8 +4,8 @@
 
 Rounds are made while an order is learned, at its forks, and at the end of phases that vary. Printed is the least and
 the median time of a round over 300; on a machine with fewer cores than ranks that is the time of its scheduler, too.
-What zeropp does (`zeropp.comm.groups.gather_rows`) makes one hop for each doubling of the ranks, ten for 1024; gloo's
-all-gather is a ring, one hop for each other rank.
+What zeropp does (`zeropp.comm.process_groups.gather_rows`) makes one hop for each doubling of the ranks, ten for 1024;
+gloo's all-gather is a ring, one hop for each other rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from bench.common.machine import describe, machine
 from zeropp._compat import all_gather_single
-from zeropp.comm.groups import gather_rows
+from zeropp.comm.process_groups import gather_rows
 
 ROUNDS = 300
 

@@ -35,7 +35,7 @@ class Extension:
         """Called when ``engine``, a `zeropp.engine.engine.Engine`, has taken a model over."""
 
     def piece_changed(self, parameter: nn.Parameter, piece: Any) -> None:
-        """Called when the `zeropp.params.piece.Piece` of a parameter has begun, or its values have come or gone."""
+        """Called when the `zeropp.params.spread.Piece` of a parameter has begun, or its values have come or gone."""
 
     def parameter_freed(self, parameter: nn.Parameter) -> None:
         """Called when a parameter is a plain one again, or no piece any more."""
@@ -48,7 +48,7 @@ class Extension:
             group_keys: keys of the optimizer's parameter groups; None if its states are not wanted.
 
         Returns:
-            The folder, files and tensors for `zeropp.checkpoint.named.metadata_of`; None for other formats.
+            The folder, files and tensors for `zeropp.checkpoint.foreign.metadata_of`; None for other formats.
         """
         return None
 

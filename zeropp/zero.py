@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zeropp.access.external import register_external_parameter
-from zeropp.access.gathered import GatheredParameters
+from zeropp.access.gathered import GatheredParameters, register_external_parameter
 from zeropp.init.context import Init, MiCS_Init
 from zeropp.init.materialize import materialize
 
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from zeropp.deepspeed.attributes import ZeroParamStatus as ZeroParamStatus
+    from zeropp.deepspeed.extension import ZeroParamStatus as ZeroParamStatus
     from zeropp.deepspeed.leaf_modules import (
         get_z3_leaf_modules as get_z3_leaf_modules,
     )

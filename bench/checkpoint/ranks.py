@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zeropp
 from zeropp import checkpoint
-from zeropp.checkpoint.disk import view_of
+from zeropp.checkpoint.files import view_of
 
 WIDTH = 2048
 _BLOCK = 8 << 20

@@ -16,18 +16,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.groups import HOST
-from zeropp.comm.hops import Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Hop, Ledger
+from zeropp.comm.process_groups import HOST
 from zeropp.comm.streams import InlineStream, Lanes
 from zeropp.config import Config
 from zeropp.offload.home import MemoryRow
 from zeropp.offload.homes import at_device
-from zeropp.optimizer.feedback import CarriedErrors
-from zeropp.params.build import BufferMaker
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, choose_mode
+from zeropp.optimizer.rank_state import CarriedErrors
+from zeropp.params.buffer_maker import BufferMaker
+from zeropp.params.unit import FlatBuffer
+from zeropp.partition.levels import BufferLayout, HopSpec, choose_mode
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import choose_encoding
 

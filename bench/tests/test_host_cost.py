@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bench import host_cost
-from zeropp.comm.hops import Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Hop, Ledger
 from zeropp.partition.levels import HopSpec
 from zeropp.wire import codecs
 from zeropp.wire.codecs import BlockCodec, PlainCodec

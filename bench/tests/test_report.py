@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from zeropp.wire import codecs
-from zeropp.wire.codecs import BlockCodec, PlainCodec
-from zeropp.wire.report import Report, report_nbytes
+from zeropp.wire.codecs import BlockCodec, PlainCodec, Report, report_nbytes
 
 NUMEL = 5 * 256
 

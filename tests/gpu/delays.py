@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.support.branching_models import make_config
-from zeropp.comm import events
-from zeropp.comm.events import Event
-from zeropp.comm.streams import Lanes, make_stream
+from zeropp.comm import streams
+from zeropp.comm.streams import Event, Lanes, make_stream
 from zeropp.engine import engine
 from zeropp.params import gradient
 
@@ -94,7 +93,7 @@ class _Late:
             if self.kind in self.delays.unordered:
                 stack.enter_context(mock.patch.object(torch.cuda.Stream, "wait_stream", lambda *streams: None))
             event = self.inner.run(*begin, *works, after=after)
-        return events.DONE if self.kind in self.delays.unwaited else event
+        return streams.DONE if self.kind in self.delays.unwaited else event
 
     def allocate(self, work: Callable[[], None]) -> None:
         self.inner.allocate(work)

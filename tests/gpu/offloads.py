@@ -15,7 +15,7 @@ from tests.gpu.delays import Block, Trained
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
 from zeropp.offload import homes
-from zeropp.offload.ring import Ring
+from zeropp.offload.read_ahead import Ring
 
 __all__ = ["STEPS", "config_of", "counted_rings", "make_model", "page_locked", "train_fused"]
 

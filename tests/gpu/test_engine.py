@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.support.owned_memory import owned_bytes
-from zeropp.comm.cuda_streams import CudaStream
-from zeropp.comm.stalls import make_stalls
+from zeropp.comm.hops import make_stalls
+from zeropp.comm.streams import CudaStream
 
 pytestmark = [
     pytest.mark.gpu,

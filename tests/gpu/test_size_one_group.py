@@ -18,12 +18,10 @@ import torch.distributed as dist
 from bench.common import staged
 from tests.gpu.delays import Delays, Trained, train
 from tests.support.rank_pool import run_ranks
-from zeropp.comm.hops import Comm, Hop
-from zeropp.comm.ledger import Ledger
-from zeropp.params import build
+from zeropp.comm.hops import Comm, Hop, Ledger
+from zeropp.params import buffer_maker
 from zeropp.params.gradient import GradientPaths
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.wire.encoding import Encoding
 from zeropp.wire.paths import ReduceHop, ReducePath
 
@@ -80,7 +78,7 @@ def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
     specs = tuple(HopSpec(1, 1, (0,), link) for link in links)
 
     def gradient_paths(
-        comm: Comm, placement: Placement, layout: BufferLayout, key: build.BufferKey, encoding: Encoding,
+        comm: Comm, placement: Placement, layout: BufferLayout, key: buffer_maker.BufferKey, encoding: Encoding,
         device: torch.device,
     ) -> GradientPaths:  # fmt: skip
         codecs = encoding.gradient_codecs(specs, key.wire_dtype)
@@ -96,7 +94,7 @@ def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
 
     with (
         mock.patch.object(Placement, "gather_path", lambda self, outer, inner: specs),
-        mock.patch.object(build, "gradient_paths", gradient_paths),
+        mock.patch.object(buffer_maker, "gradient_paths", gradient_paths),
     ):
         yield
 

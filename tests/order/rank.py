@@ -9,13 +9,13 @@ from typing import Any
 
 from tests.order.world import Agreement, Event, Lanes, Unlike, World
 from zeropp.comm.communicators import History
-from zeropp.config.precision import Fp16Config
+from zeropp.config.blocks import Fp16Config
 from zeropp.engine.backward import BackwardUses
 from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
-from zeropp.params.loss_scale import LossScale
+from zeropp.params.gradient import LossScale
 from zeropp.params.unit import UnitState
 
 __all__ = ["ENDLESS", "Rank"]
@@ -334,7 +334,7 @@ class Rank:
         return ("backward", self.reductions.holding, self._trained_set, *outstanding, *later)
 
     def step(self) -> None:
-        """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""
+        """What ranks agree on before weights change, as :class:`zeropp.optimizer.step_sync.Boundary` does it."""
         while late := self._late():
             for index in late:
                 self.reductions.send_unsent(index)

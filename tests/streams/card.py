@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_leaves
 from tests.streams.clocks import DEVICE, HOST, PINNED, Clocks, Memory, Now, Timeline
 from zeropp._compat import unguarded
 from zeropp.comm import hops, streams
-from zeropp.comm.events import Event
-from zeropp.offload import read_ahead, ring, transfer
+from zeropp.comm.streams import Event
+from zeropp.offload import read_ahead, transfer
 from zeropp.offload.swap import Descriptors
-from zeropp.optimizer import cores, host_step
+from zeropp.optimizer import host_step
 from zeropp.params import guard
-from zeropp.wire import report
+from zeropp.wire import codecs
 
 __all__ = ["CARD", "Card", "pretended_card"]
 
@@ -304,14 +304,14 @@ class _ThreadEvent(streams.ThreadEvent):
 def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
     """``take`` and ``give_back``: who takes a buffer knows what who gave it back had waited for."""
     known: dict[int, Now] = {}
-    plain_take, plain_give = ring.Ring.take, ring.Ring.give_back
+    plain_take, plain_give = read_ahead.Ring.take, read_ahead.Ring.give_back
 
-    def take(self: ring.Ring) -> Tensor:
+    def take(self: read_ahead.Ring) -> Tensor:
         buffer = plain_take(self)
         card.clocks.host.join(known.get(buffer.data_ptr(), {}))
         return buffer
 
-    def give_back(self: ring.Ring, buffer: Tensor) -> None:
+    def give_back(self: read_ahead.Ring, buffer: Tensor) -> None:
         known[buffer.data_ptr()] = dict(card.clocks.host.now)
         plain_give(self, buffer)
 
@@ -519,8 +519,8 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         *((torch, name, _factory(card, getattr(torch, name))) for name in _FACTORIES),
         (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(_grouped(card))),
         (torch.UntypedStorage, "resize_", _resize(card)),
-        *((ring.Ring, name, call) for name, call in _ring_calls(card).items()),
-        *((module, "SimpleQueue", queue) for module in (streams, cores, read_ahead)),
+        *((read_ahead.Ring, name, call) for name, call in _ring_calls(card).items()),
+        *((module, "SimpleQueue", queue) for module in (streams, host_step, read_ahead)),
         (transfer.Transfers, "_begin", _transfer(card)),
         (streams, "ThreadEvent", event),
         (streams, "_serve", serve_noted),
@@ -532,7 +532,7 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
     ]
     with contextlib.ExitStack() as stack:
         # What zeropp keeps for good on a card must not outlive this one.
-        for kept in (guard.nothing, report._one_tensor):
+        for kept in (guard.nothing, codecs._one_tensor):
             kept.cache_clear()
             stack.callback(kept.cache_clear)
         for owner, name, value in patches:

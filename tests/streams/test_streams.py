@@ -11,22 +11,22 @@ from torch import Tensor
 from tests.golden.runs import CASES
 from tests.streams.runs import RUNS, Run, check_reported, edited_in_groups, first_race, races
 from tests.streams.seams import Seam, seams, without
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.order import reductions
 
 # The run that shows what each wait is for.
 SHOWN_BY: dict[str, list[str]] = {
-    "stage 0": ["engine/unread.py Unread.__init__ 1", "engine/unread.py Unread.read 1"],
+    "stage 0": ["optimizer/step_sync.py Unread.__init__ 1", "optimizer/step_sync.py Unread.read 1"],
     "stage 2, overlapped": [
-        "access/state.py _gather_whole 1", "comm/cuda_streams.py CudaStream.run 1",
-        "comm/cuda_streams.py CudaStream.run 2", "comm/cuda_streams.py CudaStream.run 3",
-        "comm/cuda_streams.py _CudaEvent.wait 1", "comm/streams.py Lanes.run 1", "comm/streams.py used_here 1",
+        "access/state.py _gather_whole 1", "comm/streams.py CudaStream.run 1",
+        "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
+        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py Lanes.run 1", "comm/streams.py used_here 1",
         "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end 1",
         "order/schedule.py Schedule._wait_and_expose 1", "params/unit.py Unit.wait_refreshed 1",
         "wire/paths.py ReducePath.reduce 1",
     ],
     "stage 3": [
-        "comm/cuda_streams.py CudaStream.free 1", "order/reductions.py Reductions.end_learning 2",
+        "comm/streams.py CudaStream.free 1", "order/reductions.py Reductions.end_learning 2",
         "params/unit.py Unit.wait_gathered 1",
     ],
     "hpZ, bf16": ["params/unit.py Unit.prepare_gather 1"],
@@ -34,40 +34,43 @@ SHOWN_BY: dict[str, list[str]] = {
     "LoCo, accumulated and deferred": ["params/gradient.py Gradient._add_to_held 2"],
     "MiCS": ["params/gradient.py Gradient._reduce_replicas 1"],
     "stage 1, lossless, one node": ["wire/differences.py Lossless.encode_ 1"],
-    "abandoned": ["order/live_units.py LiveUnits.release_if_unused 1"],
+    "abandoned": ["order/schedule.py LiveUnits.release_if_unused 1"],
     "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
-    "compared": ["engine/boundary.py Boundary._assemble 1"],
-    "dropped": ["comm/cuda_streams.py CudaStream.__init__ 1"],
+    "compared": ["optimizer/step_sync.py Boundary._assemble 1"],
+    "dropped": ["comm/streams.py CudaStream.__init__ 1"],
     "edited, hpZ": ["access/gathered.py _Loan.finish 1"],
     "failed": ["order/reductions.py Reductions.forget 1"],
     "measured": ["order/reductions.py Reductions.send_unsent 1"],
-    "parked": ["optimizer/phases.py OffloadsStates.offload_states 1"],
+    "parked": ["optimizer/offload_states.py offload_states 1"],
     "parked, LoCo": ["offload/parked.py Parked.__init__ 2", "params/gradient.py Gradient._add_to_held 1"],
     "twice, hpZ": ["optimizer/wrapper.py ZeroOptimizer._take_step 1", "order/refresh.py Refresh.wait 2"],
     "unfrozen": ["access/requires_grad.py Trainability.apply 1"],
     "states": [
-        "comm/copies.py _Ended.wait 1", "comm/copies.py issued_here 1", "comm/cuda_streams.py LaunchedStream._launch 2",
-        "comm/cuda_streams.py LaunchedStream._launch 3", "comm/cuda_streams.py LaunchedStream.run 1",
-        "comm/cuda_streams.py _LaunchedEvent.wait 1", "comm/cuda_streams.py _LaunchedEvent.wait 2",
-        "engine/engine.py Engine.require_idle 1", "optimizer/tiles.py _Slot.wait 1",
+        "comm/streams.py _Ended.wait 1", "comm/streams.py issued_here 1", "comm/streams.py LaunchedStream._launch 2",
+        "comm/streams.py LaunchedStream._launch 3", "comm/streams.py LaunchedStream.run 1",
+        "comm/streams.py _LaunchedEvent.wait 1", "comm/streams.py _LaunchedEvent.wait 2",
+        "engine/engine.py Engine.require_idle 1", "optimizer/host_step.py _Slot.wait 1",
         "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 3",
         "params/unit.py Unit.wait_stepped 1",
     ],
-    "states, hpZ, delta4": ["comm/cuda_streams.py LaunchedStream._launch 1"],
-    "states, stage 1, at once": ["params/source.py Source.new 1", "params/unit.py Unit.refresh 1"],
+    "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
+    "states, stage 1, at once": ["params/wire_copy.py Source.new 1", "params/unit.py Unit.refresh 1"],
     "states, stage 1, lossless, one node": [
-        "comm/events.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
+        "comm/streams.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],
     "states, stage 1, no lanes": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],
-    "both, asked": ["optimizer/host_step.py _wait 1", "optimizer/wrapper.py ZeroOptimizer.state 1"],
+    "both, asked": [
+        "deepspeed/extension.py LocalPart._place 1", "optimizer/host_step.py _wait 1",
+        "optimizer/wrapper.py ZeroOptimizer.state 1",
+    ],
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "files": [
-        "offload/read_ahead.py Arriving.copy_to 1", "optimizer/tiles.py Tiles.run 1",
+        "offload/read_ahead.py Arriving.copy_to 1", "optimizer/host_step.py Tiles.run 1",
         "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
     ],
-    "files, pipelined": ["optimizer/tiles.py _begin 1"],
+    "files, pipelined": ["optimizer/host_step.py _begin 1"],
     "FSDP2": [
         "fsdp2/gather.py GatherRoute._send 1", "fsdp2/gather.py GatherRoute.gather 1", "fsdp2/overlap.py wait_for 1",
         "fsdp2/reduce.py ReduceComm.finish 1", "fsdp2/reduce.py ReduceComm.finish 2",
@@ -76,7 +79,7 @@ SHOWN_BY: dict[str, list[str]] = {
 }  # fmt: skip
 # Of these two any one does: each waits for the same, or names the same stream.
 EITHER: dict[tuple[str, str], str] = {
-    ("comm/cuda_streams.py CudaStream.__init__ 1", "comm/cuda_streams.py CudaStream.close 1"): "hpZ, bf16",
+    ("comm/streams.py CudaStream.__init__ 1", "comm/streams.py CudaStream.close 1"): "hpZ, bf16",
     ("params/gradient.py Gradient._reduce_replicas 2", "params/gradient.py Gradient._reduce_replicas 3"): "MiCS",
 }
 # Without this one, the thread that comes first may find nothing to work with.
@@ -87,28 +90,25 @@ REDUNDANT = {
     "offload/parked.py Parked.__init__ 1": "what comes next on the stream waits; that the host waits is promised",
     "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
     "offload/parked.py Parked.copy_of 1": "read on lanes, which wait for the stream of the copy; the host may, too",
-    "optimizer/tiles.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
+    "optimizer/host_step.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
     "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the lane that steps waits, too; errors of the step end here",
     "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
     "order/reductions.py Reductions.end_learning 1": "for Python's attributes: lanes' threads say what is held",
 }
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
-    "access/state.py cached_values 1": "called by zeropp.deepspeed alone while a step may be under way",
-    "comm/events.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
-    "comm/stalls.py StreamStalls.timing 1": "measures time",
-    "comm/stalls.py StreamStalls.timing 2": "measures time",
+    "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
     "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
-    "offload/straight.py StraightReads.read 1": "needs kvikio",
+    "offload/read_ahead.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
-    "optimizer/losses.py TakesLosses.loss_scale 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/modes.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
-    "optimizer/outcome.py Outcome.count 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/outcome.py Outcome.pass_over 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/outcome.py told 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
+    "optimizer/rank_state.py Outcome.count 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/rank_state.py Outcome.pass_over 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/rank_state.py told 1": "asks for a step's result: Unread.read waits for it",
     "optimizer/slices.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
-    "optimizer/tiles.py _Slot.wait 2": "after an error",
+    "optimizer/host_step.py _Slot.wait 2": "after an error",
     "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks for a step's result: Unread.read waits for it",
     "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks for a step's result: Unread.read waits for it",
     "order/reductions.py Reductions._make_room 1": "is in a loop that ends when it has waited",
@@ -117,9 +117,8 @@ ELSEWHERE = {
 # Packages and modules, and why they are not simulated.
 APART = {
     "checkpoint/": "files take memory by its address, of which no operation of torch tells",
-    "comm/carrier.py": "numbers of the host between processes",
-    "comm/groups.py": "numbers of the host between processes",
-    "comm/members.py": "numbers of the host between processes",
+    "comm/collective.py": "numbers of the host between processes",
+    "comm/process_groups.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
     "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
     "comm/threads.py": "a thread that touches no memory",

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
-from zeropp.config.extension import ExtensionConfig
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.blocks import ExtensionConfig
+from zeropp.config.zero_block import ZeroConfig
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = [

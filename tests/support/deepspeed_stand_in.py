@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.deepspeed.refusals import RefusingFinder
+from zeropp.deepspeed.refused_modules import RefusingFinder
 from zeropp.deepspeed.stand_in_path import STAND_IN
 
 __all__ = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zeropp.offload import calls
+from zeropp.offload import swap
 
 __all__ = ["Calls", "offload_threads", "open_descriptors", "wait_until"]
 
@@ -61,8 +61,8 @@ class Calls:
 
             return call
 
-        patch.setattr(calls, "read_at", around("read", calls.read_at))
-        patch.setattr(calls, "write_at", around("write", calls.write_at))
+        patch.setattr(swap, "read_at", around("read", swap.read_at))
+        patch.setattr(swap, "write_at", around("write", swap.write_at))
         return self
 
 

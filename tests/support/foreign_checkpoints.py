@@ -14,7 +14,7 @@ from tests.support.checkpoint_training import Went, states_of, train, wrap
 from tests.support.checkpoint_training import went as state_of_rank
 from tests.support.quantized_model import Model
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 __all__ = ["Evil", "Large", "bytes_read", "check_loaded", "reads", "refused"]
 

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from tests.support.small_models import MODELS
-from zeropp.offload import calls, homes
+from zeropp.offload import homes, swap
 from zeropp.offload.home import HostMemory, MemoryRow
 from zeropp.offload.read_ahead import Arriving
 from zeropp.optimizer import host_step
-from zeropp.params.source import Source
+from zeropp.params.wire_copy import Source
 
 __all__ = ["Run", "States", "compare", "delayed", "host_apart", "run", "same", "states_of"]
 
 States = dict[str, dict[str, Tensor]]
 _DELAYED: dict[str, tuple[Any, str]] = {
     "step": (host_step.HostStep, "_step"),
-    "read": (calls, "read_at"),
-    "write": (calls, "write_at"),
+    "read": (swap, "read_at"),
+    "write": (swap, "write_at"),
     "copy from a row": (MemoryRow, "read"),
     "copy to a row": (MemoryRow, "write"),
     "copy to the device": (Arriving, "copy_to"),

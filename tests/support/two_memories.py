@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeropp._compat import unguarded
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadStream
+from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload import homes
 from zeropp.offload.home import HostMemory, MemoryRow
 

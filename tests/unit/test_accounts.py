@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from zeropp.comm.accounts import Account, explain, likely_cause, name_ranks, what_ended
-from zeropp.comm.groups import gather_rows
+from zeropp.comm.process_groups import gather_rows, name_ranks, what_ended
 from zeropp.comm.streams import ThreadStream
+from zeropp.comm.watch import Account, explain, likely_cause
 from zeropp.order.known_orders import describe_phase
 
 FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeropp.engine import cache_checksum
-from zeropp.engine.cache_checksum import CacheChecksum
+from zeropp.optimizer import step_sync
+from zeropp.optimizer.step_sync import CacheChecksum
 
 WORLD = 4
 WORDS = 64  # in a block of 256 elements of 16 bits
@@ -85,8 +85,8 @@ def test_buffers_that_have_changed_places_show(pair: tuple[int, int]) -> None:
 def test_a_checksum_does_not_depend_on_the_tiles(tile: int) -> None:
     values = words(3, 5)
     wanted = sum(int(word) * (2 * place + 1) for place, word in enumerate(values.tolist())) % 2**64
-    with mock.patch.object(cache_checksum, "_TILE", tile):
-        found = int(cache_checksum._checksum(values.view(torch.bfloat16)))
+    with mock.patch.object(step_sync, "_CHECKSUM_TILE", tile):
+        found = int(step_sync._checksum(values.view(torch.bfloat16)))
     assert found % 2**64 == wanted
 
 

@@ -15,15 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zeropp.checkpoint import tasks
-from zeropp.checkpoint.boxes import Box
-from zeropp.checkpoint.checksums import STRETCH, Checksums
-from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks, write_blocks
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.files import write_files
-from zeropp.checkpoint.metadata import DTYPES, FileEntry, write_synced
-from zeropp.checkpoint.parts import Part, whole
-from zeropp.checkpoint.tasks import in_threads
+from zeropp.checkpoint import together
+from zeropp.checkpoint.boxes import Box, CheckpointError, Part, as_bytes, whole
+from zeropp.checkpoint.files import Wanted, read_blocks, write_blocks, write_files
+from zeropp.checkpoint.metadata import DTYPES, STRETCH, Checksums, FileEntry, write_synced
+from zeropp.checkpoint.together import in_threads
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -146,7 +142,9 @@ def late():
     tasks["in_threads"](5, lambda numbers: print(*numbers), 1)
 tasks["Task"](late, "late").start()
 """
-    done = subprocess.run([sys.executable, "-c", program, tasks.__file__], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, together.__file__], capture_output=True, text=True, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("0 1 2 3 4\n", "")
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from zeropp.checkpoint.dcp_folder import find_dcp
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
+from zeropp.checkpoint.foreign import find_dcp
 from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
 
 VALUES: dict[str, Any] = {

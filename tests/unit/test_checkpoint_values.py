@@ -14,8 +14,8 @@ import torch
 from pydantic_core import from_json
 from torch import Tensor, nn
 
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.values import comparable, decode, encode, tensors_in
+from zeropp.checkpoint.boxes import CheckpointError
+from zeropp.checkpoint.metadata import comparable, decode, encode, tensors_in
 
 
 def there_and_back(value: object) -> Any:

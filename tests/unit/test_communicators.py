@@ -18,7 +18,7 @@ import zeropp
 from zeropp import _compat
 from zeropp.comm import communicators
 from zeropp.comm.communicators import Communicator, Ctas, Key, choose_ctas, least, most_ctas, require_room
-from zeropp.plan.communicators import choose_sharing, planned_ctas
+from zeropp.plan.outline import choose_sharing, planned_ctas
 
 CARD = torch.device("cuda", 0)
 MULTINODE = Path(__file__).resolve().parents[2] / "docs" / "multinode.md"

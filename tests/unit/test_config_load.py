@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeropp.config import Config, ConfigError, load_config
-from zeropp.config.jsonc import parse
+from zeropp.config.loading import parse
 
 # what is tested here seldom depends on the stage
 pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")

@@ -11,10 +11,10 @@ import pytest
 
 from zeropp.config import Config, ConfigError, load_config, require_supported
 from zeropp.config.base import Block, spellings
+from zeropp.config.blocks import NamedBlock
 from zeropp.config.describe import blocks, bounds_text, nested_block
-from zeropp.config.foreign import FOREIGN, MOVED, REMOVED
-from zeropp.config.jsonc import parse
-from zeropp.config.runtime import NamedBlock
+from zeropp.config.foreign_keys import FOREIGN, MOVED, REMOVED
+from zeropp.config.loading import parse
 from zeropp.config.support import is_accepted, is_recommended
 
 STAGE = {"zero_optimization": {"stage": 2}}

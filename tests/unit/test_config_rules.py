@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeropp.config import Config, ConfigError, load_config, require_stage_for_offload, require_supported
-from zeropp.config.errors import UnsupportedConfigError
+from zeropp.config.base import UnsupportedConfigError
 from zeropp.config.inert import OutsideKeys
 from zeropp.config.support import SUPPORT, Kind
 

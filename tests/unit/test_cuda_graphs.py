@@ -14,7 +14,7 @@ from torch import nn
 import zeropp
 from tests.support.branching_models import Routed, make_config
 from zeropp._compat import replays_cuda_graphs
-from zeropp.access.cuda_graphs import refuse_cuda_graphs
+from zeropp.access.refusals import refuse_cuda_graphs
 
 CARD = torch.device("cuda")
 GRAPHS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def test_what_comes_after_wrapping_is_seen_at_the_next_forward() -> None:
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     model.blocks[1] = outside(model.blocks[1], mode="reduce-overhead")
     asked = mock.patch(
-        "zeropp.access.structure.refuse_cuda_graphs", lambda model, _, moves: refuse_cuda_graphs(model, CARD, moves)
+        "zeropp.access.refusals.refuse_cuda_graphs", lambda model, _, moves: refuse_cuda_graphs(model, CARD, moves)
     )
     with asked, pytest.raises(ValueError, match="CUDA graphs"):
         model(torch.ones(2, 8))

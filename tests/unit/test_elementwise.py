@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zeropp.optimizer.elementwise import check_elementwise
+from zeropp.optimizer.checks import check_elementwise
 
 
 def weights() -> list[nn.Parameter]:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from zeropp.config import load_config
-from zeropp.partition.layout import build_layout
-from zeropp.partition.levels import HopSpec
+from zeropp.partition.levels import HopSpec, build_layout
 from zeropp.wire.codecs import BlockCodec, PlainCodec
 from zeropp.wire.differences import Lossless
 from zeropp.wire.encoding import Encoding, choose_encoding

@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from zeropp.comm.cuda_streams import LaunchedStream
-from zeropp.comm.streams import ThreadStream, make_stream
+from zeropp.comm.streams import LaunchedStream, ThreadStream, make_stream
 
 DEVICE = torch.device("cuda", 3)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeropp.partition.layout import BLOCK, BufferLayout, build_layout, dense_strides
+from zeropp.partition.levels import BLOCK, BufferLayout, build_layout, dense_strides
 
 shapes = st.lists(st.integers(0, 40), max_size=4).map(tuple) | st.tuples(st.integers(0, 3000))
 worlds = st.integers(1, 9) | st.sampled_from([16, 64, 512, 1024])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropp.comm.ledger import Ledger, TrafficKey
+from zeropp.comm.hops import Ledger, TrafficKey
 
 GATHER = TrafficKey("block", "gather", "4->2", "cross", 2, "int8")
 INSIDE = TrafficKey("block", "gather", "2->1", "local", 2, "int8")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeropp.config import load_config
-from zeropp.params.loss_scale import LossScale
+from zeropp.params.gradient import LossScale
 
 
 def scale(**keys: Any) -> LossScale:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeropp.comm import monitor
-from zeropp.comm.monitor import Monitor, make_monitor
+from zeropp.comm import watch
+from zeropp.comm.watch import Monitor, make_monitor
 from zeropp.fsdp2 import overlap
 
 
@@ -70,7 +70,7 @@ def test_a_long_queue_that_comes_on_is_no_hang() -> None:
 def test_hops_of_fsdp2_are_watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The log has the error before groups are aborted, and every later hop raises it."""
     logged: list[int] = []
-    monkeypatch.setattr(monitor, "BLIND", {"cpu"})
+    monkeypatch.setattr(watch, "BLIND", {"cpu"})
     monkeypatch.setattr(overlap, "abort_groups", lambda groups: logged.append(len(caplog.records)))
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     waiting = overlap.Waiting(torch.device("cpu"), 0.2, [])

@@ -23,12 +23,9 @@ import torch
 
 from tests.support.disk_faults import open_descriptors
 from tests.support.tmpfs import tmpfs
-from zeropp.config.runtime import AioConfig
-from zeropp.offload import memory, swap
-from zeropp.offload.errors import SwapError
-from zeropp.offload.memory import aligned
-from zeropp.offload.stretches import Stretches
-from zeropp.offload.swap import SwapFile
+from zeropp.config.blocks import AioConfig
+from zeropp.offload import swap
+from zeropp.offload.swap import Stretches, SwapError, SwapFile, aligned
 from zeropp.offload.transfer import Transfers
 
 
@@ -188,8 +185,8 @@ def test_a_part_of_what_was_asked_for_is_given_back(tmp_path: Path, monkeypatch:
 def test_no_more_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = SwapFile(tmp_path)
     first = file.allocate(1, torch.uint8)
-    monkeypatch.setattr(memory._libc, "mmap", lambda *_: memory._FAILED)
-    monkeypatch.setattr(memory.ctypes, "get_errno", lambda: errno.ENOMEM)
+    monkeypatch.setattr(swap._libc, "mmap", lambda *_: swap._FAILED)
+    monkeypatch.setattr(swap.ctypes, "get_errno", lambda: errno.ENOMEM)
     with pytest.raises(SwapError, match=r"vm\.max_map_count"):
         file.allocate(1, torch.uint8)
     assert file.nbytes == first.offset + file.alignment
@@ -293,7 +290,7 @@ import signal, sys
 # Ignored where whoever started the tests runs them in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload.swap import SwapFile
 from zeropp.offload.transfer import Transfers
 extent = SwapFile(sys.argv[1]).allocate(1 << 20, torch.float32)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import ThreadEvent
-from zeropp.offload.errors import SwapError
-from zeropp.offload.read_ahead import ReadAhead
-from zeropp.offload.ring import Ring
+from zeropp.offload.read_ahead import ReadAhead, Ring
+from zeropp.offload.swap import SwapError
 
 PART = 16  # elements in a buffer
 VALUES = torch.arange(10.0 * PART + 3)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
-from zeropp.offload.straight import StraightReads
+from zeropp.offload.read_ahead import StraightReads
 from zeropp.optimizer.host_step import HostStep
 
 CPU = torch.device("cpu")

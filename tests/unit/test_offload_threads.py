@@ -22,10 +22,9 @@ from torch import Tensor
 from tests.support.disk_faults import Calls, offload_threads, wait_until
 from zeropp.comm import threads
 from zeropp.comm.streams import ThreadEvent
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload import transfer
-from zeropp.offload.errors import SwapError
-from zeropp.offload.swap import Extent, SwapFile
+from zeropp.offload.swap import Extent, SwapError, SwapFile
 from zeropp.offload.transfer import Transfers
 
 LONG = 60.0  # seconds; what takes longer hangs
@@ -329,7 +328,7 @@ def tell():
 atexit.register(tell)
 import torch
 from zeropp.config.runtime import AioConfig
-from zeropp.offload import calls
+from zeropp.offload import swap
 from zeropp.offload.swap import SwapFile
 from zeropp.offload.transfer import Transfers
 extent = SwapFile(Path(sys.argv[1])).allocate(8, torch.float32)
@@ -339,7 +338,7 @@ def slow(descriptor, memory, offset):
     with contextlib.suppress(OSError):
         events[1].wait(30)
     return len(memory)
-calls.write_at = slow
+swap.write_at = slow
 transfers = Transfers(AioConfig(queue_depth=1))
 events += [transfers.write(extent, 0, torch.ones(8)) for _ in range(2)]
 gate.set()

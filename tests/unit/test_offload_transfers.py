@@ -17,11 +17,9 @@ from torch import Tensor
 
 from tests.support.disk_faults import Calls, wait_until
 from zeropp.comm.streams import ThreadEvent
-from zeropp.config.runtime import AioConfig
-from zeropp.offload import calls, pieces
-from zeropp.offload.errors import SwapError
-from zeropp.offload.memory import aligned
-from zeropp.offload.swap import Extent, SwapFile
+from zeropp.config.blocks import AioConfig
+from zeropp.offload import swap, transfer
+from zeropp.offload.swap import Extent, SwapError, SwapFile, aligned
 from zeropp.offload.transfer import Transfers
 
 LONG = 60.0  # seconds; what takes longer hangs
@@ -75,8 +73,8 @@ def record_addresses(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
         return call
 
-    patch.setattr(calls, "read_at", around(calls.read_at))
-    patch.setattr(calls, "write_at", around(calls.write_at))
+    patch.setattr(swap, "read_at", around(swap.read_at))
+    patch.setattr(swap, "write_at", around(swap.write_at))
     return found
 
 
@@ -308,7 +306,7 @@ def test_the_memory_of_copies_is_kept(file: SwapFile, start: Start, monkeypatch:
         made.append(numel)
         return aligned(numel, dtype)
 
-    monkeypatch.setattr(pieces, "aligned", counted)
+    monkeypatch.setattr(transfer, "aligned", counted)
     transfers = start(queue_depth=1)
     for blocks in (1, 2, 1, 2, 3):
         transfers.write(extent, 0, memory_of(blocks * unit, 512)).wait(LONG)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zeropp
-from zeropp.config.errors import ConfigError
-from zeropp.optimizer.elementwise import count_states
+from zeropp.config.base import ConfigError
+from zeropp.optimizer.checks import count_states
 from zeropp.plan import MemoryLimitError, MemoryPlan, memory
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeropp
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 from zeropp.plan import MemoryPlan, memory
 
 SPREAD = {"zeropp": {"unit_min_blocks": 0}}

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from zeropp.comm.stalls import HostStalls, StreamStalls, make_stalls
+from zeropp.comm.hops import HostStalls, StreamStalls, make_stalls
 
 
 class Device:

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeropp.comm import agreement, status
-from zeropp.comm.accounts import Account
+from zeropp.comm import agreement, watch
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.status import StatusBoard, code_of
+from zeropp.comm.watch import Account, StatusBoard, code_of
 
 WORLD = 1024
 
@@ -59,7 +58,7 @@ class Clock:
 def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
     """In place of the job's."""
     made = CountingStore()
-    monkeypatch.setattr(status, "default_store", lambda: made)
+    monkeypatch.setattr(watch, "default_store", lambda: made)
     monkeypatch.setattr(agreement, "time", Clock())
     return made
 
@@ -138,7 +137,7 @@ FAILED = Account("in a forward", failure="ValueError: no")
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the board's."""
     made = Clock()
-    monkeypatch.setattr(status, "time", made)
+    monkeypatch.setattr(watch, "time", made)
     return made
 
 
@@ -243,7 +242,7 @@ def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, 
         append(key, value)
 
     store.append = slow  # type: ignore[attr-defined]
-    with mock.patch.object(status, "_ANSWER", 0.05):
+    with mock.patch.object(watch, "_ANSWER", 0.05):
         stop(first)
         assert begun.wait(10)
         first.go_on(ACTOR)
@@ -306,7 +305,7 @@ def test_what_is_said_outlasts_its_list(store: CountingStore, clock: Clock) -> N
 def test_another_store_begins_anew(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """torch.distributed may have been ended and begun again; with a launcher's store, which has kept what was said."""
     stores = [CountingStore(), CountingStore()]
-    monkeypatch.setattr(status, "default_store", lambda: stores[0])
+    monkeypatch.setattr(watch, "default_store", lambda: stores[0])
     first, second = boards_of(2)
     stop(first)
     stores.reverse()

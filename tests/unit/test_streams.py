@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from zeropp.comm import threads as ending
-from zeropp.comm.events import Stream
-from zeropp.comm.streams import InlineStream, ThreadStream, make_stream
+from zeropp.comm.streams import InlineStream, Stream, ThreadStream, make_stream
 
 
 @pytest.fixture

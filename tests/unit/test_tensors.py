@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.tensors import cast_floating, differentiable
+from zeropp.engine.hooks import cast_floating, differentiable
 
 
 def grad(*shape: int) -> Tensor:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadStream
+from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload.home import Place
-from zeropp.offload.ring import Ring
-from zeropp.optimizer import tiles
-from zeropp.optimizer.cores import Cores, step_slices
+from zeropp.offload.read_ahead import Ring
+from zeropp.optimizer import host_step
 from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
-from zeropp.optimizer.tiles import BufferStep, Tiles
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.optimizer.host_step import BufferStep, Cores, Tiles, step_slices
+from zeropp.params.unit import FlatBuffer
 
 NUMEL, TILE = 10_000, 1024  # the last tile is a part of one
 Told = Callable[[str, int], None]
@@ -147,7 +145,7 @@ def test_what_goes_on_while_a_tile_is_stepped(
         still = {"read": 0.0, "write": 0.0}
         return LateRow(torch.ones(4 * TILE + 100), streams[0], streams[1], still, partial(tell, name))
 
-    monkeypatch.setattr(tiles, "step_slices", step)
+    monkeypatch.setattr(host_step, "step_slices", step)
     rule = rule_of(AdamW([torch.ones(1)], fused=True))
     assert rule is not None
     settings = rule.snapshot(AdamW([torch.ones(1)], fused=True).param_groups[0])

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeropp.config import ConfigError, load_config
-from zeropp.partition.levels import HopSpec, Mode, Placement, choose_mode
-from zeropp.partition.topology import Chain, build_chain, ranks_per_node
+from zeropp.partition.levels import Chain, HopSpec, Mode, Placement, build_chain, choose_mode, ranks_per_node
 
 MAX_WORLD = 4096
 

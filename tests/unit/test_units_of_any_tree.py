@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.module_trees import Layer, Net, floating, options
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 from zeropp.partition.units import UnitOptions, direct_parameters, form_units
 
 

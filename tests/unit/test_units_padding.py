@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.module_trees import Model, Net
-from zeropp.partition.layout import build_layout, dense_strides
+from zeropp.partition.levels import build_layout, dense_strides
 from zeropp.partition.units import UnitOptions, form_units
 
 WORLDS = [1, 8, 64, 512, 1024]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.support.module_trees import Model, Net, floating, options
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 from zeropp.partition.units import form_units
 
 # Small ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.engine.window import Window
+from zeropp.engine.engine import Window
 
 
 def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
@@ -43,6 +43,7 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("f p b p b s f b s f b s f b s", "...T"),  # an auxiliary loss from a part of the model
         ("p b s p b s p b s p b s", "...T"),  # a model that is never called as a whole
         ("f b s p b s p b s p b s", "...T"),  # or once
+        ("pb pb pb pb s pb pb pb pb s", "TT"),  # never as a whole, and one step() a window
         ("p b s f b s p b p b s f b s p b s", "...T."),
         ("fb fb fb fb s fb fb fb fb s", "TT"),
         ("fb fb fb fb sz fb fb s fb s fb fb fb fb s", "TzTTT"),  # short windows, even of one

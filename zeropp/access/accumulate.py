@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import unguarded
-from zeropp.access.refusals import explain_freed
-from zeropp.access.structure import check_structure
+from zeropp.access.refusals import check_structure, explain_freed
 from zeropp.comm.agreement import MICRO_BATCHES
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.awaited import lacks_values
-from zeropp.access.state import engine_of
-from zeropp.engine.engine import Engine
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.access.state import lacks_values
+from zeropp.engine.engine import Engine, engine_of
+from zeropp.params.unit import FlatBuffer
 
 __all__ = ["Average", "ema"]
 

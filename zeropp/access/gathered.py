@@ -1,26 +1,266 @@
-"""``GatheredParameters``: whole values of partitioned parameters, to read or to edit between passes."""
+"""``GatheredParameters``: whole values of partitioned parameters, to read or to edit between passes.
+
+It works before an engine manages the parameters, too: :class:`PiecesLoan` gathers those that ``zero.Init`` built.
+
+Outside a pass, a graph through a whole value leads nowhere: the value is released, and no gradient is reduced.
+Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`Graphs`
+can tell at the end of the ``with`` block which graphs outlive it.
+
+``register_external_parameter`` declares parameters that a module's forward uses although other modules own them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from zeropp.access.built import PiecesLoan, spreads_of
-from zeropp.access.external import register_external_parameter
-from zeropp.access.lent import Graphs
 from zeropp.access.state import gather_computed, gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING, WEIGHTS
-from zeropp.params.fingerprint import digest_of, fingerprint
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.engine.hooks import tensors_in
+from zeropp.engine.preconditions import NOTHING, WEIGHTS
+from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.guard import handler_of, is_guarded
+from zeropp.params.spread import Piece, Spread, piece_of
+from zeropp.params.unit import FlatBuffer
 
-__all__ = ["GatheredParameters"]
+__all__ = [
+    "GatheredParameters",
+    "Graphs",
+    "PiecesLoan",
+    "external_parameters",
+    "register_external_parameter",
+    "spreads_of",
+]
+
+
+def spreads_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Spread, list[nn.Parameter]]]:
+    """Parameters that nobody manages yet, by who spreads them."""
+    found: dict[int, tuple[Spread, list[nn.Parameter]]] = {}
+    for parameter in parameters:
+        piece = piece_of(parameter)
+        if piece is not None and isinstance(piece.fetcher, Spread):
+            found.setdefault(id(piece.fetcher), (piece.fetcher, []))[1].append(parameter)
+    return list(found.values())
+
+
+class PiecesLoan:
+    """Whole values of one group's parameters, lent to them; made on entering, collective.
+
+    Attributes:
+        lent: parameters, by identity, and what they are called.
+    """
+
+    def __init__(self, spread: Spread, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
+        if modifier_rank is not None and modifier_rank not in spread.carrier.ranks:
+            ranks = list(spread.carrier.ranks)
+            raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")
+        self._spread = spread
+        self._modifier_rank = modifier_rank
+        self._pieces = [(parameter, _piece(parameter)) for parameter in parameters]
+        self.lent = {parameter: piece.name for parameter, piece in self._pieces}
+        lent = [piece.name for _, piece in self._pieces if piece.lent]
+        if lent:
+            raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
+        awaited = [piece.name for _, piece in self._pieces if piece.awaited]
+        if awaited:
+            raise RuntimeError(f"{awaited[:10]} have no values before the model is wrapped and they are loaded")
+        doing = "entering GatheredParameters"
+        spread.agree(f"{doing} with modifier_rank {modifier_rank}", parameters, None)
+        if spread.building:
+            # Each rank has what it built, until rank 0's values are everyone's.
+            spread.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
+        spread.gather(parameters, lent=True)
+        for parameter, piece in self._pieces:
+            piece.lend(parameter)
+        self._before = [(tuple(p.shape), p.dtype) for p in parameters]
+        # Without a modifier_rank edits would be lost, so they have to be found. With one they are kept anyway.
+        self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
+        # What is whole, and small, must be as it was if an edit is refused.
+        whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None and modifier_rank is None]
+        self._restored = dict(whole)
+        self._values: list[Tensor] = []
+
+    def give_back(self) -> None:
+        """Take the parameters back; the user's values are kept until :meth:`finish`."""
+        self._values = [parameter.data for parameter, _ in self._pieces]
+        for parameter, piece in self._pieces:
+            piece.take_back(parameter)
+
+    def tell(self, error: BaseException) -> None:
+        """The block has failed on this rank; the others may be about to leave it, and must not wait."""
+        self._spread.tell(error)
+
+    def finish(self) -> None:
+        """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
+        spread, keeps = self._spread, self._modifier_rank
+        edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
+        parameters = [parameter for parameter, _ in self._pieces]
+        own = bool(wrong), digest_of(edits.items()) if edits else 0
+        accounts = spread.agree("leaving GatheredParameters", parameters, own)
+        if keeps is None and accounts[0][1] and all(each == accounts[0] for each in accounts):
+            # All ranks have made the same edits, and any of them has what is meant.
+            keeps = spread.carrier.ranks[0]
+        lost = [index for index, (bad, edited) in enumerate(accounts) if bad or (keeps is None and edited)]
+        if lost:
+            for parameter, value in self._restored.items():
+                parameter.data = value
+            ranks = [spread.carrier.ranks[index] for index in lost]
+            raise RuntimeError(
+                f"edits made inside GatheredParameters on ranks {ranks} are lost: "
+                f"{wrong or list(edits) or 'see the error there'}. Say whose edits are kept, "
+                "GatheredParameters(params, modifier_rank=0), or make the same ones on every rank, and keep shapes as "
+                "they are"
+            )
+        if keeps is None:
+            return
+        source = spread.carrier.ranks.index(keeps)
+        whole: list[nn.Parameter] = []
+        cut: list[nn.Parameter] = []
+        for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
+            (whole if piece.row is None else cut).append(parameter)
+            # The user may have given another dtype.
+            piece.show(parameter, value.detach().to(dtype), lent=True)
+        spread.broadcast(whole, source)
+        spread.scatter(cut, source)
+
+    def _edits(self) -> dict[str, object]:
+        """Parameters that were edited, by name, and what tells their values from others."""
+        rows = zip(self._pieces, self._prints, map(fingerprint, self._values), strict=True)
+        return {piece.name: new for (_, piece), old, new in rows if old != new}
+
+    def _misshapen(self) -> list[str]:
+        """Parameters that were given a tensor of another shape."""
+        rows = zip(self.lent.values(), self._before, self._values, strict=True)
+        return [f"{name} of shape {old} got {tuple(new.shape)}" for name, (old, _), new in rows if new.shape != old]
+
+
+def _piece(parameter: nn.Parameter) -> Piece:
+    piece = piece_of(parameter)
+    assert piece is not None  # the caller has looked
+    return piece
+
+
+_PACKAGES = ("torch", "zeropp")
+
+
+class Graphs(TorchFunctionMode):
+    """While this mode is on, notes the lines that begin graphs through lent values.
+
+    Args:
+        names: of the parameters that are lent.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for parameter, name in names.items()}
+        # Weakly: what is alive at the end is what the user still holds.
+        self._hooks: list[weakref.ref[_Trip]] = []
+        # Views of lent values; what is computed from them counts as well. Held, so that no other tensor takes an id.
+        self._views: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Under no_grad there is no graph that could outlive the loan.
+        for name in self._named((*args, *kwargs.values())) if torch.is_grad_enabled() else ():
+            for tensor in tensors_in(result):
+                if tensor.grad_fn is not None:
+                    if tensor._is_view():
+                        self._names[id(tensor)] = name
+                        self._views.append(tensor)
+                    # Not an error yet: to read a norm with grad mode on is fine, and its graph goes with the result.
+                    trip = _Trip(name, _line_of_user())
+                    tensor.register_hook(trip)
+                    self._hooks.append(weakref.ref(trip))
+        return result
+
+    def _named(self, args: Iterable[object]) -> Iterator[str]:
+        """Lent parameters among arguments, lists and dicts included."""
+        for arg in args:
+            if id(arg) in self._names:
+                yield self._names[id(arg)]
+            elif isinstance(arg, (list, tuple)):
+                yield from self._named(arg)
+            elif isinstance(arg, dict):
+                yield from self._named(arg.values())
+
+    def alive(self) -> list[str]:
+        """Lines where graphs began that somebody still holds; at the end of the loan."""
+        # Ours must not count among those that hold a graph.
+        self._views.clear()
+        return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
+
+
+class _Trip:
+    """A hook; it lives as long as the graph that it is in."""
+
+    def __init__(self, name: str, line: str) -> None:
+        self._name = name
+        self._line = line
+
+    def __str__(self) -> str:
+        return f"{self._line} from {self._name!r}"
+
+    def __call__(self, gradient: Tensor) -> None:
+        raise RuntimeError(
+            f"backward came to what was computed at {self} inside GatheredParameters, and no gradient of it would be "
+            "reduced. Compute a penalty on weights inside the model's forward, and return it or keep it on the module"
+        )
+
+
+def _line_of_user() -> str:
+    """The line of the caller outside of torch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_EXTERNAL = "_zeropp_external"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that a module's forward uses a parameter that is not its own, so that it is fetched ahead with its own.
+
+    Needed by no model: such a parameter is fetched when it is touched. The same call on every rank; before or after
+    the model is wrapped.
+
+    Raises:
+        TypeError: what is given is no module, or no parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            f"register_external_parameter got a {type(module).__name__} and a {type(parameter).__name__}; expected a "
+            "module and a parameter"
+        )
+    # A list, and no attribute of its own: module.parameters() must not find the parameter here, too.
+    known = module.__dict__.setdefault(_EXTERNAL, [])
+    if not any(other is parameter for other in known):
+        known.append(parameter)
+        engine = handler_of(parameter)
+        # Before wrapping there is none; hooks are set up from the list then.
+        if isinstance(engine, Engine):
+            engine.use_in(module, parameter)
+
+
+def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters registered with a module."""
+    yield from module.__dict__.get(_EXTERNAL, ())
 
 
 class GatheredParameters:
@@ -202,11 +442,11 @@ class _Loan:
         engine.loans.begin(self)
 
     def lends(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
-        """See :class:`zeropp.engine.loans.Loan`."""
+        """See :class:`zeropp.engine.preconditions.Loan`."""
         return parameter in self.lent and modifier_rank in (None, self.modifier_rank)
 
     def lower(self) -> None:
-        """See :class:`zeropp.engine.loans.Loan`; once, since nobody gives them back."""
+        """See :class:`zeropp.engine.preconditions.Loan`; once, since nobody gives them back."""
         for number, (buffer, index) in enumerate(self.places):
             parameter, dtype = buffer.parameters[index], buffer.compute_dtype
             if parameter.dtype == dtype:

@@ -19,12 +19,11 @@ from zeropp.comm.hops import Comm
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed, unguard, unregister
-from zeropp.params.piece import piece_of
-from zeropp.params.spread import is_whole, take_over
+from zeropp.params.spread import is_whole, piece_of, take_over
+from zeropp.params.unit import FlatBuffer
 
 __all__ = ["Former", "cached_whole", "former_engines", "give_back", "give_to_modules"]
 

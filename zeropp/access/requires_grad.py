@@ -17,12 +17,11 @@ from zeropp._compat import unguarded
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.agreement import TRAINED
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import EVERYTHING
+from zeropp.engine.preconditions import EVERYTHING
 from zeropp.engine.rehearsal import rehearse, warn_of_no_room
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import own_dtype
-from zeropp.params.unit import Unit
+from zeropp.params.unit import FlatBuffer, Unit
 
 __all__ = ["Trainability"]
 

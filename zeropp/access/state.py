@@ -1,7 +1,9 @@
 """Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
 
-Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it is
-given, straight into its main weights. Both begin with an exchange, by which every rank knows that all are there.
+Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it
+is given, straight into its main weights. Both begin with an exchange, by which every rank knows that all are there.
+
+A model may be wrapped without values (on the meta device). Its values must be loaded before the first forward.
 """
 
 from __future__ import annotations
@@ -12,50 +14,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import uncompiled
 from zeropp.access.refusals import replace_in
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Ledger
 from zeropp.comm.streams import Work
-from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.engine import Engine, engine_of
+from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.guard import handler_of, is_guarded
-from zeropp.params.unit import Unit
+from zeropp.params.guard import is_guarded
+from zeropp.params.spread import piece_of
+from zeropp.params.unit import FlatBuffer, Unit
 from zeropp.wire.paths import GatherPath
 
 __all__ = [
+    "await_values",
+    "awaited_names",
     "comm_report",
-    "engine_of",
     "full_state",
     "gather_codes",
     "gather_computed",
     "gather_main",
     "gather_row",
     "install_state_hooks",
+    "lacks_values",
+    "require_values",
 ]
-
-
-def engine_of(model: nn.Module | Optimizer) -> Engine:
-    """The engine that manages a model, or that of a ZeroOptimizer.
-
-    Raises:
-        ValueError: none does.
-    """
-    if isinstance(model, Optimizer):
-        engine = getattr(model, "engine", None)
-        if isinstance(engine, Engine):
-            return engine
-        raise ValueError(f"{type(model).__name__} is a plain optimizer; give the ZeroOptimizer around it, or the model")
-    for parameter in model.parameters():
-        handler = handler_of(parameter)
-        if isinstance(handler, Engine):
-            return handler
-    raise ValueError(
-        f"{type(model).__name__} is not managed by zeropp, or was until close(); wrap it first: "
-        "zeropp.ZeroOptimizer(optimizer, model, config)"
-    )
 
 
 def comm_report(model: nn.Module | Optimizer) -> Ledger:
@@ -367,3 +352,90 @@ def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
         engine.hooks.keep(module.register_load_state_dict_pre_hook(load))
         engine.hooks.keep(module.register_load_state_dict_post_hook(loaded))
     replace_in([each for each in modules if each._parameters], engine, "_save_to_state_dict", saving.save_of)
+
+
+def awaited_names(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """Parameters that have no values until they are loaded."""
+    found = ((name, piece_of(parameter)) for name, parameter in parameters.items())
+    return frozenset(name for name, piece in found if piece is not None and piece.awaited)
+
+
+def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> None:
+    """Refuse forwards of the model, and of modules of it, until all parameters of these names have values everywhere.
+
+    Buffers, too, which have NaN until they are loaded.
+    """
+    if not names:
+        return
+    awaited = _awaited[engine] = _Awaited(engine, model, names)
+    for module in model.modules():
+        # Any of them may be called from outside.
+        awaited.handles.append(module.register_forward_pre_hook(torch.compiler.disable(awaited.before), prepend=True))
+    engine.on_close(awaited.remove)
+
+
+def lacks_values(engine: Engine) -> bool:
+    """Tell whether this rank's part of some parameter was built without values, and none were loaded. Local."""
+    awaited = _awaited.get(engine)
+    return awaited is not None and any(_missing(buffer, awaited.names) for buffer in engine.buffers)
+
+
+def require_values(engine: Engine) -> None:
+    """Make sure that all parameters have values, before they are saved. Collective.
+
+    Raises:
+        RuntimeError: some were built without, and nothing was loaded.
+    """
+    awaited = _awaited.get(engine)
+    if awaited is not None:
+        awaited.check()
+
+
+class _Awaited:
+    def __init__(self, engine: Engine, model: nn.Module, names: frozenset[str]) -> None:
+        self._engine, self._root, self.names = weakref.ref(engine), weakref.ref(model), names
+        self.handles: list[RemovableHandle] = []
+
+    def before(self, module: nn.Module, args: object) -> None:
+        engine = self._engine()
+        if engine is not None and not engine.running:
+            self.check()
+
+    def check(self) -> None:
+        engine, model = self._engine(), self._root()
+        # Without its root the engine is another's, or gone.
+        if engine is None or model is None:
+            return
+        # However they were loaded: there are several ways, and each rank sees its own part.
+        missing = {name for buffer in engine.buffers for name in _missing(buffer, self.names)}
+        missing |= {name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())}
+        rows = engine.agreement.exchange_objects(sorted(missing), "looking whether all weights were loaded")
+        lacking = sorted({name for row in rows for name in row})
+        if lacking:
+            more = f" and {len(lacking) - 10} more" if lacking[10:] else ""
+            raise RuntimeError(
+                f"{lacking[:10]}{more} were built on the meta device and have no values yet, or NaN; load them before "
+                "the first forward, and before they are saved, on every rank: "
+                "zeropp.checkpoint.load_safetensors(model, path), zeropp.checkpoint.load(...) or "
+                "model.load_state_dict(...)"
+            )
+        self.remove()
+        _awaited.pop(engine, None)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+_awaited: weakref.WeakKeyDictionary[Engine, _Awaited] = weakref.WeakKeyDictionary()
+
+
+def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:
+    row = buffer.decoded() if isinstance(buffer, CodedBuffer) else buffer.shard
+    found = []
+    for each in buffer.fragments():
+        name = buffer.names[each.slot]
+        # Parameters without values were filled with NaN when the model was built; NaN that is left was never loaded.
+        if name in names and row[each.offset : each.offset + each.stop - each.start].isnan().any():
+            found.append(name)
+    return found

@@ -1,7 +1,12 @@
-"""Boxes: rectangular parts of a tensor, which are what checkpoints store, and how flat ranges become boxes.
+"""Boxes and parts: the rectangular pieces of tensors that checkpoints store, and their dtypes.
 
-A rank owns ranges of flat buffers. A range of an N-dimensional tensor is at most 2N-1 boxes: rows in part, whole rows,
-rows in part, and so on inward. Boxes say where values belong whatever ranges others cut.
+A rank owns ranges of flat buffers. A range of an N-dimensional tensor is at most 2N-1 boxes: rows in part, whole
+rows, rows in part, and so on inward. Boxes say where values belong whatever ranges others cut.
+
+A :class:`Part` is a box with its values: main weights, optimizer states, bases of differences. Tensors that are
+sharded over few ranks have replicas. Of these a rank saves the range that it would own if they were sharded over all
+ranks: pieces of the last level lie inside those of every other level, so everything is written once, by all ranks
+alike.
 """
 
 from __future__ import annotations
@@ -10,11 +15,38 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["Box", "BoxIndex", "boxes_of_range", "runs"]
+from zeropp.engine.engine import Engine
+from zeropp.optimizer.slices import Slice
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.unit import FlatBuffer
+from zeropp.partition.levels import Fragment, Slot
+
+__all__ = [
+    "BASES",
+    "DTYPES",
+    "MODEL",
+    "STATE",
+    "Box",
+    "BoxIndex",
+    "CheckpointError",
+    "Part",
+    "as_bytes",
+    "base_parts",
+    "boxes_of_range",
+    "dtype_code",
+    "fragments",
+    "main_parts",
+    "parts_of_range",
+    "runs",
+    "state_parts",
+    "whole",
+]
+
 
 _T = TypeVar("_T")
 
@@ -176,3 +208,130 @@ class BoxIndex(Generic[_T]):
             common = wanted.intersect(box)
             if common is not None:
                 yield common, box, value
+
+
+MODEL, STATE, BASES = "model.", "optimizer.state.", "zeropp.base."
+"""Prefixes of names: values of the model, states of its optimizer, what differences are taken to."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a named tensor, and its values on this rank: a view, with the sizes of the box."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+
+def whole(name: str, values: Tensor) -> Part:
+    """All of a tensor as one part."""
+    shape = tuple(values.shape)
+    return Part(name, shape, Box((0,) * len(shape), shape), values)
+
+
+def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[Part]:
+    """The boxes of a range of a parameter; ``row`` has its elements from ``start`` on, in the order of memory."""
+    for box in boxes_of_range(slot.shape, slot.strides, start, start + row.numel()):
+        # The row is as dense as the parameter, so its strides serve for a part of it, too.
+        place = row.storage_offset() + box.first(slot.strides) - start
+        yield Part(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
+
+
+Which = Literal["slice", "pieces", "own"]
+"""A part of a buffer: a rank's slice as one, the pieces of the last level in it one by one, or its own piece alone."""
+
+
+def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Slot, Fragment]]:
+    """Parts of parameters in this rank's slice at a level; offsets count from its beginning."""
+    chain, rank, layout = buffer.placement.chain, buffer.placement.rank, buffer.layout
+    begin, _ = layout.slice_range(chain.slice_index(rank, level), level)
+    cut = level if which == "slice" else chain.world
+    first = chain.slice_index(rank, level) * (cut // level)
+    indices = [chain.slice_index(rank, cut)] if which == "own" else range(first, first + cut // level)
+    for index in indices:
+        shift = layout.slice_range(index, cut)[0] - begin
+        for each in layout.fragments(index, cut):
+            yield layout.slots[each.slot], Fragment(each.slot, each.start, each.stop, each.offset + shift)
+
+
+def parts_of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, which: Which) -> Iterator[Part]:
+    """Parts of what has one element for each of a buffer's, spread over ``level`` ranks."""
+    for slot, each in fragments(buffer, level, which):
+        values = row[each.offset : each.offset + each.stop - each.start]
+        yield from parts_of_range(prefix + slot.name, slot, each.start, values)
+
+
+def main_parts(engine: Engine, which: Which) -> Iterator[Part]:
+    """Main weights, and frozen ones as they are, of this rank's shards."""
+    for buffer in engine.buffers:
+        if not isinstance(buffer, CodedBuffer):
+            yield from parts_of_row(buffer, buffer.shard, buffer.placement.mode.states, MODEL, which)
+
+
+def base_parts(engine: Engine, which: Which) -> Iterator[Part]:
+    """Cached weights that differences are taken to, where they are not those that a refresh would make."""
+    for buffer in engine.trainable_buffers:
+        base, cached = buffer.base, buffer.placement.mode.cached
+        if base is not None and cached is not None and not buffer.counts_escapes:
+            yield from parts_of_row(buffer, base, cached, BASES, which)
+
+
+def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], which: Which) -> Iterator[Part]:
+    """Optimizer states of one element for each of a slice's.
+
+    Args:
+        engine: of the model.
+        states: (slice, key, tensor of the slice's shape).
+        which: as in :func:`main_parts`.
+    """
+    by_name: dict[str, list[tuple[int, str, Tensor]]] = {}
+    for part, key, tensor in states:
+        by_name.setdefault(part.name, []).append((part.start, key, tensor))
+    for buffer in engine.trainable_buffers:
+        for slot, each in fragments(buffer, buffer.placement.mode.states, which):
+            for first, key, tensor in by_name.get(slot.name, ()):
+                # A rank may have two slices of a parameter: the device steps one, and the host the other.
+                start, stop = max(each.start, first), min(each.stop, first + tensor.numel())
+                if start < stop:
+                    row = tensor[start - first : stop - first]
+                    yield from parts_of_range(f"{STATE}{slot.name}.{key}", slot, start, row)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, incomplete, or of something else; or it could not be written."""
+
+
+# As safetensors spells them.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def dtype_code(dtype: torch.dtype, name: str) -> str:
+    """The name of a dtype in safetensors.
+
+    Args:
+        dtype: of a tensor.
+        name: of the tensor, for errors.
+
+    Raises:
+        CheckpointError: it has no name for it.
+    """
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{name!r} is of {dtype}, which safetensors files cannot hold; they hold {', '.join(map(str, _CODES))}"
+        )
+    return _CODES[dtype]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as uint8 [nbytes], the same memory."""
+    flat = tensor.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8)

@@ -1,8 +1,15 @@
-"""One rank's contents of a checkpoint: its parts of tensors, the job's values, and values of its own."""
+"""One rank's contents of a checkpoint: its parts of tensors, the job's values, and values of its own.
+
+The model's names become the checkpoint's names. Averages of the weights in ``extra`` are sharded as weights are.
+Each rank has random number generators of its own: torch's on the CPU and on the model's device, Python's, and
+numpy's if it is in use.
+"""
 
 from __future__ import annotations
 
 import json
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,22 +18,288 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.average import Average
-from zeropp.checkpoint.averages import average_parts
-from zeropp.checkpoint.checksums import Checksums
-from zeropp.checkpoint.coded import CODES, SCALES, coded_entries, coded_parts
-from zeropp.checkpoint.disk import as_bytes, view_of
-from zeropp.checkpoint.dtypes import dtype_code
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.metadata import CodedEntry
-from zeropp.checkpoint.names import has_extra_state, model_names
-from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
-from zeropp.checkpoint.random_state import random_state
-from zeropp.checkpoint.values import encode
+from zeropp.checkpoint.boxes import (
+    BASES,
+    MODEL,
+    STATE,
+    Box,
+    CheckpointError,
+    Part,
+    Which,
+    as_bytes,
+    base_parts,
+    dtype_code,
+    fragments,
+    main_parts,
+    parts_of_row,
+    state_parts,
+    whole,
+)
+from zeropp.checkpoint.files import view_of
+from zeropp.checkpoint.metadata import (
+    Checksums,
+    CodedEntry,
+    Metadata,
+    comparable,
+    encode,
+)
+from zeropp.checkpoint.source import CODES, SCALES, Source
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp_kernels.wire import BLOCK
 
-__all__ = ["Contents", "add_extra", "contents", "of_rank"]
+__all__ = [
+    "Contents",
+    "add_extra",
+    "average_parts",
+    "averages_of",
+    "coded_entries",
+    "coded_parts",
+    "compare",
+    "contents",
+    "draw_anew",
+    "fill_in",
+    "has_extra_state",
+    "match",
+    "match_groups",
+    "model_names",
+    "of_rank",
+    "prefix_of",
+    "random_state",
+    "restore_random_state",
+]
+
+
+def model_names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by first name, and all other names of tied ones with that."""
+    first: dict[int, str] = {}
+    named: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is None:
+                continue
+            name = first.setdefault(id(tensor), prefix + key)
+            named.setdefault(name, tensor)
+            if name != prefix + key:
+                aliases[prefix + key] = name
+    return named, aliases
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Tell whether a module has a state besides tensors; torch's own test."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def match(named: Mapping[str, Tensor], aliases: Mapping[str, str], metadata: Metadata) -> dict[str, str]:
+    """The checkpoint's name of each of the model's tensors that it has.
+
+    What is tied here may have been apart there, and the other way round: any name will do.
+
+    Args:
+        named, aliases: of :func:`model_names`.
+        metadata: of the checkpoint.
+    """
+    further: dict[str, list[str]] = {}
+    for alias, first in aliases.items():
+        further.setdefault(first, []).append(alias)
+    found: dict[str, str] = {}
+    for name in named:
+        for each in (name, *further.get(name, ())):
+            there = metadata.aliases.get(each, each)
+            if metadata.shape_of(there) is not None:
+                found[name] = there
+                break
+    return found
+
+
+def compare(
+    named: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    matched: Mapping[str, str],
+    metadata: Metadata,
+    strict: bool,
+) -> tuple[list[str], list[str]]:
+    """The model's tensors that the checkpoint does not have, and the other way round.
+
+    Args:
+        named, aliases: of :func:`model_names`.
+        matched: of :func:`match`.
+        metadata: of the checkpoint.
+        strict: refuse both.
+
+    Raises:
+        CheckpointError: refused; or a tensor has another shape.
+    """
+    saved = {name.removeprefix(MODEL) for name in metadata.tensors if name.startswith(MODEL)} | metadata.coded.keys()
+    missing = [name for name in named if name not in matched]
+    # Others save tied tensors under every name; here one that has a name of its own was apart.
+    apart = sorted(saved.intersection(aliases).difference(matched.values())) if metadata.world else []
+    unexpected = sorted(saved.difference(named, aliases, matched.values()))
+    # What was frozen there and is here comes from elsewhere; what is trained here has been somewhere by then.
+    said = metadata.values.get("left_out", [])
+    left_out = {name for name in said if name in named and not named[name].requires_grad}
+    wanted = [name for name in missing if name not in left_out]
+    if strict and (wanted or unexpected or apart):
+        why = ", which were frozen and left out when it was saved" if set(wanted) & set(said) else ""
+        lacks = [f"the checkpoint has no {_list(wanted)}{why}"] if wanted else []
+        lacks += [f"the model has no {_list(unexpected)}"] if unexpected else []
+        lacks += [f"{_list(apart)} is tied to {aliases[apart[0]]!r} here, and was not there"] if apart else []
+        raise CheckpointError(
+            f"model and checkpoint differ: {', and '.join(lacks)}. strict=False leaves them as they are"
+        )
+    wrong = []
+    for name, there in matched.items():
+        here, shape = tuple(named[name].shape), metadata.shape_of(there)
+        if here != shape:
+            wrong.append(f"{name!r} is of shape {here} here and of {shape} there")
+    if wrong:
+        raise CheckpointError(f"it is a checkpoint of another model: {'; '.join(wrong[:5])}")
+    return missing, sorted(unexpected + apart)
+
+
+def match_groups(
+    optimizer: ZeroOptimizer, named: Mapping[str, Tensor], matched: Mapping[str, str], source: Source
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Settings for each group, encoded, as the checkpoint has them for its parameters; and trained ones without states.
+
+    Args:
+        optimizer: whose groups they are.
+        named: of :func:`model_names`.
+        matched: of :func:`match`.
+        source: of the checkpoint; settings that are tensors are read where they have to be compared.
+
+    Raises:
+        CheckpointError: parameters that are one group here had different settings there.
+    """
+    metadata = source.metadata
+    groups = metadata.values["groups"]
+    saved = {name: index for index, group in enumerate(groups) for name in group["parameters"]}
+    names = {id(tensor): name for name, tensor in named.items()}
+    stepped = {name.removeprefix(STATE).rpartition(".")[0] for name in metadata.tensors if name.startswith(STATE)}
+    found, fresh = [], []
+    for number, given in enumerate(optimizer.slices.given):
+        own = [names[id(parameter)] for parameter in given if id(parameter) in names]
+        # By its own name where the checkpoint has left it out.
+        there = {name: saved[matched.get(name, name)] for name in own if matched.get(name, name) in saved}
+        # An optimizer may keep no states at all.
+        trained = [name for name in own if stepped and named[name].requires_grad and named[name].numel()]
+        fresh += [name for name in trained if matched.get(name) not in stepped]
+        settings = [groups[index]["settings"] for index in dict.fromkeys(there.values())]
+        if len(settings) > 1 and len({comparable(each, source.tensor) for each in settings}) > 1:
+            raise CheckpointError(
+                f"parameters of group {number} were in groups {sorted(set(there.values()))} with different settings "
+                "when they were saved; put them into groups as they were, or load without the optimizer"
+            )
+        found.append(settings[0] if settings else {})
+    return found, fresh
+
+
+def _list(names: list[str]) -> str:
+    return f"{', '.join(map(repr, names[:5]))}{f' and {len(names) - 5} more' if names[5:] else ''}"
+
+
+def prefix_of(name: str) -> str:
+    """Prefix of the tensors of an average that is given under a name. With quotes, so that none continues another."""
+    return f"zeropp.average.{name!r}."
+
+
+def average_parts(average: Average, name: str, which: Which) -> Iterator[Part]:
+    """An average, of this rank's pieces, under the name that it is given under."""
+    for buffer, piece in average.pieces.items():
+        yield from parts_of_row(buffer, piece, buffer.placement.mode.states, prefix_of(name), which)
+
+
+def averages_of(engine: Engine, extra: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Average]:
+    """Those among objects to restore, by name.
+
+    Args:
+        engine: whose averages they have to be.
+        extra: the objects.
+        saved: what the checkpoint has, by name.
+
+    Raises:
+        CheckpointError: it has something else under an average's name.
+        ValueError: one is another model's.
+    """
+    found = {name: each for name, each in extra.items() if isinstance(each, Average) and name in saved}
+    for name, average in found.items():
+        average.require_of(engine)
+        if not isinstance(saved[name], dict) or saved[name].keys() != average.counts().keys():
+            raise CheckpointError(f"extra[{name!r}] is an average of the weights here, and was none when it was saved")
+    return found
+
+
+@torch.no_grad()
+def fill_in(average: Average, name: str, renamed: Mapping[str, str], metadata: Metadata) -> None:
+    """Begin anew, with the weights of now, where the checkpoint has no average: of what was frozen then.
+
+    Args:
+        average: that was read as far as it is there.
+        name: that it is given under.
+        renamed: names of parameters in the checkpoint.
+        metadata: of the checkpoint.
+    """
+    for buffer, piece in average.pieces.items():
+        for slot, each in fragments(buffer, buffer.placement.mode.states, "slice"):
+            if prefix_of(name) + renamed.get(slot.name, "") not in metadata.tensors:
+                place = slice(each.offset, each.offset + each.stop - each.start)
+                piece[place].copy_(buffer.shard[place])
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of all of them, as values a checkpoint can keep; and the seed that torch's began with."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "seed": torch.initial_seed(),
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    # Where nobody has imported it, nobody draws from it.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        # A dict, of whatever kind of generator there is.
+        state["numpy"] = numpy.random.get_state(legacy=False)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from states of the same rank."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        _restore_numpy(state["numpy"], state["seed"])
+
+
+def _restore_numpy(state: dict[str, Any], seed: int) -> None:
+    import numpy
+
+    here, there = numpy.random.get_state(legacy=False)["bit_generator"], state["bit_generator"]
+    if here == there:
+        numpy.random.set_state(state)
+        return
+    notify(f"numpy's generator was a {there} when it was saved, and is a {here} here; it begins anew")
+    numpy.random.seed(seed % 2**32)
+
+
+def draw_anew(state: dict[str, Any], rank: int, world: int) -> None:
+    """Begin with a seed made of the saved one, the rank and the number of ranks: each rank has another, every time."""
+    seed = (int(state["seed"]) * 1_000_003 + rank * 8191 + world) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 @dataclass
@@ -242,3 +515,28 @@ def _state_of(name: str, value: Any) -> Any:
             )
         return value.state_dict()
     return value
+
+
+def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
+    """Metadata of the parameters that exist in codes."""
+    return {
+        slot.name: CodedEntry(dtype=dtype_code(buffer.main_dtype, slot.name), shape=slot.shape, strides=slot.strides)
+        for buffer in engine.buffers
+        if isinstance(buffer, CodedBuffer)
+        for slot in buffer.layout.slots
+    }
+
+
+def coded_parts(engine: Engine, which: Which) -> Iterator[Part]:
+    """Codes and scales of this rank's shards, or what it saves of them."""
+    for buffer in engine.buffers:
+        if not isinstance(buffer, CodedBuffer):
+            continue
+        codes, scales = buffer.blocks()
+        for slot, each in fragments(buffer, buffer.placement.mode.states, which):
+            # Parameters begin on a block, and pieces are whole blocks.
+            here, there, count = each.offset // BLOCK, each.start // BLOCK, -(-(each.stop - each.start) // BLOCK)
+            blocks = -(-slot.numel // BLOCK)
+            box = Box((there, 0), (count, BLOCK))
+            yield Part(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])
+            yield Part(SCALES + slot.name, (blocks,), Box((there,), (count,)), scales[here : here + count])

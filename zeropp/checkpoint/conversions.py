@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.checkpoint.boxes import Box
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import MODEL, Box, CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.parts import MODEL
 from zeropp.checkpoint.source import Built, Source, StridedBox
 
 __all__ = ["Outgoing", "convert_source"]

@@ -13,21 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.awaited import require_values
-from zeropp.access.state import engine_of, gather_computed, gather_main
+from zeropp.access.state import gather_computed, gather_main, require_values
+from zeropp.checkpoint.boxes import MODEL, CheckpointError
+from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.conversions import Outgoing
-from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
-from zeropp.checkpoint.names import model_names
-from zeropp.checkpoint.parts import MODEL
-from zeropp.checkpoint.place import require_files
-from zeropp.checkpoint.progress import Progress
+from zeropp.checkpoint.save import require_files
 from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import Left, common_path, together
+from zeropp.checkpoint.together import Left, Progress, common_path, together
 from zeropp.config.base import notify
-from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.engine import Engine, engine_of
+from zeropp.engine.preconditions import NOTHING
 
 __all__ = ["consolidate", "export", "gather_16bit", "save_16bit_model"]
 

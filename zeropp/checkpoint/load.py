@@ -1,28 +1,505 @@
-"""``load``: restore a checkpoint in place, whatever ranks and layout it was saved with."""
+"""``load``: restore a checkpoint in place, whatever ranks and layout it was saved with.
+
+A :class:`Restore` is checked when it is made, then read, then finished. Files of other programs may have a tied
+parameter under each of its names; their values must be equal.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeropp.access.state import engine_of
-from zeropp.checkpoint.background import wait_together
-from zeropp.checkpoint.metadata import Metadata
-from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.recognise import foreign_source
-from zeropp.checkpoint.restore import IN_PART, Loaded, Restore
-from zeropp.checkpoint.save import require_ours, unfreeze
-from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import common_path, together
-from zeropp.engine.engine import Engine
+from zeropp.checkpoint.boxes import (
+    BASES,
+    MODEL,
+    STATE,
+    CheckpointError,
+    Part,
+    base_parts,
+    main_parts,
+    state_parts,
+    whole,
+)
+from zeropp.checkpoint.contents import (
+    average_parts,
+    averages_of,
+    coded_parts,
+    compare,
+    draw_anew,
+    fill_in,
+    has_extra_state,
+    match,
+    match_groups,
+    model_names,
+    prefix_of,
+    restore_random_state,
+)
+from zeropp.checkpoint.foreign import foreign_source
+from zeropp.checkpoint.metadata import DTYPES, Metadata, decode, tensors_in
+from zeropp.checkpoint.save import require_ours, unfreeze, wait_together
+from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source, Verify
+from zeropp.checkpoint.together import Progress, common_path, telling, together
+from zeropp.config.base import notify, notify_once
+from zeropp.engine.engine import Engine, engine_of
+from zeropp.optimizer.rank_state import layout_id, load_carried, load_optimizer
+from zeropp.optimizer.slices import Slice
+from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["KINDS", "Loaded", "load", "load_foreign", "load_safetensors"]
+__all__ = ["IN_PART", "KINDS", "Loaded", "Restore", "load", "load_foreign", "load_safetensors", "require_equal"]
+
+
+def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[str, str], source: Source) -> None:
+    """Make sure that what is one here is one there: each rank compares its own part, and nothing changes.
+
+    Args:
+        engine: of the model.
+        aliases: further names of tied tensors, and the first of each.
+        renamed: the names that tensors are read under, by their first.
+        source: of the files.
+
+    Raises:
+        CheckpointError: values differ by more than a rounding, or shapes do, and all but one would be lost.
+    """
+    apart = {
+        alias: first
+        for alias, first in aliases.items()
+        if MODEL + alias in source.metadata.tensors and renamed.get(first, alias) != alias
+    }
+    if not apart:
+        return
+    tensors = source.metadata.tensors
+    for alias, first in apart.items():
+        here, there = (tensors[MODEL + name].shape for name in (renamed[first], alias))
+        if here != there:
+            raise CheckpointError(
+                f"{alias!r} is tied to {first!r} here, and there of shape {there} beside {here}; strict=False takes "
+                f"{renamed[first]!r} for both"
+            )
+    firsts, before = set(apart.values()), source.nbytes_read
+    parts: dict[str, list[Part]] = {}
+    for part in main_parts(engine, "slice"):
+        name = part.name.removeprefix(MODEL)
+        if name in firsts:
+            parts.setdefault(name, []).append(part)
+    for alias, first in apart.items():
+        for part in parts.get(first, ()):
+            own, other = (torch.empty_like(part.values) for _ in range(2))
+            pairs = (renamed[first], own), (alias, other)
+            source.read([Part(MODEL + name, part.shape, part.box, values) for name, values in pairs])
+            # One may have been rounded, as it was saved: both are, to either dtype.
+            for name in (renamed[first], alias):
+                own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
+            if not torch.allclose(own, other, rtol=0, atol=0, equal_nan=True):
+                raise CheckpointError(
+                    f"{alias!r} is tied to {first!r} here, and has other values there, which would be lost; "
+                    f"strict=False takes those of {renamed[first]!r}"
+                )
+    # Besides what the model needs.
+    source.nbytes_converted += source.nbytes_read - before
+    source.nbytes_read = before
+
+
+IN_PART = "weights and states are changed in part: load again, or another checkpoint"
+"""The state of things after an error from here on."""
+
+
+@dataclass
+class Loaded:
+    """The result of a load.
+
+    Attributes:
+        extra: values of the checkpoint that are no objects' states, by name.
+        missing: parameters and buffers of the model that the checkpoint does not have; they keep their values.
+        unexpected: those of the checkpoint that the model does not have.
+        fresh: parameters that are trained and of which the checkpoint has no optimizer states.
+        nbytes_read: by this rank.
+        nbytes_converted: by this rank, besides, of tensors that transformers' conversions made others of, and of those
+            that are compared since they are tied here.
+    """
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    nbytes_read: int = 0
+    nbytes_converted: int = 0
+
+
+class Restore:
+    """One load on one rank: checked when it is made, before anything changes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        optimizer: ZeroOptimizer | None,
+        extra: Mapping[str, Any],
+        source: Source,
+        strict: bool,
+        kinds: frozenset[str],
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.extra = extra
+        self.optimizer = optimizer
+        self.kinds = kinds
+        self.source = source
+        self.metadata = source.metadata
+        self.result = Loaded()
+        self.named, aliases = model_names(model)
+        # The checkpoint's names of the model's tensors.
+        self._renamed = match(self.named, aliases, self.metadata)
+        self.states: dict[nn.Parameter, dict[str, Any]] = {}
+        self.groups: list[dict[str, Any]] = []
+        # What :meth:`_encoded` gives, decoded.
+        self.values: dict[str, Any] = {}
+        if "model" in self.kinds:
+            self.result.missing, self.result.unexpected = compare(
+                self.named, aliases, self._renamed, self.metadata, strict
+            )
+            # Files of other programs may have different values under names that are tied here.
+            if strict and not self.metadata.world:
+                require_equal(engine, aliases, self._renamed, source)
+        if self._loads_optimizer:
+            assert self.optimizer is not None
+            self.groups, self.result.fresh = match_groups(self.optimizer, self.named, self._renamed, source)
+            self._compare_optimizers(strict)
+        elif self.optimizer is not None and "optimizer" in self.kinds:
+            self._note_no_states(strict)
+        if "model" in self.kinds:
+            self._compare_modules(strict)
+        if strict and "extra" in self.kinds:
+            unknown = sorted(extra.keys() - self._saved_extra().keys())
+            if unknown:
+                raise CheckpointError(
+                    f"extra has {unknown}, and the checkpoint has {sorted(self._saved_extra())}; leave them out, or "
+                    "load with strict=False"
+                )
+        # JSON of what is asked for, and room for its tensors, which is refused here if they are not there.
+        self._json = self._encoded()
+        self._held = {name: source.room(name) for name in dict.fromkeys(tensors_in(self._json))}
+        self._averages = averages_of(engine, extra, self._json.get("extra", {}))
+
+    @property
+    def _loads_optimizer(self) -> bool:
+        return self.optimizer is not None and "optimizer" in self.kinds and "groups" in self.metadata.values
+
+    def _compare_optimizers(self, strict: bool) -> None:
+        """Refuse, or warn of, states of another class of optimizer, and warn of switches that were set otherwise."""
+        assert self.optimizer is not None
+        first = self.engine.comm.rank == 0
+        here, there = type(self.optimizer.inner).__qualname__, self.metadata.values.get("optimizer")
+        if there is not None and here != there:
+            told = f"the checkpoint has states of {there}, and the optimizer is {here}"
+            if strict:
+                raise CheckpointError(
+                    f'{told}, which may need other states; give {there}, load with only=["model"], or with '
+                    "strict=False to load them nevertheless"
+                )
+            if first:
+                notify(told)
+        for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
+            for key, value in saved.items():
+                switches = isinstance(value, bool) and isinstance(group.get(key), bool)
+                if first and switches and group[key] != value:
+                    notify(f"{key!r} of group {number} is {group[key]} here; the checkpoint's {value} takes its place")
+
+        keys = self._keys()
+        frozen = [n for b in self.engine.buffers if not b.trainable for n in b.names if self._renamed.get(n) in keys]
+        if frozen:
+            more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
+            notify_once(
+                f"the checkpoint has optimizer states of {frozen[:5]}{more}, which are frozen here: they are not "
+                "loaded, and begin anew where a parameter is unfrozen. To keep them, unfreeze the parameters before "
+                "loading, and freeze them afterwards",
+                first=first,
+            )
+
+    def _note_no_states(self, strict: bool) -> None:
+        """The checkpoint has weights alone, and states are wanted."""
+        assert self.optimizer is not None
+        if strict:
+            raise CheckpointError(
+                "the checkpoint was saved without an optimizer; leave it out here, or load with strict=False, which "
+                "leaves its states as they are"
+            )
+        self.result.fresh = [part.name for part in self.optimizer.slices.cut]
+
+    def _compare_modules(self, strict: bool) -> None:
+        """States that modules have besides tensors (``get_extra_state``), by torch's names for them."""
+        there = {_extra_key(path) for path in self.metadata.values.get("modules", {})}
+        # Files of other programs have no extra states of modules, so none are missing.
+        modules = self.model.named_modules()
+        here = {_extra_key(path) for path, each in modules if has_extra_state(each)} if self.metadata.world else there
+        self.result.missing += sorted(here - there)
+        self.result.unexpected += sorted(there - here)
+        if strict and here != there:
+            raise CheckpointError(
+                f"modules' extra states differ: the model has no {sorted(there - here)[:5]}, the checkpoint no "
+                f"{sorted(here - there)[:5]}. strict=False leaves them as they are"
+            )
+
+    def _own(self) -> dict[str, Any]:
+        """The checkpoint's values of this rank, if it was saved by as many."""
+        same = self.metadata.world == self.engine.comm.world
+        return self.metadata.ranks[self.engine.comm.rank] if same else {}
+
+    def _there(self, parts: Iterator[Part], prefix: str) -> Iterator[Part]:
+        """Parts that the checkpoint has, under its names."""
+        for part in parts:
+            name = self._renamed.get(part.name.removeprefix(prefix))
+            coded = prefix == MODEL and name in self.metadata.coded
+            if name is not None and (coded or prefix + name in self.metadata.tensors):
+                yield Part(prefix + name, part.shape, part.box, part.values)
+
+    def look_up(self) -> None:
+        """Find where the model's values lie, and read none."""
+        self.source.find(self._there(main_parts(self.engine, "slice"), MODEL))
+
+    # Reading: from here on values change.
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read all that is this rank's into its shards and states, and the job's values."""
+        engine = self.engine
+        # In one call, which reads each stretch of a file once.
+        parts: list[Iterable[Part]] = [self._held.values()]
+        if "model" in self.kinds:
+            spread = {name for buffer in engine.buffers for name in buffer.names}
+            rest = (whole(MODEL + name, tensor.data) for name, tensor in self.named.items() if name not in spread)
+            parts += [
+                self._there(main_parts(engine, "slice"), MODEL),
+                self._there(rest, MODEL),
+                self._there(base_parts(engine, "slice"), BASES),
+            ]
+        if self._loads_optimizer:
+            parts.append(self._state_parts())
+        parts += [self._there(average_parts(a, name, "slice"), prefix_of(name)) for name, a in self._averages.items()]
+        self.source.read(itertools.chain(*parts))
+        if "model" in self.kinds and not self.engine.maker.config.zero_optimization.load_from_fp32_weights:
+            self._round_main()
+        self.values = decode(self._json, lambda name: self._held[name].values)
+        if "model" in self.kinds:
+            self._read_codes()
+        for name, average in self._averages.items():
+            fill_in(average, name, self._renamed, self.metadata)
+        self.source.verify_rest(engine.comm.rank, engine.comm.world)
+
+    def _round_main(self) -> None:
+        """Round the main weights that were read to the dtypes that are computed with."""
+        dtypes = {name: buffer.compute_dtype for buffer in self.engine.buffers for name in buffer.names}
+        for part in main_parts(self.engine, "slice"):
+            name = part.name.removeprefix(MODEL)
+            if name in self._renamed:
+                part.values.copy_(part.values.to(dtypes[name]))
+
+    def _encoded(self) -> dict[str, Any]:
+        """The values among what is asked for that are no tensors, in the checkpoint's encoding."""
+        own = self._own()
+        found: dict[str, Any] = {}
+        if "model" in self.kinds:
+            found["modules"] = self.metadata.values.get("modules", {})
+        if self._loads_optimizer:
+            assert self.optimizer is not None
+            here = {part.name for part in self.optimizer.slices.cut}
+            numbers = {name: state for rank in self.metadata.ranks for name, state in rank.get("numbers", {}).items()}
+            found["numbers"] = {
+                name: numbers[there] for name, there in self._renamed.items() if name in here and there in numbers
+            }
+            found["groups"] = self.groups
+            # Of another layout they are of other slices.
+            found["carried"] = own.get("carried") if own.get("layout") == layout_id(self.engine) else None
+        if "random" in self.kinds:
+            found["random"] = (own or self.metadata.ranks[0])["random"]
+        if "extra" in self.kinds:
+            found["extra"] = self._saved_extra()
+        return found
+
+    def _read_codes(self) -> None:
+        """Read parameters that are in codes here: codes as they are, values to be encoded."""
+        encoded = Encoded(self.engine, self._renamed, self.metadata)
+        values = {part.name.removeprefix(MODEL) for part in encoded.parts}
+        for prefix in (CODES, SCALES):
+            parts = (part for part in coded_parts(self.engine, "slice") if part.name.startswith(prefix))
+            fitting = (part for part in parts if part.name.removeprefix(prefix) not in values)
+            self.source.read(self._there(fitting, prefix))
+        self.source.read(self._there(iter(encoded.parts), MODEL))
+        encoded.encode()
+
+    def _state_parts(self) -> Iterator[Part]:
+        """Parts of the optimizer's states, in tensors made for them."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        keys = self._keys()
+        rows: list[tuple[Slice, str, Tensor]] = []
+        for part in optimizer.slices.cut:
+            for key, dtype in keys.get(self._renamed.get(part.name, ""), {}).items():
+                tensor = torch.empty(part.parameter.shape, dtype=dtype, device=part.parameter.device)
+                rows.append((part, key, tensor))
+                self.states.setdefault(part.parameter, {})[key] = tensor
+        for piece in state_parts(self.engine, rows, "slice"):
+            name, _, key = piece.name.removeprefix(STATE).rpartition(".")
+            yield Part(f"{STATE}{self._renamed[name]}.{key}", piece.shape, piece.box, piece.values)
+
+    def _keys(self) -> dict[str, dict[str, torch.dtype]]:
+        """By parameter the keys of its states that have an element for each of its own, with their dtypes."""
+        ranks = self.metadata.ranks
+        numbers = {(name, key) for rank in ranks for name, found in rank.get("numbers", {}).items() for key in found}
+        keys: dict[str, dict[str, torch.dtype]] = {}
+        for full, entry in self.metadata.tensors.items():
+            if full.startswith(STATE):
+                name, _, key = full.removeprefix(STATE).rpartition(".")
+                if (name, key) not in numbers:
+                    keys.setdefault(name, {})[key] = DTYPES[entry.dtype]
+        return keys
+
+    # Afterwards, on all ranks alike.
+
+    def finish(self, doing: str) -> None:
+        """Let everything follow from what was read; what modules, optimizer or objects refuse, every rank hears of."""
+        if "model" in self.kinds:
+            # First, since they may be modules' own tensors.
+            together(self.engine, doing, self._load_modules, IN_PART)
+            self._weights_changed()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(now=True)
+        if self._loads_optimizer:
+            assert self.optimizer is not None
+            together(self.engine, doing, self._load_optimizer, IN_PART)
+            load_carried(self.engine, self.optimizer.carried, self.values["carried"])
+        together(self.engine, doing, self._load_others, IN_PART)
+        self.result.nbytes_read = self.source.nbytes_read
+        self.result.nbytes_converted = self.source.nbytes_converted
+
+    def _weights_changed(self) -> None:
+        engine = self.engine
+        engine.weights_changed(engine.buffers, for_now=True)
+        for buffer in engine.trainable_buffers:
+            names = [BASES + self._renamed.get(name, "") for name in buffer.names]
+            if buffer.base is not None and not buffer.counts_escapes and all(n in self.metadata.tensors for n in names):
+                # What others hold of these weights is as it was, and needs no renewal, which would move it.
+                buffer.cache_restored()
+        engine.refresh.start_put_off()
+
+    def _load_modules(self) -> None:
+        modules = dict(self.model.named_modules())
+        for path, state in self.values["modules"].items():
+            if path in modules and has_extra_state(modules[path]):
+                with telling(f"set_extra_state of the module {path!r}", modules[path]):
+                    modules[path].set_extra_state(state)
+
+    def _load_optimizer(self) -> None:
+        assert self.optimizer is not None
+        with self.optimizer.slices.without_markers():
+            self._load_slices(self.optimizer)
+
+    def _load_slices(self, optimizer: ZeroOptimizer) -> None:
+        for part in optimizer.slices.cut:
+            if part.name in self.values["numbers"]:
+                self.states.setdefault(part.parameter, {}).update(self.values["numbers"][part.name])
+        inner, state, groups, index = optimizer.inner, {}, [], 0
+        read: dict[nn.Parameter, dict[str, Any]] = {}
+        names = {part.parameter: part.name for part in optimizer.slices.cut}
+        for group, settings in zip(inner.param_groups, self.values["groups"], strict=True):
+            # torch takes groups as they are loaded, and would drop settings that the checkpoint does not have.
+            kept = {key: value for key, value in group.items() if key != "params"}
+            numbers = []
+            for parameter in group["params"]:
+                found = self.states.get(parameter)
+                if found:
+                    # Counts of steps are cloned: two slices of a parameter count for themselves, in place.
+                    read[parameter] = state[index] = {
+                        k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()
+                    }
+                numbers.append(index)
+                index += 1
+            groups.append({**kept, **settings, "params": numbers})
+        with telling("load_state_dict of the optimizer", inner):
+            load_optimizer(inner, {"state": state, "param_groups": groups})
+        for parameter, found in read.items():
+            self._keep_kinds(inner.state.get(parameter, {}), found, names[parameter], parameter.dtype)
+        optimizer.outcome.load(self.metadata.values["skipped_steps"], self.metadata.values.get("loss_scale"))
+
+    def _keep_kinds(self, state: dict[str, Any], read: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+        """Undo what torch makes of states that are not of the parameter's dtype when it loads them.
+
+        Args:
+            state: of a parameter, as torch has loaded it; changed in place.
+            read: the same, as it was read.
+            name: of the parameter.
+            dtype: of the parameter, which torch gives them.
+        """
+        entry = self.metadata.tensors.get(MODEL + self._renamed.get(name, ""))
+        usual = dtype if entry is None else DTYPES[entry.dtype]
+        for key, value in read.items():
+            # A count of steps torch leaves as it is, or has it as the optimizer needs it.
+            if key != "step" and key in state:
+                state[key] = _as_read(state[key], value, dtype, usual)
+
+    def _load_others(self) -> None:
+        if "random" in self.kinds:
+            self._load_random()
+        if "extra" in self.kinds:
+            self._load_extra()
+
+    def _load_random(self) -> None:
+        comm, state = self.engine.comm, self.values["random"]
+        if self._own():
+            restore_random_state(state, self.engine.device)
+            return
+        if comm.rank == 0:
+            notify(
+                f"the checkpoint was saved by {self.metadata.world} ranks and is loaded by {comm.world}: random "
+                "numbers begin anew, from seeds made of the saved one"
+            )
+        draw_anew(state, comm.rank, comm.world)
+
+    def _saved_extra(self) -> dict[str, Any]:
+        return {**self.metadata.values.get("extra", {}), **self._own().get("extra", {})}
+
+    def _load_extra(self) -> None:
+        ranks = self.metadata.ranks
+        if not self._own() and any("extra" in rank for rank in ranks) and self.engine.comm.rank == 0:
+            notify("ranks had different extra states when they were saved; every rank now gets the first one's")
+        for name, value in self.values["extra"].items():
+            target = self.extra.get(name)
+            if name in self._averages:
+                self._averages[name].take_counts(value)
+                continue
+            restore: Callable[[Any], object] | None = getattr(target, "load_state_dict", None)
+            if restore is None:
+                self.result.extra[name] = value
+                continue
+            with telling(f"load_state_dict of extra[{name!r}]", target):
+                restore(value)
+
+
+def _extra_key(path: str) -> str:
+    return f"{path}._extra_state" if path else "_extra_state"
+
+
+def _as_read(there: Any, read: Any, dtype: torch.dtype, usual: torch.dtype) -> Any:
+    """A state as torch has loaded it, but with the dtype and type it was read with, if those are its own."""
+    if isinstance(there, Tensor) and isinstance(read, Tensor):
+        # What had the parameter's dtype there has it here; and an optimizer may have converted its states itself.
+        return there if read.dtype == usual or there.dtype != dtype else read.to(there.device)
+    if isinstance(read, str):
+        # As a sequence, torch has made a generator of it.
+        return read
+    if isinstance(read, dict) and isinstance(there, dict) and read.keys() == there.keys():
+        return {key: _as_read(there[key], each, dtype, usual) for key, each in read.items()}
+    if isinstance(read, (list, tuple)) and type(there) is type(read) and len(there) == len(read):
+        return type(read)(_as_read(a, b, dtype, usual) for a, b in zip(there, read, strict=True))
+    return there
+
 
 KINDS = ("model", "optimizer", "extra", "random")
 """The parts of a checkpoint that can be loaded alone."""
@@ -171,7 +648,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
     # Refreshes read what is about to be written.
     engine.refresh.wait()
     # Of the ranks of a node one after the other, or all at once.
-    turns = engine.comm.local if engine.maker.config.zero.pipeline_loading_checkpoint else 1
+    turns = engine.comm.local if engine.maker.config.zero_optimization.pipeline_loading_checkpoint else 1
     try:
         for turn in range(turns):
             reads = work.read if engine.comm.rank % turns == turn else lambda: None

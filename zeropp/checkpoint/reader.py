@@ -20,12 +20,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zeropp.checkpoint.boxes import Box
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata
-from zeropp.checkpoint.parts import MODEL, STATE, Part
+from zeropp.checkpoint.boxes import MODEL, STATE, Box, CheckpointError, Part
+from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata, decode
 from zeropp.checkpoint.source import Source, Verify, require_verify
-from zeropp.checkpoint.values import decode
 
 __all__ = ["Reader"]
 

@@ -16,19 +16,14 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from zeropp.access.state import engine_of
-from zeropp.checkpoint.attempt import is_under_way
-from zeropp.checkpoint.background import wait_together
-from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
-from zeropp.checkpoint.metadata import METADATA, write_synced, written_first
-from zeropp.checkpoint.place import is_unfinished, remove
-from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.save import begin
+from zeropp.checkpoint.metadata import METADATA, Checksums, write_synced, written_first
+from zeropp.checkpoint.save import begin, is_under_way, is_unfinished, remove, wait_together
 from zeropp.checkpoint.source import Verify
-from zeropp.checkpoint.together import together
+from zeropp.checkpoint.together import Progress, together
 from zeropp.config.base import notify
+from zeropp.engine.engine import engine_of
 
 __all__ = ["Series"]
 

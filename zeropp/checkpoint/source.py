@@ -1,4 +1,8 @@
-"""Reading: which bytes of which files a rank's parts are, and how they come to where they belong."""
+"""Reading: from the parts that a rank wants to the bytes of files, and back to the tensors where they belong.
+
+Frozen weights may exist as codes only. They are saved and restored as codes and scales, since encoding decoded
+values again would change some of them; where values are wanted they are decoded.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,81 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zeropp.checkpoint.boxes import Box, BoxIndex, runs
-from zeropp.checkpoint.checksums import STRETCH, Checksums
-from zeropp.checkpoint.coded import CODES, SCALES, decoded
-from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.metadata import DTYPES, BoxEntry, Metadata
-from zeropp.checkpoint.parts import MODEL, Part, whole
-from zeropp.checkpoint.progress import Progress
+from zeropp.checkpoint.boxes import (
+    MODEL,
+    Box,
+    BoxIndex,
+    CheckpointError,
+    Part,
+    as_bytes,
+    fragments,
+    parts_of_range,
+    runs,
+    whole,
+)
+from zeropp.checkpoint.files import Wanted, read_blocks
+from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, CodedEntry, Metadata
+from zeropp.checkpoint.together import Progress
+from zeropp.engine.engine import Engine
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.unit import FlatBuffer
+from zeropp.partition.levels import Fragment
+from zeropp_kernels import dequantize_, message_layout
 
-__all__ = ["Built", "Source", "StridedBox", "Verify", "require_verify"]
+__all__ = ["CODES", "SCALES", "Built", "Encoded", "Source", "StridedBox", "Verify", "decoded", "require_verify"]
+
+
+CODES, SCALES = "zeropp.codes.", "zeropp.scales."
+"""Prefixes: codes are uint8 [blocks, 256], scales bfloat16 [blocks], of the parameter in the order of its memory."""
+
+
+class Encoded:
+    """Values that are read for a buffer which has codes: encoded once they are there.
+
+    Args:
+        engine: of the model.
+        matched: the checkpoint's names of the model's tensors.
+        metadata: of the checkpoint.
+    """
+
+    def __init__(self, engine: Engine, matched: Mapping[str, str], metadata: Metadata) -> None:
+        self._rows: list[tuple[FlatBuffer, Fragment, Tensor]] = []
+        self.parts: list[Part] = []
+        for buffer in engine.buffers:
+            if not isinstance(buffer, CodedBuffer):
+                continue
+            for slot, each in fragments(buffer, buffer.placement.mode.states, "slice"):
+                there = matched.get(slot.name)
+                entry = metadata.coded.get(there or "")
+                # Else codes fit as they are.
+                if there is not None and (entry is None or entry.strides != slot.strides):
+                    row = torch.empty(each.stop - each.start, dtype=buffer.main_dtype, device=buffer.device)
+                    self._rows.append((buffer, each, row))
+                    self.parts += parts_of_range(MODEL + slot.name, slot, each.start, row)
+
+    def encode(self) -> None:
+        """Once the parts are read."""
+        for buffer, fragment, row in self._rows:
+            buffer.put(fragment, row, row.dtype)
+
+
+def decoded(codes: Tensor, scales: Tensor, entry: CodedEntry) -> Tensor:
+    """The values of a parameter.
+
+    Args:
+        codes: uint8 [blocks, 256].
+        scales: bfloat16 [blocks].
+        entry: of the parameter.
+    """
+    numel = codes.numel()
+    layout = message_layout(numel, 8)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
+    message[: layout.codes_nbytes] = codes.reshape(-1)
+    message[layout.scales_offset : layout.scales_offset + 2 * layout.groups] = scales.view(torch.uint8)
+    out = torch.empty(numel, dtype=torch.float32, device="cpu")
+    dequantize_(message, out)
+    return out.to(DTYPES[entry.dtype]).as_strided(entry.shape, entry.strides)
+
 
 Verify = Literal["all", "sample", "none"]
 _SAMPLE = 16  # of so many stretches one is verified

@@ -15,16 +15,25 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from zeropp.access.state import engine_of
-from zeropp.checkpoint.boxes import Box
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.names import model_names
-from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_parts, parts_of_row, state_parts, whole
+from zeropp.checkpoint.boxes import (
+    MODEL,
+    STATE,
+    Box,
+    CheckpointError,
+    Part,
+    Which,
+    fragments,
+    main_parts,
+    parts_of_row,
+    state_parts,
+    whole,
+)
+from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.save import require_ours, unfreeze
-from zeropp.engine.engine import Engine
-from zeropp.optimizer.elementwise import Twin
+from zeropp.engine.engine import Engine, engine_of
+from zeropp.optimizer.checks import Twin
+from zeropp.optimizer.rank_state import load_carried
 from zeropp.optimizer.slices import Slice
-from zeropp.optimizer.state import load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
 

@@ -1,7 +1,13 @@
-"""Work that every rank does by itself and that fails on all ranks if it fails on one."""
+"""Work of all ranks that fails on all if it fails on one; threads for it, and its progress bar.
+
+A :class:`Task` runs in a thread of its own, also when the program's main thread has ended and waits for it.
+:class:`Progress` is told of every byte that is moved, so it is also where work is stopped.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -9,24 +15,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.tasks import Task
-from zeropp.comm.accounts import name_ranks
+from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.comm.agreement import AT_WORK
 from zeropp.comm.hops import Comm
+from zeropp.comm.process_groups import name_ranks
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 
 __all__ = [
+    "AFTER",
     "EngineMeeting",
     "Left",
     "Meeting",
+    "Progress",
+    "Task",
     "Tried",
     "absolute",
     "common_path",
+    "in_threads",
     "path_of_rank_0",
     "telling",
     "together",
@@ -34,6 +42,187 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+
+class Task(Generic[_T]):
+    """Work for a thread that a program which ends waits for; begun by :meth:`start`.
+
+    Not an executor's: those take no more work once the main thread has ended, and a checkpoint may still be written.
+    """
+
+    def __init__(self, work: Callable[[], _T], name: str) -> None:
+        self._results: list[_T] = []
+        self._error: BaseException | None = None
+        # And not Thread.join(): in which an error of a signal's handler makes Python take the thread for ended.
+        self._over = threading.Event()
+
+        def run() -> None:
+            try:
+                self._results.append(work())
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._over.set()
+
+        self._thread = threading.Thread(target=run, name=name)
+
+    def start(self) -> None:
+        """Begin.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True if the task is over, well or not."""
+        return self._over.is_set()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it is over, or ``seconds`` have passed."""
+        self._over.wait(seconds)
+
+    def result(self) -> _T:
+        """The result of a task that is over; its error is raised. Asked for once."""
+        self._over.wait()
+        # Its traceback has frames that hold this: kept here, it would be a cycle, and stay with all that they hold.
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._results[0]
+        finally:
+            del error
+
+
+def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> None:
+    """Let threads share the numbers below ``count``; the first error of one ends all.
+
+    Args:
+        count: pieces of work.
+        work: takes numbers from an iterator until there are none.
+        most: threads.
+    """
+    numbers, lock, stop = iter(range(count)), threading.Lock(), threading.Event()
+
+    def some() -> Iterator[int]:
+        while not stop.is_set():
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            yield number
+
+    def guarded() -> None:
+        try:
+            work(some())
+        except BaseException:
+            stop.set()
+            raise
+
+    if count <= 1:
+        return guarded()
+    tasks: list[Task[None]] = []
+    try:
+        for _ in range(min(most, count)):
+            task = Task(guarded, "zeropp disk")
+            task.start()
+            tasks.append(task)
+        for task in tasks:
+            task.wait()
+    except BaseException:
+        # Ctrl-C: whoever pressed it does not wait for the rest of the work.
+        stop.set()
+        raise
+    finally:
+        # What is under way is not left behind: it writes to files and tensors that others are about to use.
+        for task in tasks:
+            task.wait()
+    for task in tasks:
+        task.result()
+
+
+AFTER = 2.0
+"""Seconds that something may take without a bar."""
+
+
+class Progress:
+    """Bytes that are done, of those that are to be done; any thread may tell of them.
+
+    Args:
+        doing: what is shown in front of the bar.
+        shown: whether there may be one, which is so on the first rank unless the user does without.
+    """
+
+    def __init__(self, doing: str = "", shown: bool = False) -> None:
+        self._doing = doing
+        self._shown = shown
+        self._begin = time.monotonic()
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+        self._bar: Any = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """There is no use in the rest: whoever tells of more, on any thread, gets an error and leaves it."""
+        self._stopped = True
+
+    def expect(self, nbytes: int) -> None:
+        """So many more are to be done."""
+        with self._lock:
+            self._total += nbytes
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done.
+
+        Raises:
+            CheckpointError: it was stopped.
+        """
+        if self._stopped:
+            raise CheckpointError("it was stopped, since a rank is lost")
+        with self._lock:
+            self._done += nbytes
+            if not self._shown or time.monotonic() - self._begin < AFTER:
+                return
+            if self._bar is None:
+                self._bar = _new_bar(self._doing, self._done)
+                self._shown = self._bar is not None
+            self._show()
+
+    def close(self) -> None:
+        """Leave the bar as it is, and begin no other."""
+        with self._lock:
+            self._show()
+            self._shown, bar, self._bar = False, self._bar, None
+            if bar is not None:
+                with contextlib.suppress(Exception):
+                    bar.close()
+
+    def _show(self) -> None:
+        if self._bar is None:
+            return
+        try:
+            self._bar.total = self._total
+            # Reads are rounded to whole stretches, of which nobody was told.
+            self._bar.update(min(self._done, self._total) - self._bar.n)
+        except Exception:
+            # Where it would be shown may be closed, and that is no reason to lose a checkpoint.
+            self._shown, self._bar = False, None
+
+
+def _new_bar(doing: str, done: int) -> Any:
+    """A bar, or None without tqdm."""
+    try:
+        kind: Any = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return None
+    # Without tqdm's thread, which would stay, and a lock of its own, which may start a process.
+    own = type("Bar", (kind,), {"monitor_interval": 0})
+    own.set_lock(threading.RLock())  # type: ignore[attr-defined]  # as tqdm has it
+    return own(desc=doing, initial=done, total=done, unit="B", unit_scale=True, mininterval=1.0)
+
+
 _log = logging.getLogger("zeropp")
 _LONGEST = 1.0  # seconds from one exchange of a heartbeat to the next
 Tried = tuple[_T | None, BaseException | None, str | None]

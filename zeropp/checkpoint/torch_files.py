@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 __all__ = ["Record", "Stored", "read_torch_file", "refused"]
 

@@ -1,5 +1,6 @@
-"""How ranks talk: hops over process groups, the streams they run on, and what is counted, watched and agreed meanwhile.
+"""Communication between ranks: process groups, hops over them, streams that they run on, and agreement between ranks.
 
-Knows process groups, threads and clocks; not what the bytes mean, nor whose turn it is.
-Start with `hops`; `agreement` is how ranks agree and how they fail together.
+Knows process groups, threads and clocks; not the meaning of the bytes, nor whose turn it is.
+Start with `hops`, then `streams`; `agreement` has the ways in which ranks agree and fail together, `watch` finds out
+who waits where, and `ledger` counts bytes and times.
 """

@@ -20,14 +20,11 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm.accounts import Account, CollectiveError, explain, what_ended
-from zeropp.comm.events import Event
-from zeropp.comm.hops import Comm
-from zeropp.comm.monitor import make_monitor
-from zeropp.comm.stalls import make_stalls
-from zeropp.comm.status import board_of, code_of
+from zeropp.comm.hops import Comm, make_stalls
+from zeropp.comm.process_groups import CollectiveError, what_ended
+from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.watch import Watch
+from zeropp.comm.watch import Account, Watch, board_of, code_of, explain, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
@@ -61,8 +58,10 @@ class Agreement:
         """Start watching, if there are other ranks; ``overlap`` tells whether work on lanes runs beside the model."""
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
-        self.comm, self._alone = comm, alone
-        self.hang_timeout, self.warn_after = hang_timeout, warn_after
+        self.comm = comm
+        self._alone = alone
+        self.hang_timeout = hang_timeout
+        self.warn_after = warn_after
         # Without ``overlap_comm`` work on lanes is done in the model's own order, which stands still for it.
         self.at_once = not alone and not overlap
         self.stalls = make_stalls(device, comm.ledger.add_wait)
@@ -78,7 +77,8 @@ class Agreement:
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost: list[Callable[[], None]] = []
-        self.board, self._code = board_of(comm.ranks, comm.rank), code_of(comm.job)
+        self.board = board_of(comm.ranks, comm.rank)
+        self._code = code_of(comm.job)
         if not alone:
             self.board.join()
         # gloo's own waits end with their time or with a connection, so it is closed.
@@ -100,7 +100,8 @@ class Agreement:
         """
         timing = contextlib.nullcontext() if timed is None else self.stalls.timing(*timed)
         with timing, self.watching(doing):
-            until, pause = time.monotonic() + self.hang_timeout, _FIRST_LOOK
+            until = time.monotonic() + self.hang_timeout
+            pause = _FIRST_LOOK
             while not arrives(min(pause, max(until - time.monotonic(), 0.0))):
                 waited = time.monotonic() >= until
                 if waited or self._others_failed():
@@ -202,7 +203,9 @@ class Agreement:
 
     def enter(self, where: str, place: int) -> None:
         """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
-        self.where, self._place, self.beyond = where, place, ""
+        self.where = where
+        self._place = place
+        self.beyond = ""
 
     def go_on(self, *, met: bool = False) -> None:
         """Note that this rank begins something with the others; see [Note: one rank's exception].
@@ -217,7 +220,9 @@ class Agreement:
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
-        self.where, self._place, self.beyond = "", 0, ""
+        self.where = ""
+        self._place = 0
+        self.beyond = ""
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
         """Every rank's values; all ranks must be at the same kind of exchange, in the same pass, or in none.
@@ -295,7 +300,8 @@ class Agreement:
             return {}
         if self.lost is not None:
             return None
-        head, seconds = self._place << 8 | _CLOSING, min(self.hang_timeout, _MEETING)
+        head = self._place << 8 | _CLOSING
+        seconds = min(self.hang_timeout, _MEETING)
         try:
             # First a row as wide as any other exchange, in which other ranks may be.
             if all(row[0] == head for row in comm.all_gather_ints([head, *[0] * _WIDTH], seconds)):
@@ -307,8 +313,9 @@ class Agreement:
         _log.info(
             "rank %d closes its optimizer, and other ranks %s; it aborts the communicators that it would have "
             "destroyed together with them",
-            comm.rank, late,
-        )  # fmt: skip
+            comm.rank,
+            late,
+        )
         account = Account("closing its optimizer", failure="it closed its optimizer before the others")
         # For ranks that train on and would wait for this one.
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -355,7 +362,8 @@ class Agreement:
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm
-        accounts, store_is_gone = {comm.rank: account}, False
+        accounts = {comm.rank: account}
+        store_is_gone = False
         if comm.world > 1 and comm.backend != "fake":
             try:
                 # Over the store: ranks that have lost each other can no longer meet in a collective.
@@ -382,7 +390,8 @@ class Agreement:
                 f"hang_timeout, {self.hang_timeout:g} s, was reached: slow is not hung, so if a rank was only late, "
                 'raise {"zeropp": {"hang_timeout": seconds}} and the timeout given to init_process_group'
             )
-        first, self.lost = self.lost is None, ". ".join(parts)
+        first = self.lost is None
+        self.lost = ". ".join(parts)
         if first:
             if log:
                 _log.error("rank %d: %s", comm.rank, self.lost)
@@ -438,7 +447,8 @@ class Agreement:
         # Many ranks ask one store: the more there are, the less often, and not all at once. See
         # [Note: accounts in the store].
         late = rank / world if world > _FEW else 0.0
-        until, pause = time.monotonic() + _GRACE + late, 0.05 * max(world / _FEW, 1.0) ** 1.5 + late
+        until = time.monotonic() + _GRACE + late
+        pause = 0.05 * max(world / _FEW, 1.0) ** 1.5 + late
         accounts: dict[int, Account] | None = None
         # Others run into the same failure at nearly the same time, and the message is better with what they say.
         while (left := until - time.monotonic()) > 0 and (accounts is None or len(accounts) < world):

@@ -32,13 +32,30 @@ import torch
 import torch.distributed as dist
 
 from zeropp._compat import is_registered
-from zeropp.comm.groups import free_groups, make_group
+from zeropp.comm.process_groups import free_groups, make_group
 
 __all__ = [
-    "WORLD", "Communicator", "Ctas", "History", "Key", "Sharing", "choose_ctas", "default_ctas", "destroy_unused",
-    "forget", "held_here", "history_here", "join_history", "kind_of", "least", "most_ctas", "obtain", "processors",
-    "release", "require_room",
-]  # fmt: skip
+    "WORLD",
+    "Communicator",
+    "Ctas",
+    "History",
+    "Key",
+    "Sharing",
+    "choose_ctas",
+    "default_ctas",
+    "destroy_unused",
+    "forget",
+    "held_here",
+    "history_here",
+    "join_history",
+    "kind_of",
+    "least",
+    "most_ctas",
+    "obtain",
+    "processors",
+    "release",
+    "require_room",
+]
 
 WORLD = "world"
 """The kind of small sums and broadcasts over all ranks."""

@@ -1,8 +1,8 @@
-"""Streams: where gathers and reductions run beside the model's own computing.
+"""Streams, which run gathers and reductions beside the model's own computing, and events, the ends of their work.
 
 One rule for every device: work runs in the order it was given, after everything the caller had issued before, and its
 event tells when it is done. A CUDA stream does that by itself; on CPU a thread takes its place, and where nothing is
-sent (one rank) the work simply runs at once.
+sent (one rank) the work simply runs at once. `Lanes` holds one stream for each class of links.
 
 [Note: memory on several streams] torch's allocator gives memory back to the stream it was allocated on as soon as no
 Python object refers to it, whatever runs on a device by then. So gathered weights are allocated and freed in the order
@@ -16,27 +16,242 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zeropp.comm.cuda_streams import CudaStream, LaunchedStream
-from zeropp.comm.events import DONE, Event, Stream
+from zeropp._compat import profiler_enabled
 from zeropp.comm.threads import Threads, generation, require_same_process
 
 __all__ = [
-    "BUS", "InlineStream", "Lanes", "ThreadEvent", "ThreadStream", "Work", "callers_stream", "make_lanes",
-    "make_stream", "used_here",
-]  # fmt: skip
-
+    "BUS",
+    "DONE",
+    "CudaStream",
+    "Event",
+    "InlineStream",
+    "Lanes",
+    "Launch",
+    "LaunchedStream",
+    "Stream",
+    "ThreadEvent",
+    "ThreadStream",
+    "Together",
+    "Work",
+    "callers_stream",
+    "copy",
+    "issued_here",
+    "make_lanes",
+    "make_stream",
+    "span",
+    "used_here",
+]
 
 BUS = "bus"
 """The class of links between a device and its host's memory."""
+
+# Protocols, and events of any device.
+
+
+class Event(Protocol):
+    """Completion of one piece of work."""
+
+    def wait(self, timeout: float) -> bool:
+        """Let the caller's later work see the result; False when the host waited ``timeout`` seconds in vain."""
+        ...
+
+    def done(self) -> bool:
+        """Tell whether it has happened, and well; no host waits for this."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work."""
+
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue ``works``, in order, behind earlier ones, what the caller has issued, and what ends ``after``.
+
+        Returns:
+            Completion of the last.
+        """
+        ...
+
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate memory for work that will be queued."""
+        ...
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Free such memory, once what the caller has issued no longer reads it."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for nothing from here on: the ranks have lost each other, and what is queued may never end."""
+        ...
+
+    def close(self) -> None:
+        """Finish; nothing may be queued afterwards."""
+        ...
+
+
+class Done:
+    """An event that has happened."""
+
+    def wait(self, timeout: float) -> bool:
+        """See :class:`Event`."""
+        return True
+
+    def done(self) -> bool:
+        """See :class:`Event`."""
+        return True
+
+
+DONE = Done()
+
+
+class Launch:
+    """The end of work that is being launched.
+
+    Attributes:
+        end: of the work, once it has been launched.
+    """
+
+    def __init__(self) -> None:
+        self.end: Event | None = None
+
+    def wait(self, timeout: float) -> bool:
+        """See :class:`Event`; nobody waits for the launch itself."""
+        return self.end is not None and self.end.wait(timeout)
+
+    def done(self) -> bool:
+        """See :class:`Event`."""
+        return self.end is not None and self.end.done()
+
+
+class Together:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    @staticmethod
+    def of(events: Sequence[Event | None]) -> Event | None:
+        """The events that there are, as one; None if there is none."""
+        there = [event for event in events if event is not None]
+        # A single one as it is: most units have one buffer.
+        return Together(there) if len(there) > 1 else (there[0] if there else None)
+
+    def wait(self, timeout: float) -> bool:
+        """See :class:`Event`."""
+        # One after another is as long as the last of them takes.
+        until = time.monotonic() + timeout
+        return all(event.wait(max(until - time.monotonic(), 0.0)) for event in self._events)
+
+    def done(self) -> bool:
+        """See :class:`Event`."""
+        return all(event.done() for event in self._events)
+
+
+# Lanes: the streams of one kind of work.
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work that goes over one class of links after another: "local" inside a node, "cross" between nodes, and `BUS`.
+
+    Attributes:
+        links: the classes, in order.
+        parts: generators that pause before each further class of links; all of them finish one before any goes on.
+        then: done at the end.
+        after: begins when this is done.
+    """
+
+    links: Sequence[str]
+    parts: Sequence[Iterator[None]]
+    then: Callable[[], object] | None = None
+    after: Event | None = None
+
+
+class Lanes:
+    """A stream for each class of links: one unit's hop inside a node runs beside another's between nodes.
+
+    And beside a third one's copy between the device and the host. A copy on the lane of a hop would wait for the hops
+    before it: the host waits for the end of a copy, and the memory that it fills has been used by them.
+
+    Every rank gives the same work in the same order, so the collectives of each process group keep one order, too.
+
+    Args:
+        make: a new stream for a class of links.
+    """
+
+    def __init__(self, make: Callable[[str], Stream]) -> None:
+        self._make = make
+        self._streams: dict[str, Stream] = {}
+
+    def stream(self, link: str) -> Stream:
+        """The stream of one class of links."""
+        if link not in self._streams:
+            self._streams[link] = self._make(link)
+        return self._streams[link]
+
+    def run(self, work: Work) -> list[Event]:
+        """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
+        # The first lane waits for what came before, each further one for the lane before it.
+        ends, event = list[Event](), work.after
+        # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
+        # the last one runs to the end.
+        steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
+        last = len(work.links) - 1
+        for number, link in enumerate(work.links):
+            if number == last and work.then is not None:
+                # Behind the parts on the same lane, so that it sees them finished, without another event.
+                steps = [*steps, work.then]
+            event = self.stream(link).run(*steps, after=event)
+            ends.append(event)
+        return ends
+
+    def abandon(self) -> None:
+        """Wait for none of them from here on."""
+        # A copy: this may run beside a thread that makes a further one.
+        for stream in list(self._streams.values()):
+            stream.abandon()
+
+    def close(self) -> None:
+        """Finish all of them."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Lanes:
+    """Lanes for one kind of work; see :func:`make_stream`."""
+    name = partial("{} {}".format, kind)
+    return Lanes(lambda link: make_stream(name(link), device, sends=sends, overlap=overlap, hosted=hosted))
+
+
+def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Stream:
+    """The stream for a device.
+
+    Args:
+        name: for its thread.
+        device: where the model lives.
+        sends: its work waits for other ranks; on CPU nothing else is worth a thread.
+        hosted: its work waits for the host: for weights that it steps, or brings from elsewhere.
+        overlap: run beside the caller's work; otherwise everything runs in the caller's order.
+    """
+    if not overlap:
+        return InlineStream()
+    if device.type == "cuda":
+        return LaunchedStream(ThreadStream(name), device) if hosted else CudaStream(device)
+    return ThreadStream(name) if sends or hosted else InlineStream()
+
+
+# Streams on a CPU.
 
 
 class InlineStream:
@@ -176,94 +391,140 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Stream:
-    """The stream for a device.
-
-    Args:
-        name: for its thread.
-        device: where the model lives.
-        sends: its work waits for other ranks; on CPU nothing else is worth a thread.
-        hosted: its work waits for the host: for weights that it steps, or brings from elsewhere.
-        overlap: run beside the caller's work; otherwise everything runs in the caller's order.
-    """
-    if not overlap:
-        return InlineStream()
-    if device.type == "cuda":
-        return LaunchedStream(ThreadStream(name), device) if hosted else CudaStream(device)
-    return ThreadStream(name) if sends or hosted else InlineStream()
+# Streams on a CUDA device, whose work the caller launches, or a thread; see [Note: memory on several streams].
 
 
-@dataclass(frozen=True)
-class Work:
-    """Work that goes over one class of links after another: "local" inside a node, "cross" between nodes, and `BUS`.
+class CudaStream:
+    """A CUDA stream: see [Note: memory on several streams].
 
-    Attributes:
-        links: the classes, in order.
-        parts: generators that pause before each further class of links; all of them finish one before any goes on.
-        then: done at the end.
-        after: begins when this is done.
+    The caller's stream is that of the model's device, which need not be the process's current one.
     """
 
-    links: Sequence[str]
-    parts: Sequence[Iterator[None]]
-    then: Callable[[], object] | None = None
-    after: Event | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
+        self._finish = weakref.finalize(self, self.stream.synchronize)
+        self._finish.atexit = False
 
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue ``works`` behind what the caller's stream has been given so far."""
+        # What the caller has issued may write what this work reads: a packed message, weights that were stepped.
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            if after is not None:
+                after.wait(threading.TIMEOUT_MAX)  # this stream waits, not the host
+            for work in works:
+                work()
+            # Recorded on this stream after the work, so it also stands for everything queued here before.
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return _CudaEvent(event, self._device)
 
-class Lanes:
-    """A stream for each class of links: one unit's hop inside a node runs beside another's between nodes.
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate in this stream's order."""
+        # Nothing is written yet, so there is nothing to wait for. See [Note: memory on several streams].
+        with torch.cuda.stream(self.stream):
+            work()
 
-    And beside a third one's copy between the device and the host. A copy on the lane of a hop would wait for the hops
-    before it: the host waits for the end of a copy, and the memory that it fills has been used by them.
-
-    Every rank gives the same work in the same order, so the collectives of each process group keep one order, too.
-
-    Args:
-        make: a new stream for a class of links.
-    """
-
-    def __init__(self, make: Callable[[str], Stream]) -> None:
-        self._make = make
-        self._streams: dict[str, Stream] = {}
-
-    def stream(self, link: str) -> Stream:
-        """The stream of one class of links."""
-        if link not in self._streams:
-            self._streams[link] = self._make(link)
-        return self._streams[link]
-
-    def run(self, work: Work) -> list[Event]:
-        """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
-        # The first lane waits for what came before, each further one for the lane before it.
-        ends, event = list[Event](), work.after
-        # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
-        # the last one runs to the end.
-        steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
-        last = len(work.links) - 1
-        for number, link in enumerate(work.links):
-            if number == last and work.then is not None:
-                # Behind the parts on the same lane, so that it sees them finished, without another event.
-                steps = [*steps, work.then]
-            event = self.stream(link).run(*steps, after=event)
-            ends.append(event)
-        return ends
+    def free(self, work: Callable[[], None]) -> None:
+        """Free in this stream's order: its allocations are reused by its own later work only."""
+        # Behind the caller's stream, so memory is reused only after the model's kernels have read it. Not by ``run``:
+        # nobody asks for the end, and an event costs the host some microseconds.
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            work()
 
     def abandon(self) -> None:
-        """Wait for none of them from here on."""
-        # A copy: this may run beside a thread that makes a further one.
-        for stream in list(self._streams.values()):
-            stream.abandon()
+        """Neither :meth:`close` nor the end of this object waits."""
+        self._finish.detach()
 
     def close(self) -> None:
-        """Finish all of them."""
-        for stream in self._streams.values():
-            stream.close()
+        """Wait for everything queued."""
+        if self._finish.alive:
+            self.stream.synchronize()
 
 
-def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Lanes:
-    """Lanes for one kind of work; see :func:`make_stream`."""
-    name = partial("{} {}".format, kind)
-    return Lanes(lambda link: make_stream(name(link), device, sends=sends, overlap=overlap, hosted=hosted))
+class _CudaEvent:
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self, timeout: float) -> bool:
+        # The host goes on, so no time runs out here: see zeropp.comm.watch.
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+
+class LaunchedStream:
+    """A CUDA stream whose work is launched by a thread, since it may have to wait for the host.
+
+    Otherwise as `CudaStream`; the host waits for the launch where it would only have queued a wait.
+    """
+
+    def __init__(self, thread: Stream, device: torch.device) -> None:
+        self._device = device
+        self._cuda = CudaStream(device)
+        self._thread = thread
+
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue ``works`` behind what the caller's stream has been given so far."""
+        # Both made here: the thread's launch is behind what the caller has issued by now, and not by then.
+        issued, done = torch.cuda.Event(), torch.cuda.Event()
+        issued.record(torch.cuda.current_stream(self._device))
+        launched = self._thread.run(partial(self._launch, works, after, _CudaEvent(issued, self._device), done))
+        return _LaunchedEvent(launched, _CudaEvent(done, self._device))
+
+    def _launch(
+        self, works: Sequence[Callable[[], object]], after: Event | None, issued: Event, done: torch.cuda.Event
+    ) -> None:
+        # A new thread begins with device 0 and its default stream as current ones. That stream is the model's, mostly:
+        # the lane would wait for all it has been given by now, and it for what comes before this on other lanes.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._cuda.stream):
+            if after is not None:
+                after.wait(threading.TIMEOUT_MAX)  # the host may have to, and has nothing else to do here
+            self._cuda.run(*works, partial(done.record, self._cuda.stream), after=issued)
+
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate in this stream's order."""
+        self._cuda.allocate(work)
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Free in this stream's order: whoever frees has waited for the launch of what filled the memory."""
+        self._cuda.free(work)
+
+    def abandon(self) -> None:
+        """Neither :meth:`close` nor the end of this object waits."""
+        self._thread.abandon()
+        self._cuda.abandon()
+
+    def close(self) -> None:
+        """Wait for everything queued."""
+        # In this order: what the thread still launches is to be waited for.
+        self._thread.close()
+        self._cuda.close()
+
+
+class _LaunchedEvent:
+    """The end of work that a thread launches."""
+
+    __slots__ = ("_end", "_launched")
+
+    def __init__(self, launched: Event, end: Event) -> None:
+        self._launched = launched
+        self._end = end
+
+    def wait(self, timeout: float) -> bool:
+        return self._launched.wait(timeout) and self._end.wait(timeout)
+
+    def done(self) -> bool:
+        return self._launched.done() and self._end.done()
 
 
 def callers_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -280,3 +541,53 @@ def used_here(tensor: Tensor) -> None:
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+# Copies between the memories of the host and of a device, which the host need not wait for.
+
+
+def copy(into: Tensor, values: Tensor) -> Event:
+    """Copy, on the current stream of whichever is a card's; ``values`` must stay as they are until the event.
+
+    What the host does after waiting for the event finds the copy made. Page-locked memory of the host lets it go on
+    meanwhile; other memory has it wait here.
+    """
+    card = into if into.is_cuda else values
+    into.copy_(values, non_blocking=card.is_cuda)
+    return issued_here(card.device)
+
+
+def issued_here(device: torch.device) -> Event:
+    """The end of what a device's current stream has been given, for the host to wait for."""
+    if device.type != "cuda":
+        return DONE
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return _Ended(event)
+
+
+class _Ended:
+    """The host waits, and no stream: it is the one that uses the memory next."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, timeout: float) -> bool:
+        """See :class:`Event`."""
+        # A copy is a matter of seconds at most; nothing else that the device does comes before it on its stream.
+        self._event.synchronize()
+        return True
+
+    def done(self) -> bool:
+        """See :class:`Event`."""
+        return bool(self._event.query())
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def span(what: str, unit: str) -> contextlib.AbstractContextManager[object]:
+    """A range ``zeropp::<what> <unit>`` in a profile; it costs nothing while none is being recorded."""
+    return torch.profiler.record_function(f"zeropp::{what} {unit}") if profiler_enabled() else _NOTHING

@@ -1,17 +1,15 @@
 """Configuration: DeepSpeed-style JSON as checked, documented, unchangeable objects.
 
 Knows names, types, defaults and which settings have an effect; nothing of what they do.
-Start with `top`, then `load`; `support` says of each field how far it reaches.
+Start with `top`, then `loading`; `support` says of each field how far it reaches.
 """
 
-from zeropp.config.errors import ConfigError, UnsupportedConfigError
-from zeropp.config.extension import ExtensionConfig
-from zeropp.config.load import ConfigSource, load_config
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.config.precision import Bf16Config, Fp16Config
+from zeropp.config.base import ConfigError, UnsupportedConfigError
+from zeropp.config.blocks import Bf16Config, ExtensionConfig, Fp16Config
+from zeropp.config.loading import ConfigSource, load_config
 from zeropp.config.support import require_stage_for_offload, require_supported
 from zeropp.config.top import Config
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 __all__ = [
     "Bf16Config",

@@ -1,4 +1,4 @@
-"""Common parts of all blocks of the configuration: number types, "auto", doubled spellings, warnings."""
+"""Common parts of all blocks of the configuration: number types, "auto", doubled spellings, errors, warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
@@ -15,13 +15,11 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+# Numbers.
+
 AUTO = "auto"
-# Packages that may lie between a user's line and a warning; deepspeed is the stand-in.
-_BETWEEN = ("zeropp", "deepspeed", "pydantic", "torch", "contextlib", "functools")
 # JSON's numbers, and those that YAML reads as strings: 1e-6 and 5e8 have no dot.
 _NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
-# The rank's number by torchrun, Open MPI, MPICH and SLURM.
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def is_auto(value: object) -> bool:
@@ -69,6 +67,9 @@ NonNegative = Annotated[Real, Ge(0)]
 PositiveReal = Annotated[Real, Gt(0)]
 
 
+# Blocks.
+
+
 def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
     """All keys that set a field; the first is the one the documentation uses."""
     if isinstance(field.validation_alias, AliasChoices):
@@ -79,43 +80,6 @@ def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
 def alias(*keys: str) -> AliasChoices:
     """The accepted keys of a field, the documented one first."""
     return AliasChoices(*keys)
-
-
-def notify(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of user code that led here, not at one of this package, of torch or of the libraries between.
-
-    ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
-    wrapper, and a block may end in contextlib's.
-    """
-    # Level 1 is this function, 2 its caller, which is where the walk begins.
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
-
-
-def notify_once(message: str, category: type[Warning] = UserWarning, *, first: bool | None = None) -> None:
-    """Warn as :func:`notify` does, on the first rank alone: all ranks read the same configuration.
-
-    ``first`` says whether this is the first rank of a group; None asks for the first of the job.
-
-    A filter that turns the warning into an error raises on every rank, so that none waits for others that have raised.
-    """
-    if _is_first_rank() if first is None else first:
-        notify(message, category)
-        return
-    # The filters stay in force, and what they let through is recorded instead of shown.
-    with warnings.catch_warnings(record=True):
-        notify(message, category)
-
-
-def _is_first_rank() -> bool:
-    # Without importing torch: where nobody has, there is no process group.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return bool(distributed.get_rank() == 0)
-    given = [os.environ[name] for name in _RANK_VARIABLES if name in os.environ]
-    return not given or given[0] == "0"
 
 
 class Block(BaseModel):
@@ -162,3 +126,82 @@ class Block(BaseModel):
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Rewrites deprecated forms to the current ones; blocks that have such forms override it."""
         return given
+
+
+# Errors.
+
+
+def listing(headline: str, lines: Sequence[str], what: str) -> str:
+    """A headline with one line behind it, or with the number of `what` and all lines below it."""
+    if len(lines) == 1:
+        return f"{headline}: {lines[0]}"
+    return "\n  ".join([f"{headline}, {len(lines)} {what}:", *lines])
+
+
+class ConfigError(ValueError):
+    """A configuration is malformed, out of bounds or contradicts itself.
+
+    `problems` holds one line per problem, each starting with the path of the key it is about.
+    """
+
+    headline = "the configuration cannot be used"
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        return listing(self.headline, self.problems, "problems")
+
+
+class UnsupportedConfigError(ConfigError):
+    """A valid configuration asks for features that this version does not have."""
+
+    headline = "the configuration asks for what is not in this version"
+
+
+# Warnings.
+
+# Packages that may lie between a user's line and a warning; deepspeed is the stand-in.
+_BETWEEN = ("zeropp", "deepspeed", "pydantic", "torch", "contextlib", "functools")
+# The rank's number by torchrun, Open MPI, MPICH and SLURM.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def notify(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of user code that led here, not at one of this package, of torch or of the libraries between.
+
+    ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
+    wrapper, and a block may end in contextlib's.
+    """
+    # Level 1 is this function, 2 its caller, which is where the walk begins.
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+        level = level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def notify_once(message: str, category: type[Warning] = UserWarning, *, first: bool | None = None) -> None:
+    """Warn as :func:`notify` does, on the first rank alone: all ranks read the same configuration.
+
+    ``first`` says whether this is the first rank of a group; None asks for the first of the job.
+
+    A filter that turns the warning into an error raises on every rank, so that none waits for others that have raised.
+    """
+    if _is_first_rank() if first is None else first:
+        notify(message, category)
+        return
+    # The filters stay in force, and what they let through is recorded instead of shown.
+    with warnings.catch_warnings(record=True):
+        notify(message, category)
+
+
+def _is_first_rank() -> bool:
+    # Without importing torch: where nobody has, there is no process group.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    given = [os.environ[name] for name in _RANK_VARIABLES if name in os.environ]
+    return not given or given[0] == "0"

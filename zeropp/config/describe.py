@@ -91,7 +91,11 @@ def bounds_text(field: FieldInfo) -> str:
 
 def shortened(value: object) -> str:
     """A value as `value_text` gives it, cut to fit an error message."""
-    text = value_text(value)
+    return cut(value_text(value))
+
+
+def cut(text: str) -> str:
+    """The first 80 characters of a text, for an error message."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -12,7 +12,7 @@ from annotated_types import Ge
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, create_model
 
 from zeropp.config.base import Block, Bound, Count, Positive, PositiveReal, alias, number
-from zeropp.config.precision import Dtype
+from zeropp.config.blocks import Dtype
 
 __all__ = [
     "CompileConfig",

@@ -6,11 +6,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeropp.config.base import Block, spellings
+from zeropp.config.base import Block, ConfigError, UnsupportedConfigError, spellings
+from zeropp.config.blocks import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    AutocastConfig,
+    Bf16Config,
+    CheckpointConfig,
+    DataTypesConfig,
+    ExtensionConfig,
+    Fp16Config,
+    GradientBitsConfig,
+    MaxCtasConfig,
+    NamedBlock,
+    OptimizerConfig,
+    ParallelWriteConfig,
+    SchedulerConfig,
+)
 from zeropp.config.describe import nested_block, value_text
-from zeropp.config.errors import ConfigError, UnsupportedConfigError
-from zeropp.config.extension import ExtensionConfig, GradientBitsConfig, MaxCtasConfig
-from zeropp.config.foreign import meant_type
+from zeropp.config.foreign_keys import meant_type
 from zeropp.config.inert import (
     CompileConfig,
     NeedlessTop,
@@ -18,21 +32,14 @@ from zeropp.config.inert import (
     OutsideKeys,
     UnreadTop,
 )
-from zeropp.config.leaf import LeafModuleConfig
-from zeropp.config.loco import LocoConfig
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
-from zeropp.config.runtime import (
-    ActivationCheckpointingConfig,
-    AioConfig,
-    CheckpointConfig,
-    NamedBlock,
-    OptimizerConfig,
-    ParallelWriteConfig,
-    SchedulerConfig,
-)
 from zeropp.config.top import Config
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.zero_block import (
+    LeafModuleConfig,
+    LocoConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    ZeroConfig,
+)
 
 
 class Kind(Enum):
@@ -197,7 +204,8 @@ def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
 
 def is_accepted(model: type[Block], name: str) -> bool:
     """Tell whether some value of a field other than its default is honoured, or at least taken."""
-    support, inner = SUPPORT[model][name], nested_block(model.model_fields[name])
+    support = SUPPORT[model][name]
+    inner = nested_block(model.model_fields[name])
     # `initialize` makes what these two name.
     if name in ("optimizer", "scheduler") or support.governor in ("optimizer", "scheduler"):
         return True
@@ -208,7 +216,8 @@ def is_accepted(model: type[Block], name: str) -> bool:
 
 def is_recommended(model: type[Block], name: str) -> bool:
     """Tell whether a field is worth naming to users: it, or something in its block, changes what is done."""
-    support, inner = SUPPORT[model][name], nested_block(model.model_fields[name])
+    support = SUPPORT[model][name]
+    inner = nested_block(model.model_fields[name])
     if support.kind is Kind.BLOCK and inner is not None:
         return any(is_recommended(inner, each) for each in inner.model_fields)
     idle = support.kind in (Kind.NEEDLESS, Kind.UNREAD) or (support.kind is Kind.EFFECT and support.instead)
@@ -220,7 +229,8 @@ def require_stage_for_offload(config: Config) -> None:
 
     Not when the configuration is loaded: without an optimizer, where its states would lie does not matter.
     """
-    zero, wrong = config.zero, list[str]()
+    zero = config.zero
+    wrong = list[str]()
     states = zero.offload_optimizer
     if states is not None and states.device != "none" and zero.stage == 0:
         wrong.append(
@@ -282,7 +292,8 @@ def _with_reason(remedy: str, support: Support) -> str:
 def _refused_types(config: Config) -> Iterator[str]:
     """Types of `data_types` that other blocks contradict."""
     computed = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
-    named, sums = config.data_types.param_dtype, config.data_types.grad_accum_dtype
+    named = config.data_types.param_dtype
+    sums = config.data_types.grad_accum_dtype
     # Either could be meant, and the blocks bring more than a type.
     if named is not None and computed not in (None, named):
         yield f'data_types.param_dtype: "{named}" and {computed}.enabled say different things; leave one of them out'
@@ -296,11 +307,14 @@ def _refused_types(config: Config) -> Iterator[str]:
 
 def _refused_main(config: Config) -> Iterator[str]:
     """Settings of main weights in 16 bits that do not go with others."""
-    bf16, codec = config.bf16, config.zeropp.weight_codec
-    main, states = bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states
+    bf16 = config.bf16
+    codec = config.zeropp.weight_codec
+    main = bf16.bf16_master_weights_and_grads
+    states = bf16.bf16_optimizer_states
     # torch's optimizers make states like the weights that they step, and zeropp has none of its own.
     if main != states:
-        one, other = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+        one = "bf16_master_weights_and_grads"
+        other = "bf16_optimizer_states"
         one, other = (one, other) if main else (other, one)
         yield f"bf16.{one}: true without bf16.{other} is not in this version; set both, or neither"
     for block in ("bf16", "fp16"):

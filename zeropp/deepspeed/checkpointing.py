@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeropp.config import ConfigSource, load_config
-from zeropp.config.runtime import ActivationCheckpointingConfig
+from zeropp.config.blocks import ActivationCheckpointingConfig
 from zeropp.deepspeed.distributed import require_no_model_parallelism
 
 __all__ = [

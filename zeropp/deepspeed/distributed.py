@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeropp.comm.groups import allow_files
+from zeropp.comm.process_groups import allow_files
 
 __all__ = ["init_distributed", "require_no_model_parallelism"]
 

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.config.base import notify_once
 from zeropp.deepspeed.distributed import init_distributed, require_no_model_parallelism
 from zeropp.deepspeed.json_optimizers import make_optimizer, make_scheduler
 from zeropp.deepspeed.leaf_modules import mark_configured
-from zeropp.deepspeed.training_engine import Engine, wrap_for_inference
+from zeropp.deepspeed.training_engine import Engine
 from zeropp.deepspeed.training_optimizer import TrainingOptimizer
+from zeropp.deepspeed.zero_inference import wrap_for_inference
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.setup.built import built_for
+from zeropp.setup.build import built_for
 
 __all__ = ["initialize"]
 

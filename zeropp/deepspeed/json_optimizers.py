@@ -1,6 +1,6 @@
 """Optimizers and schedulers that the JSON names.
 
-Optimizers that torch does not have: Lion, and Adam without bias correction. They treat every element by itself.
+Two optimizers are not in torch: Lion, and Adam without bias correction. They treat every element by itself.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeropp.config import ConfigError
+from zeropp.config.blocks import OptimizerConfig, SchedulerConfig
 from zeropp.config.describe import value_text
-from zeropp.config.foreign import meaning, meant_type, place
-from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.config.foreign_keys import meaning, meant_type, place
 from zeropp.deepspeed.schedulers import SCHEDULERS
-from zeropp.optimizer.elementwise import reason_for_whole
+from zeropp.optimizer.checks import reason_for_whole
 
 __all__ = ["Lion", "UncorrectedAdam", "make_optimizer", "make_scheduler"]
 

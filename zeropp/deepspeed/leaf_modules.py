@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zeropp.config.leaf import LeafModuleConfig
+from zeropp.config.zero_block import LeafModuleConfig
 from zeropp.engine.engine import Engine
 from zeropp.params.guard import handler_of
 from zeropp.partition.units import LEAF_AS

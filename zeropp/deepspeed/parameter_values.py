@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from zeropp.access.state import gather_main, gather_row
 from zeropp.engine.engine import Engine
-from zeropp.engine.parking import NOTHING, WEIGHTS
+from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.fingerprint import digest_of, fingerprint
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.guard import handler_of
+from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",

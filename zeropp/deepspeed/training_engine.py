@@ -1,207 +1,68 @@
-"""``Engine``: a model with its optimizer, scheduler and counters behind DeepSpeed's calls.
-
-Inference with a partitioned model (ZeRO-Inference) has gathers, offload and codecs, and nothing that trains.
-"""
+"""``Engine``: a model with its optimizer, scheduler and counters behind DeepSpeed's calls."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
+import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from zeropp import checkpoint
 from zeropp._compat import is_compiled, uncompiled
 from zeropp.access.ownership import cached_whole, give_back
-from zeropp.comm.members import Group
-from zeropp.config import Config, require_supported
-from zeropp.config.base import notify_once
+from zeropp.checkpoint.boxes import CheckpointError
+from zeropp.checkpoint.export import gather_16bit
+from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.metadata import METADATA, write_synced
+from zeropp.checkpoint.save import begin
+from zeropp.checkpoint.together import absolute, path_of_rank_0
+from zeropp.config import Config
+from zeropp.config.base import notify
+from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration
 from zeropp.deepspeed.data import make_loader
-from zeropp.deepspeed.engine_checkpoints import Saving
 from zeropp.deepspeed.readable_weights import RestingWeights
+from zeropp.deepspeed.zero_checkpoints import RunValues, read_run_values
+from zeropp.deepspeed.zero_inference import thaw
+from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
 from zeropp.engine.engine import Engine as Core
-from zeropp.engine.idle import refuse_retired
-from zeropp.engine.listener import Listener
+from zeropp.engine.engine import engine_of
+from zeropp.engine.preconditions import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.guard import handler_of
-from zeropp.params.loss_scale import LossScaleError
-from zeropp.setup.build import build_engine
+from zeropp.params.gradient import LossScaleError
 
-__all__ = ["ABSENT", "Accessors", "Engine", "thaw", "wrap_for_inference"]
+__all__ = ["MODULE_STATES", "Engine"]
 
-
-_REDUCED = "gradients are reduced as backward makes them, and clipped in step()"
-_GROUPS = "groups are torch.distributed's, or those that initialize() was given by mpu; it may be assigned"
-_PIPELINE = "it is of pipelines, which zeropp has not"
-_LOGS = "log what get_global_grad_norm() and the loss say, and measure with torch.profiler"
-ABSENT = {
-    **dict.fromkeys(("monitor", "timers", "tput_timer", "flops_profiler", "print_forward_breakdown"), _LOGS),
-    **dict.fromkeys(("allreduce_gradients", "clip_fp32_gradients", "buffered_allreduce_fallback"), _REDUCED),
-    **dict.fromkeys(("mpu", "data_parallel_group", "seq_data_parallel_group", "mp_world_size"), _GROUPS),
-    **dict.fromkeys(("train_batch", "eval_batch", "set_dataloader"), _PIPELINE),
-}
-"""Names that DeepSpeed's engines have and this one has not, and why; a model may have some of the same name."""
-
-# Call -> place of its answer in the configuration.
-_PLACES = {
-    "zero_optimization_stage": "zero.stage",
-    "zero_gather_16bit_weights_on_model_save": "zero.gather_16bit_weights_on_model_save",
-    "zero_offload_optimizer": "zero.offload_optimizer",
-    "zero_offload_param": "zero.offload_param",
-    "zero_sub_group_size": "zero.sub_group_size",
-    "zero_max_live_parameters": "zero.max_live_parameters",
-    "zero_max_reuse_distance": "zero.max_reuse_distance",
-    "zero_prefetch_bucket_size": "zero.prefetch_bucket_size",
-    "zero_param_persistence_threshold": "zero.param_persistence_threshold",
-    "zero_model_persistence_threshold": "zero.model_persistence_threshold",
-    "zero_module_granularity_threshold": "zero.module_granularity_threshold",
-    "zero_ignore_unused_parameters": "zero.ignore_unused_parameters",
-    "zero_load_from_fp32_weights": "zero.load_from_fp32_weights",
-    "zero_overlap_comm": "zero.overlap_comm",
-    "zero_reduce_bucket_size": "zero.reduce_bucket_size",
-    "zero_allgather_bucket_size": "zero.allgather_bucket_size",
-    "zero_hpz_partition_size": "zero.zero_hpz_partition_size",
-    "zero_quantized_weights": "zero.zero_quantized_weights",
-    "zero_quantized_nontrainable_weights": "zero.zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients": "zero.zero_quantized_gradients",
-    "zeropp_loco_param": "zero.zeropp_loco_param",
-    "mics_shard_size": "zero.mics_shard_size",
-    "zero_reduce_scatter": "zero.reduce_scatter",
-    "zero_contiguous_gradients": "zero.contiguous_gradients",
-    "gradient_clipping": "gradient_clipping",
-    "gradient_predivide_factor": "gradient_predivide_factor",
-    "communication_data_type": "communication_data_type",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "fp16_enabled": "fp16.enabled",
-    "fp16_auto_cast": "fp16.auto_cast",
-    "bfloat16_enabled": "bf16.enabled",
-    "loss_scale": "fp16.loss_scale",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "steps_per_print": "steps_per_print",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "dump_state": "dump_state",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "optimizer_name": "optimizer.type",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-}
+_LATEST, _UNIVERSAL = "latest", "latest_universal"
+MODULE_STATES = "mp_rank_00_model_states.pt"
+_COUNTS = ("global_steps", "global_samples")
 
 
-class Accessors:
-    """Calls without arguments, each of which says what one key of the configuration is."""
-
-    loaded_config: Config
-
-    def zero_optimization(self) -> bool:
-        """Tell whether anything is partitioned: stage 1 or more."""
-        return self.loaded_config.zero.stage > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Tell whether gradients are partitioned: stage 2 or 3."""
-        return self.loaded_config.zero.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Tell whether weights are partitioned: stage 3."""
-        return self.loaded_config.zero.stage == 3
-
-    def dynamic_loss_scale(self) -> bool:
-        """Tell whether the loss scale of float16 is dynamic."""
-        return self.loaded_config.fp16.loss_scale == 0
-
-
-def _reading(call: str, place: str) -> Callable[[Accessors], Any]:
-    def read(self: Accessors) -> Any:
-        value: Any = self.loaded_config
-        for name in place.split("."):
-            # A block that is not given has nothing to say.
-            value = None if value is None else getattr(value, name)
-        return value
-
-    read.__name__, read.__qualname__ = call, f"Accessors.{call}"
-    read.__doc__ = f"The configuration's ``{place}``."
-    return read
-
-
-# Set from the table, so that a call and the key that it reads stand in one line.
-for _call, _place in _PLACES.items():
-    setattr(Accessors, _call, _reading(_call, _place))
-
-
-# Parameters that an engine has frozen for its time. Weakly: one that knew its module would keep the engine for good.
-_frozen: weakref.WeakKeyDictionary[Core, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
-
-
-class _Nobody(Listener):
-    """Listens to an engine whose gradients nobody steps."""
-
-
-def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Core:
-    """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
-
-    Args:
-        model: to partition in place; rank 0's values become everyone's.
-        config: of which partitioning, ``offload_param``, ``bf16`` or ``fp16``, and what encodes weights have an effect.
-        group: ranks to partition over; None for all.
-        device: to compute on; None for the model's.
-
-    Raises:
-        ConfigError, TypeError, ValueError: configuration, model or group cannot be used.
-    """
-    if config.steps_on_host:
-        # Scripts that train and evaluate have one file for both, from which transformers takes the optimizer alone, and
-        # TRL's reference models have the file of stage 2 with the stage set to 0.
-        notify_once("offload_optimizer has no effect: there is no optimizer, so nothing is stepped")
-    zero = config.zero.model_copy(update={"offload_optimizer": None})
-    config = config.model_copy(update={"zero_optimization": zero})
-    require_supported(config)
-    # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Of another engine for inference before this one, where nobody has chosen since.
-    frozen = trained or _frozen_before(model)
-    model.requires_grad_(False)
+@contextlib.contextmanager
+def _together(engine: Core) -> Iterator[None]:
+    """Inside, a state has whole values also where a script's own ``state_dict()`` takes no other rank."""
+    resting = engine.resting
+    if resting is None:
+        yield
+        return
+    before, resting.alone = resting.alone, False
     try:
-        # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
-        engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0)
-    except BaseException:
-        _unfreeze(trained)
-        raise
-    _frozen[engine] = [weakref.ref(parameter) for parameter in frozen]
-    return engine
+        yield
+    finally:
+        resting.alone = before
 
 
-def _frozen_before(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that engines which have evaluated the model have frozen."""
-    engines = {handler for handler in map(handler_of, model.parameters()) if isinstance(handler, Core)}
-    return [parameter for engine in engines for ref in _frozen.get(engine, ()) if (parameter := ref()) is not None]
+class TagError(CheckpointError, AssertionError):
+    """Ranks gave a checkpoint different tags; DeepSpeed raises an AssertionError then."""
 
 
-def thaw(engine: Core, model: nn.Module) -> None:
-    """Let what :func:`wrap_for_inference` has frozen be trainable again, unless somebody has chosen what is."""
-    frozen = [parameter for ref in _frozen.pop(engine, ()) if (parameter := ref()) is not None]
-    # As peft does, which freezes all and adds what is trained.
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        _unfreeze(frozen)
-    elif not all(parameter.requires_grad for parameter in frozen):
-        notify_once(
-            "parameters that were frozen to evaluate stay so, since others have been made trainable meanwhile; call "
-            "requires_grad_() of what is to be trained, too",
-            first=engine.comm.rank == 0,
-        )
-
-
-def _unfreeze(parameters: list[nn.Parameter]) -> None:
-    # Cleaning up, after an error perhaps, which another one would hide. A KeyError is of a wrap that failed half-way.
-    with contextlib.suppress(RuntimeError, KeyError):
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
-class Engine(Saving, Accessors, nn.Module):
+@answers_configuration
+class Engine(nn.Module):
     """The first result of ``zeropp.initialize``: forward, ``backward(loss)``, ``step()``, and all that is asked of it.
 
     A window is ``gradient_accumulation_steps`` calls of ``step()``: all but the last do nothing but count, and the last
@@ -219,8 +80,11 @@ class Engine(Saving, Accessors, nn.Module):
         micro_steps: calls of ``step()`` since this engine was made; not saved, as in DeepSpeed.
         global_steps: optimizer steps, skipped ones included.
         global_samples: samples of these, over all ranks.
+        writes_module_states: checkpoints of stages 0 to 2 have the model's weights once more, in a file of torch's with
+            DeepSpeed's name and its key "module", for scripts that read them from there. Set by the stand-in.
     """
 
+    writes_module_states = False
     optimizer: ZeroOptimizer | None
 
     def __init__(
@@ -485,6 +349,24 @@ class Engine(Saving, Accessors, nn.Module):
         """The ``type`` of each group; None where a group has none."""
         return [group.get("type") for group in self._trained("get_type").param_groups]
 
+    # Stages, beside the calls of the table in config_accessors.py.
+
+    def zero_optimization(self) -> bool:
+        """Tell whether anything is partitioned: stage 1 or more."""
+        return self.loaded_config.zero.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Tell whether gradients are partitioned: stage 2 or 3."""
+        return self.loaded_config.zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Tell whether weights are partitioned: stage 3."""
+        return self.loaded_config.zero.stage == 3
+
+    def dynamic_loss_scale(self) -> bool:
+        """Tell whether the loss scale of float16 is dynamic."""
+        return self.loaded_config.fp16.loss_scale == 0
+
     # Data, phases, compilation, the end.
 
     def deepspeed_io(
@@ -583,6 +465,259 @@ class Engine(Saving, Accessors, nn.Module):
         self.core.reductions.loss_scale.forget()
         # Last: a warning of it may be an error.
         thaw(self.core, self.module)
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        weights_only: bool = False,
+        in_window: bool = False,
+    ) -> bool:
+        """Save model, optimizer, scheduler, counters and ``client_state`` as ``save_dir/tag``. Collective.
+
+        The directory is one of zeropp's checkpoints, which loads on any number of ranks: see docs/checkpoints.md.
+        Inside a window its gradients are not in it, with a warning: whoever is told to end has what there is by then.
+
+        Args:
+            save_dir: a directory that all ranks see. Where ranks give different ones it is rank 0's, with a warning.
+            tag: name of the checkpoint; None for ``global_step`` and their number. Where ranks give different ones it
+                is rank 0's, or as ``tag_validation`` says.
+            client_state: values to get back from :meth:`load_checkpoint`: JSON, tensors, numpy arrays, and objects with
+                ``state_dict`` and ``load_state_dict``. Others are refused: nothing is pickled.
+            save_latest: name it in ``save_dir/latest``, for loads without a tag.
+            exclude_frozen_parameters: leave out those, as around adapters; whoever loads has them from elsewhere.
+            weights_only: leave out states of the optimizer.
+            in_window: between two steps, too, without that warning.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: ``save_dir`` is empty, on some rank.
+            CheckpointError, RuntimeError: it cannot be saved, or ranks gave different tags where ``tag_validation`` is
+                "FAIL"; on every rank.
+        """
+        given = f"global_step{self.global_steps}" if tag is None else str(tag)
+        root, name = self._agreed_names(absolute(save_dir), given)
+        # Three names of our own, so that a client's keys cannot be taken for counters.
+        extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
+        if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
+            extra["lr_scheduler"] = self.lr_scheduler
+        if not in_window:
+            self._warn_of_window(name)
+        own = self.writes_module_states and self.loaded_config.zero.stage < 3
+        # On the first rank's CPU: a state_dict() would be one more copy of the weights on every card.
+        states = gather_16bit(self.module, exclude_frozen_parameters) if own else None
+        completed = partial(self._completed, root, name, save_latest, states)
+        # Of a checkpoint that this one replaces; the weights in it are in the checkpoint, too.
+        if engine_of(self.module).comm.rank == 0:
+            (root / name / MODULE_STATES).unlink(missing_ok=True)
+        begin(
+            root / name, self.module, None if weights_only else self.optimizer, extra, asynchronous=False, busy="wait",
+            file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
+            in_window=True,
+        )  # fmt: skip
+        return True
+
+    def _completed(self, root: Path, name: str, save_latest: bool, states: dict[str, Tensor] | None) -> None:
+        """By the first rank, when all of it is on the disk: a name of what is not there would end the next job."""
+        if states is not None:
+            torch.save({"module": states, **self._counts()}, root / name / MODULE_STATES)
+        if save_latest:
+            write_synced(root / _LATEST, name.encode())
+        write_script(root)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore what :meth:`save_checkpoint` saved, on any ranks and in any stage; or DeepSpeed. Collective.
+
+        Args:
+            load_dir: as saved.
+            tag: name of the checkpoint; None for the one that ``load_dir/latest`` names.
+            load_module_strict: raise if model and checkpoint have other parameters or buffers.
+            load_optimizer_states: also the optimizer's, and the counters.
+            load_lr_scheduler_states: also the scheduler's.
+            load_module_only: weights and buffers alone.
+            custom_load_fn: refused; use ``load_module_strict=False``, or edit weights in ``GatheredParameters``.
+
+        Returns:
+            The checkpoint's path and its ``client_state``; (None, None) if no tag is given and there is no ``latest``.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit; on every rank.
+        """
+        # Before any rank reads: it is asked of the call, and not of the files.
+        if custom_load_fn is not None:
+            raise TypeError(
+                "custom_load_fn copies a whole state dict into a whole module, and a rank has parts of both; load with "
+                "load_module_strict=False, or edit weights in zeropp.zero.GatheredParameters"
+            )
+        path = self._checkpoint_path(absolute(load_dir), tag)
+        if path is None:
+            return None, None
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        # What has no metadata of ours is another program's, or nothing; the error names which.
+        if not (path / METADATA).is_file():
+            checkpoint.load_foreign(path, self.module, optimizer, strict=load_module_strict)
+            counts, states = not load_module_only, optimizer is not None
+            return str(path), self._take_run_values(path, counts, load_lr_scheduler_states, states)
+        extra = {}
+        if load_lr_scheduler_states and not load_module_only and hasattr(self.lr_scheduler, "load_state_dict"):
+            extra["lr_scheduler"] = self.lr_scheduler
+        # Random numbers go with states: a run that begins anew with these weights draws its own.
+        only = ["model", "extra"] if optimizer is None else None
+        found = checkpoint.load(path, self.module, optimizer, extra, strict=load_module_strict, only=only)
+        if not load_module_only:
+            for name, count in found.extra.get("engine", {}).items():
+                setattr(self, name, count)
+        return str(path), dict(found.extra.get("client_state", {}))
+
+    def _take_run_values(self, path: Path, counts: bool, schedule: bool, states: bool) -> dict[str, Any]:
+        """Go on where a run of DeepSpeed's has stopped; returns its ``client_state``."""
+        engine = engine_of(self.module)
+        # The first rank's: others may see the files later, and all are to count alike.
+        own: RunValues | CheckpointError | None = None
+        try:
+            own = read_run_values(path) if path.is_dir() and engine.comm.rank == 0 else None
+        except CheckpointError as error:
+            # Told to the others, who would wait for what does not come.
+            own = error
+        found = engine.agreement.exchange_objects(own, "reading the counters of a checkpoint")[0]
+        if isinstance(found, CheckpointError):
+            raise found
+        if found is None:
+            return {}
+        for name, count in found.counts.items() if counts else ():
+            setattr(self, name, count)
+        if states and self.optimizer is not None:
+            self.optimizer.outcome.load(found.skipped_steps, found.loss_scale)
+        if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(found.lr_scheduler)
+        if found.left_out:
+            notify(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
+        return dict(found.client)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See :func:`zeropp.checkpoint.save_16bit_model`."""
+        return checkpoint.save_16bit_model(save_dir, self.module, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """:meth:`save_16bit_model` by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's ``state_dict()``: whole tensors on every rank. Collective."""
+        # With aliases: what is tied stands in the state under each of its names.
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        with _together(engine_of(self.module)):
+            state = self.module.state_dict()
+        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load whole tensors, the same ones on every rank, into the model. Collective.
+
+        Raises:
+            RuntimeError: names or shapes are others than the model's.
+        """
+        # The module's own, whose hooks take this rank's pieces.
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights and buffers in 16 bits on the first rank's CPU, None on others, in any stage. Collective.
+
+        Accelerate, transformers and others call it, and :meth:`_zero3_consolidated_16bit_state_dict`, by these names.
+        """
+        return gather_16bit(self.module, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """:meth:`_consolidated_16bit_state_dict`, in stage 3.
+
+        Raises:
+            ValueError: in another stage, where ``module_state_dict()`` takes no gathering.
+        """
+        # As in DeepSpeed: whoever falls back on it has asked by an error.
+        if self.loaded_config.zero.stage != 3:
+            raise ValueError(
+                f"_zero3_consolidated_16bit_state_dict() is of stage 3, and this is {self.loaded_config.zero.stage}; "
+                "use module_state_dict()"
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int = 0) -> str:
+        """The place of the optimizer's states of a checkpoint; by DeepSpeed's name, which subclasses look at.
+
+        There is no file of one rank's states alone: it is the checkpoint's directory.
+        """
+        return str(Path(checkpoints_path) / tag)
+
+    def _change_recovery_script_permissions(self, dst: str | os.PathLike[str]) -> None:
+        """Make the script that is left beside checkpoints executable, if that can be; as in DeepSpeed."""
+        make_executable(dst)
+
+    def _warn_of_window(self, name: str) -> None:
+        if (engine := engine_of(self.module)).window.count > 0 and engine.comm.rank == 0:
+            notify(
+                f"the checkpoint {name!r} is saved inside a window of micro-batches, whose gradients are not in it; "
+                "whoever resumes begins the window again"
+            )
+
+    def _counts(self) -> dict[str, int]:
+        # Skipped steps are the optimizer's, which saves them itself.
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def _agreed_names(self, own_root: str, own_tag: str) -> tuple[Path, str]:
+        """Directory and tag of the checkpoint that ranks are about to save, of those that each rank was given."""
+        engine = engine_of(self.module)
+        engine.require_idle("save_checkpoint()")
+        told = engine.agreement.exchange_objects((own_root, own_tag), "agreeing on the name of a checkpoint")
+        root = path_of_rank_0(engine, [path for path, _ in told], "save_checkpoint()")
+        names = [tag for _, tag in told]
+        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if other is None:
+            return root, names[0]
+        text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
+        how = self.loaded_config.checkpoint.tag_validation
+        if how == "FAIL":
+            raise TagError(f"{text}; give the same one on every rank, without the time of day in it")
+        # One warning is enough; a rank of many would say it of names that nobody sees any more.
+        if how == "WARN" and engine.comm.rank == 0:
+            notify(f"{text}; the checkpoint is saved under the first rank's")
+        return root, names[0]
+
+    def _checkpoint_path(self, own_root: str, tag: str | int | None) -> Path | None:
+        """Path of the checkpoint to load; the first rank's answer, on every rank."""
+        engine = engine_of(self.module)
+        # Other ranks may see an older state of a network's file system, and would load another checkpoint.
+        own = str(tag) if tag is not None else None
+        latest = Path(own_root) / (_UNIVERSAL if self.loaded_config.checkpoint.load_universal else _LATEST)
+        if tag is None and engine.comm.rank == 0 and latest.is_file():
+            own = latest.read_text().strip()
+        told = engine.agreement.exchange_objects((own_root, own), "looking for the checkpoint to load")
+        root, name = path_of_rank_0(engine, [path for path, _ in told], "load_checkpoint()"), told[0][1]
+        if name is None:
+            notify(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
+            return None
+        return root / name
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:

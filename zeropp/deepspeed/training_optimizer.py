@@ -1,9 +1,8 @@
 """The second result of ``initialize``: a `ZeroOptimizer` that answers what scripts ask DeepSpeed's optimizers.
 
-``optimizer.parameter_offload``: what scripts that take DeepSpeed's hooks off a model, and put them back, reach into.
-
-They do so to generate inside ``GatheredParameters``, where zeropp's hooks do nothing anyway. So there is nothing to
-take off, and all calls are harmless.
+Some scripts take DeepSpeed's hooks off a model through ``optimizer.parameter_offload``, and put them back, to
+generate inside ``GatheredParameters``. zeropp's hooks do nothing there, so all calls of :class:`ParameterOffload`
+are harmless.
 """
 
 from __future__ import annotations

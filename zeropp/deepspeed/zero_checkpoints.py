@@ -1,9 +1,7 @@
-"""Folders that DeepSpeed's ``save_checkpoint`` wrote in ZeRO stages 1, 2 and 3: weights and the optimizer's states.
+"""Folders that DeepSpeed's ``save_checkpoint`` wrote in ZeRO stages 1, 2 and 3: weights, optimizer states, counters.
 
 Stages 1 and 2 cut each parameter group, as one row, into as many partitions as there were ranks. Stage 3 cuts each
 parameter, and a rank's file has its parts of all of them in a row, group by group. DeepSpeed is not needed.
-
-Values of a run in DeepSpeed's folders besides tensors: counters, the schedule's place, the script's own.
 """
 
 from __future__ import annotations
@@ -16,13 +14,10 @@ from typing import Any
 
 import torch
 
-from zeropp.checkpoint.boxes import boxes_of_range, row_major
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError, boxes_of_range, row_major
+from zeropp.checkpoint.foreign import Named, entry_of
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.named import Named
-from zeropp.checkpoint.parts import MODEL, STATE
 from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
-from zeropp.checkpoint.torch_state import entry_of
 
 __all__ = ["PACKAGES", "RunValues", "ZeroFolder", "model_files", "read_run_values", "zero_folder"]
 
@@ -331,7 +326,7 @@ class RunValues:
         counts: ``global_steps`` and its like, as far as they are there.
         lr_scheduler: its ``state_dict()``, or None.
         skipped_steps: steps that overflowed.
-        loss_scale: a dynamic one, as of :meth:`zeropp.params.loss_scale.LossScale.state_dict`; None for others.
+        loss_scale: a dynamic one, as of :meth:`zeropp.params.gradient.LossScale.state_dict`; None for others.
         client: what the script gave.
         left_out: names of the script's values that hold tensors or objects, which are not read.
     """

@@ -1,9 +1,8 @@
 """DeepSpeed's functions of ``zero_to_fp32``, over its own folders and over checkpoints of zeropp.
 
-Without ranks and without DeepSpeed. Names and defaults are DeepSpeed's. Also as a command:
-python -m zeropp.deepspeed.zero_to_fp32 runs/first weights --safe_serialization
-
-The script that runs ``zero_to_fp32`` from a folder of checkpoints, where DeepSpeed leaves one of its own.
+They need no ranks and no DeepSpeed; names and defaults are DeepSpeed's. Also as a command:
+python -m zeropp.checkpoint.zero_to_fp32 runs/first weights --safe_serialization
+and as the script that :func:`write_script` leaves in a folder of checkpoints.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.state import engine_of
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError
 from zeropp.checkpoint.files import WholeFiles
+from zeropp.checkpoint.foreign import TORCH_INDEX, TORCH_SINGLE, metadata_of
 from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata, sync_folder, write_synced
-from zeropp.checkpoint.named import metadata_of
-from zeropp.checkpoint.parts import MODEL, STATE
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.source import Source
-from zeropp.checkpoint.torch_state import TORCH_INDEX, TORCH_SINGLE
 from zeropp.deepspeed.zero_checkpoints import ZeroFolder, zero_folder
+from zeropp.engine.engine import engine_of
 
 __all__ = [
     "SCRIPT",
@@ -43,6 +40,18 @@ __all__ = [
     "make_executable",
     "write_script",
 ]
+
+_log = logging.getLogger("zeropp")
+
+SCRIPT = "zero_to_fp32.py"
+_TEXT = '''#!/usr/bin/env python3
+"""Whole float32 weights from the checkpoints beside this file: python zero_to_fp32.py . WEIGHTS --safe_serialization"""
+
+from zeropp.checkpoint.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -294,23 +303,6 @@ def main(argv: list[str] | None = None) -> None:
         safe_serialization=args.safe_serialization, tag=args.tag,
         exclude_frozen_parameters=args.exclude_frozen_parameters,
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
-
-
-_log = logging.getLogger("zeropp")
-
-SCRIPT = "zero_to_fp32.py"
-_TEXT = '''#!/usr/bin/env python3
-"""Whole float32 weights from the checkpoints beside this file: python zero_to_fp32.py . WEIGHTS --safe_serialization"""
-
-from zeropp.deepspeed.zero_to_fp32 import main
-
-if __name__ == "__main__":
-    main()
-'''
 
 
 def write_script(folder: Path) -> None:

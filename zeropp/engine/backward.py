@@ -1,23 +1,40 @@
-"""Uses of units that no forward of their modules brackets: by a backward, by code outside, by forwards that repeat."""
+"""A backward's side of the engine: the units that it uses, and the gradients that it leaves for the optimizer.
+
+:class:`BackwardUses`, :class:`Touched` and :class:`Kept` have uses of units that no forward of their modules brackets:
+by a backward, by code outside, by forwards that repeat. :class:`Pending` knows which parameters have gradients.
+
+[Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
+later backward uses it. Here only ranks with a slice of the parameter see the None, and others may have used it before.
+All ranks look for such changes at the same calls and count these looks, so a look has the same number on every rank.
+For each parameter a rank keeps the number of the last look before it used the parameter, and the number of the look
+that found its gradient gone. If a rank has found a gradient gone and has not used the parameter since, a flag in the
+sum of the next step says so. Ranks then exchange the numbers of these looks, and each drops its own use of a parameter
+if it came before. A step without that flag exchanges nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from itertools import chain
 
 from torch import Tensor, nn
 
 from zeropp._compat import leaves_out
 from zeropp.engine.hooks import BackwardCall
+from zeropp.engine.listener import Listener
 from zeropp.order.known_orders import PhaseKey
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
+from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 
-__all__ = ["TOLD_APART", "BackwardUses", "Kept", "Touched"]
+__all__ = ["TOLD_APART", "BackwardUses", "Kept", "Pending", "Touched"]
+
+
+# Uses of units.
 
 TOLD_APART = 8  # forwards before a backward, and backwards after them, by which kinds of backwards are told apart
 
@@ -55,7 +72,7 @@ class BackwardUses:
         self.last_gradient = 0, 0
 
     def accumulates(self) -> bool:
-        """Whether the running backward is to bring gradients to parameters, as far as it was asked for any."""
+        """Tell whether the running backward is to bring gradients to parameters."""
         # The parameter that had the last gradient mostly has the next one, too, and then no other is looked at.
         index, position = self.last_gradient
         first = _trainable(self._units[index])[position : position + 1]
@@ -164,7 +181,8 @@ class BackwardUses:
             run_by: see :class:`zeropp.engine.hooks.HookedModule`.
         """
         if self.complete:
-            complete, self.complete = self.complete, []
+            complete = self.complete
+            self.complete = []
             for unit in complete:
                 if self._is_inside(unit, path, run_by):
                     self.complete.append(unit)
@@ -220,10 +238,6 @@ class BackwardUses:
         self._schedule.live_units.release_if_unused(unit)
 
 
-def _trainable(unit: Unit) -> list[nn.Parameter]:
-    return [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
-
-
 class Touched:
     """Units that code outside of their modules has touched in the running pass; they stay gathered until it ends."""
 
@@ -276,13 +290,13 @@ class Kept:
         self._now: dict[int, Unit] | None = None
 
     def has(self, unit: Unit) -> bool:
-        """Whether a module's use need not ask for the unit."""
+        """Tell whether a unit is kept, so that a module's use need not ask for it."""
         # Nor may it: the order would take it for a use that lies ahead, as that of a tied head, and all between be
         # gathered for it.
         return self._now is not None and unit.index in self._now
 
     def take(self, unit: Unit) -> bool:
-        """A module's use is over: whether it goes on as one of these."""
+        """Keep a unit whose module's use is over; returns whether the use goes on from here."""
         if self._now is None or unit.index in self._now:
             return False
         self._now[unit.index] = unit
@@ -299,3 +313,107 @@ class Kept:
                 self._schedule.live_units.release_if_unused(unit)
         finally:
             self._now = None
+
+
+def _trainable(unit: Unit) -> list[nn.Parameter]:
+    return [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
+
+
+# Gradients that wait for the optimizer.
+
+
+class Pending:
+    """Gradients that backwards have brought since the last step, and how they are forgotten.
+
+    Attributes:
+        backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
+        used: for each unit, and each of its trainable parameters, the number of the last look before this rank used it;
+            0 if the parameter has no gradient from this rank.
+        removed: by unit and position of a parameter, the number of the look that found its gradient set to None; 0
+            where every rank knows. An entry stays until gradients are forgotten.
+        looks: how often gradients in the groups were looked at for changes, plus one; the same on every rank.
+    """
+
+    def __init__(self, units: Sequence[Unit], listener: weakref.ref[Listener]) -> None:
+        self._units = units
+        # Weakly: the wrapper owns the engine, and this with it. See [Note: ownership].
+        self._listener = listener
+        self.backward_ran = False
+        self.used: list[list[int]] = [[] for _ in units]
+        self.removed: dict[tuple[int, int], int] = {}
+        self.looks = 1
+        self._told = 0  # the look up to which other ranks know of removed gradients
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Add flags for parameters that are trained from now on; they come after the others of their unit."""
+        for flags, unit in zip(self.used, self._units, strict=True):
+            # What is unfrozen gets a buffer of its own, the last of its unit.
+            flags += [0] * (len(unit.trained) - len(flags))
+
+    def forget_stray(self) -> None:
+        """Forget what a failed backward has brought, not what earlier ones have."""
+        for unit in self._units:
+            for gradient in unit.gradients:
+                gradient.forget_stray()
+
+    def forget_all(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set those that are there to zero, as in torch's ``zero_grad``.
+
+        Zeros count as gradients: the next step takes their parameters along, and backwards add to them.
+        """
+        self.backward_ran = False
+        for unit in self._units:
+            for gradient in unit.gradients:
+                if set_to_none:
+                    gradient.forget_unsent()
+                    gradient.forget()
+                else:
+                    gradient.set_to_zero()
+        if set_to_none:
+            for flags in self.used:
+                flags[:] = [0] * len(flags)
+            self.removed.clear()
+        if (listener := self._listener()) is not None:
+            listener.gradients_forgotten()
+
+    def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Forget one parameter's gradient on this rank; the next backward starts anew."""
+        position = unit.drop_gradient(parameter)
+        if position is not None:
+            # Look 0, as every rank does the same.
+            self.used[unit.index][position] = 0
+            self.removed[unit.index, position] = 0
+
+    # See [Note: gradients taken away].
+
+    def note_removed(self, unit: int, position: int) -> None:
+        """The user has set this rank's part of a gradient to None."""
+        self.used[unit][position] = 0
+        self.removed[unit, position] = self.looks
+
+    def is_gone(self, unit: int, position: int) -> bool:
+        """Tell whether a gradient was taken away, and this rank has not used the parameter since."""
+        return (unit, position) in self.removed and not self.used[unit][position]
+
+    def untold(self) -> dict[tuple[int, int], int]:
+        """The entries of ``removed`` that other ranks have to know."""
+        return {place: look for place, look in self.removed.items() if look > self._told and self.is_gone(*place)}
+
+    def learn_removed(self, told: Iterable[dict[tuple[int, int], int]]) -> None:
+        """Drop this rank's flags of gradients that an owner has found taken away since; ``told`` by all ranks."""
+        self._told = self.looks
+        for removed in told:
+            for (unit, position), look in removed.items():
+                if self.used[unit][position] < look:
+                    self.used[unit][position] = 0
+
+    def forget_removed(self, kept: Collection[Gradient]) -> None:
+        """The user has set gradients of all groups to None, apart from parts of ``kept``; the next sums begin anew."""
+        for unit in self._units:
+            for gradient in unit.gradients:
+                # Not forget_unsent: this runs as a backward begins, when autograd may have filled a .grad.
+                if gradient in kept:
+                    gradient.forget_held()
+                else:
+                    gradient.forget()

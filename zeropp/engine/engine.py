@@ -1,4 +1,4 @@
-"""The engine of one model: phases, and who uses which unit.
+"""The engine of one model: its phases, the uses of its units, and its windows of micro-batches.
 
 A hook (`hooks`) says that a module is about to run; the engine asks the schedule (`zeropp.order.schedule`), which has
 usually issued the gather already; a lane (`zeropp.comm.streams`) runs the unit's path (`zeropp.wire.paths`).
@@ -7,6 +7,14 @@ usually issued the gather already; a lane (`zeropp.comm.streams`) runs the unit'
 without bringing a gradient to any trained parameter, as for a gradient penalty or an attack on inputs. Such a backward
 is a kind of pass of its own. It is no micro-batch, it does not end the forwards before it, and it sends nothing, so
 gradients that earlier backwards hold stay held.
+
+[Note: who owns the boundary] With ``gradient_accumulation_steps`` N, one caller runs N backwards and then calls
+``step()``; another, as with DeepSpeed, calls ``step()`` after each of them and expects all but every Nth call to do
+nothing. The calls tell them apart: a micro-batch that no ``step()`` follows is the mark of a caller that accumulates by
+itself. Such a caller owns the boundary: every ``step()`` is taken, also in a window that the end of the data cuts
+short. A training engine asks by :meth:`Window.call`: there it is calls of ``step()`` that are counted, whatever was
+computed between them, unless the caller says where a window ends. All of it is decided by calls that every rank makes
+alike, so ranks agree without an exchange.
 """
 
 from __future__ import annotations
@@ -18,32 +26,207 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import make_lanes
-from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Touched
-from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
-from zeropp.engine.idle import refuse_compiled_autograd, refuse_occupied
+from zeropp.comm.streams import Lanes, make_lanes
+from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Pending, Touched
+from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return, cast_inputs
 from zeropp.engine.listener import Listener
-from zeropp.engine.loans import Loans
-from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
-from zeropp.engine.pending import Pending
-from zeropp.engine.tensors import cast_inputs
-from zeropp.engine.window import Window
+from zeropp.engine.preconditions import (
+    EVERYTHING,
+    NOTHING,
+    TRAINING,
+    Loans,
+    Parking,
+    of_a_forward,
+    refuse_compiled_autograd,
+    refuse_occupied,
+)
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
-from zeropp.params.build import BufferMaker
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.gradient import Gradient
-from zeropp.params.guard import GuardHandler
-from zeropp.params.loss_scale import LossScale
-from zeropp.params.unit import Unit, UnitState
+from zeropp.params.buffer_maker import BufferMaker
+from zeropp.params.gradient import Gradient, LossScale
+from zeropp.params.guard import GuardHandler, handler_of
+from zeropp.params.unit import FlatBuffer, Unit, UnitState
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Window", "engine_of"]
+
+
+class Window:
+    """Counts micro-batches: all backwards since the last forward of the root that recorded a graph are one.
+
+    So are those since a ``step()`` that did nothing: whoever calls it after each micro-batch has said where one ends.
+
+    Args:
+        steps: micro-batches in a window, gradient_accumulation_steps.
+        managed: False leaves the boundary to the caller from the start.
+
+    Attributes:
+        steps: as given.
+        count: micro-batches of which a backward has run since the last step.
+        together: micro-batches that the running or next forward and backward take together.
+        root_runs: whether the model has been called as a whole, with a graph; for good, once it has.
+        divided: True if ``optimizer.backward()`` has divided a loss of this window by ``steps``.
+    """
+
+    def __init__(self, steps: int, *, managed: bool) -> None:
+        self.steps = steps
+        self._managed = managed
+        self.count = 0
+        self.together = 1
+        # The caller has the boundary for good.
+        self._owned = steps == 1 or not managed
+        # Some micro-batch of this window had no step() after it.
+        self._skipped = False
+        # step() was called since the last backward, and did nothing.
+        self._asked = False
+        # The same, unless a backward has failed since: whether zero_grad() does nothing, either.
+        self._keeps = False
+        self._ever_asked = self._explained = self._long_said = False
+        # A training engine says where windows end: by its calls of step(), of this window, or as its caller has said.
+        self._by_calls = False
+        self._calls = 0
+        self._forced: bool | None = None
+        self._fresh = True  # the next backward begins a micro-batch
+        self.root_runs = self.divided = False
+
+    @property
+    def owned(self) -> bool:
+        """Whether every ``step()`` is taken, now and later."""
+        return self._owned
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a ``step()`` would do nothing now."""
+        if self._by_calls:
+            # Between a step() and the backward that follows, the sums are not those that the next one steps with.
+            return self._asked or not self.at_boundary
+        return not self._owned and not self._skipped and self.count < self.steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a training engine's next ``step()`` ends the window."""
+        if self._forced is not None:
+            return self._forced
+        return not self._managed or self._calls + 1 >= self.steps
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay, since the ``step()`` before ``zero_grad()`` did nothing."""
+        return self._keeps
+
+    @property
+    def closing(self) -> bool:
+        """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
+        if self._by_calls and (self._managed or self._forced is not None):
+            return self.at_boundary
+        # Also of a caller who has the boundary, and steps whenever it wants: windows are mostly as long as they say.
+        # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
+        return self.count + self._fresh * self.together >= self.steps
+
+    def resize(self, steps: int) -> None:
+        """Let windows have so many micro-batches from here on; as decided on every rank alike.
+
+        Raises:
+            RuntimeError: in the middle of one.
+        """
+        # Gradients that have come were divided by the older number.
+        if self.count:
+            raise RuntimeError(
+                f"{self.count} of {self.steps} micro-batches have come since the last step; change their number after "
+                "a step, or discard their gradients with zero_grad(now=True)"
+            )
+        self.steps = steps
+        self._owned = steps == 1 or not self._managed
+        self._calls = 0
+
+    def note_forward(self, path: str) -> None:
+        """A forward begins at the module of that name and records a graph; inside another it does not count.
+
+        Forwards of parts of the model, for an auxiliary loss perhaps, begin no micro-batch, unless the model is never
+        called as a whole.
+        """
+        # Once the root has run, forwards of parts are never taken for micro-batches again.
+        self.root_runs |= path == ""
+        self._fresh |= path == "" or not self.root_runs
+
+    def note_backward(self) -> None:
+        """A backward is over."""
+        if self._fresh:
+            # The micro-batch before passed without a step(). A caller who has never asked inside a window accumulates
+            # by itself; one who has, left one out. See [Note: who owns the boundary].
+            if self.count and not self._asked:
+                self._skipped = True
+                self._owned |= not self._ever_asked
+            self.count += self.together
+        # A zero_grad() from here on does not belong to the step() that did nothing: it means the gradients.
+        self._fresh = self._asked = self._keeps = False
+
+    def note_failure(self) -> None:
+        """A backward has failed: what it leaves, a ``zero_grad()`` is to discard."""
+        self._keeps = False
+
+    def ask(self, *, now: bool = False) -> bool:
+        """``step()`` was called: whether it is taken. ``now`` takes what is there, if anything is."""
+        if now:
+            # A caller who owns the boundary steps as in torch, whatever there is.
+            return self._owned or self.count > 0
+        if self.unfinished:
+            self._asked = self._ever_asked = self._keeps = True
+            # Also where parts of the model are run from here on.
+            self._fresh = True
+            return False
+        return True
+
+    def call(self) -> bool:
+        """A training engine's ``step()`` was called: whether it ends the window. One that does not is counted."""
+        self._by_calls = True
+        if self.at_boundary:
+            return True
+        self._calls += 1
+        self._asked = self._ever_asked = self._keeps = True
+        return False
+
+    def force(self, is_boundary: bool) -> None:
+        """From here on a training engine's ``step()`` ends the window, or does not, as its caller says."""
+        self._forced = is_boundary
+        self._by_calls = True
+
+    def warning(self) -> str | None:
+        """A warning for the caller of ``step()``, if it did nothing, came too late, or came too early."""
+        if self._asked and not self._explained:
+            self._explained = True
+            return (
+                f"step() did nothing after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, and "
+                f"so will zero_grad(); one call in {self.steps} steps. Guard schedulers with "
+                "optimizer.step_was_taken; step(now=True) steps with what is there; "
+                '{"managed_gradient_accumulation": false} takes every step()'
+            )
+        if self._skipped and not self._owned and self.count < self.steps:
+            return (
+                f"step() is taken after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, since "
+                "one of them passed without a step(). Discard gradients with zero_grad(), or own the boundary, "
+                '{"managed_gradient_accumulation": false}'
+            )
+        if self.divided and self.root_runs and self.count > self.steps > 1 and not self._long_said:
+            self._long_said = True
+            return (
+                f"step() is taken after {self.count} micro-batches, and gradient_accumulation_steps is {self.steps}. "
+                f"optimizer.backward() divides each loss by {self.steps}, which makes the gradient "
+                f"{self.count / self.steps:g} times the mean; set gradient_accumulation_steps to {self.count}"
+            )
+        return None
+
+    def restart(self) -> None:
+        """A step was taken or skipped, or gradients were discarded."""
+        self.count = self._calls = 0
+        self._skipped = self._asked = self._keeps = self.divided = False
+        self._fresh = True
 
 
 class Engine(GuardHandler):
@@ -62,7 +245,26 @@ class Engine(GuardHandler):
         static_graph: passes of one kind are promised to use the same units, on every rank and every time.
         log_relearning: warn when a known order is given up.
         overlap: let gathers and reductions run beside computing.
+
+    Attributes:
+        averaged: main weights hold an average.
+        closed: it was taken off its model.
+        loading: a state dict is being copied in.
+        retired: the next engine may take its place.
+        notes_calls: see :class:`zeropp.engine.hooks.HookHandler`.
+        trained_set: how many sets of parameters were trained before; each has backwards of its own.
     """
+
+    averaged = False
+    closed = False
+    loading = False
+    retired = False
+    notes_calls = False
+    trained_set = 0
+    _backwards = 0
+    _cut_off = 0  # how often `_look_for_interrupt` has found that a forward was cut off
+    # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
+    _trains = True
 
     def __init__(
         self,
@@ -75,51 +277,77 @@ class Engine(GuardHandler):
         *,
         limits: Limits,
         loss_scale: LossScale,
-        input_dtype: torch.dtype | None, static_graph: bool, log_relearning: bool, overlap: bool,
-    ) -> None:  # fmt: skip
-        self.agreement, self.comm = agreement, (comm := agreement.comm)
-        self.maker, self.mode = maker, maker.mode  # levels of parts of units, persistent ones aside
-        self.units, self.device, self.window = tuple(units), device, window
+        input_dtype: torch.dtype | None,
+        static_graph: bool,
+        log_relearning: bool,
+        overlap: bool,
+    ) -> None:
+        self.agreement = agreement
+        self.comm = agreement.comm
+        self.maker = maker
+        self.mode = maker.mode  # of units that are not persistent
+        self.units = tuple(units)
         self.persistent = [unit for unit in self.units if unit.persistent]
-        sends = comm.world > 1 and comm.backend != "fake"
-        make = partial(make_lanes, device=device, sends=sends, overlap=overlap, hosted=maker.config.offloads)
-        lanes = [make(kind) for kind in ("gather", "refresh", "reduce")]
-        self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
-        for each in lanes:
-            agreement.on_loss(each.abandon)
-        self._cut_off = 0  # how often `_look_for_interrupt` has found that a forward was cut off
-        agreement.watch.on_look(self._look_for_interrupt)
-        self.issued = IssueHash(comm.history)
-        self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
+        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self.device = device
+        self.window = window
+        self.input_dtype = input_dtype
+        self.issued = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
-        self.schedule = Schedule(
-            self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,
-            static=static_graph, log_relearning=log_relearning,
-        )  # fmt: skip
-        self.refresh = Refresh(
-            self.units, refresh_lanes, self.schedule, self.agreement, self.issued,
-            lambda most: comm.largest(most, "refresh"), comm.ledger.note,
-        )  # fmt: skip
-        self.note_storages()
-        self.input_dtype, self.phase = input_dtype, Phase.IDLE
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
+        self.gather_lanes = self._make_lanes("gather", overlap=overlap)
+        refresh_lanes = self._make_lanes("refresh", overlap=overlap)
+        self.reduce_lanes = self._make_lanes("reduce", overlap=overlap)
+        self.reductions = Reductions(self.units, self.reduce_lanes, agreement, self.issued, loss_scale)
+        self.schedule = self._make_schedule(limits, static=static_graph, log_relearning=log_relearning)
+        self.refresh = self._make_refresh(refresh_lanes)
+        self.note_storages()
+        self.phase = Phase.IDLE
+        agreement.watch.on_look(self._look_for_interrupt)
         self.pending = Pending(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
-        self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
-        self.notes_calls = False  # see HookHandler
-        # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
-        self._trains = True
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
         self._outstanding: list[PhaseKey] = []
         self._since = 0
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
-        self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
+        self._touched = Touched(self.units, self.schedule)
+        self.kept = Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
-        self.parking, self.loans = Parking(), Loans()  # what is away; uses of GatheredParameters that are open
-        # Main weights hold an average; it is off its model; a state dict is copied in; the next may take its place.
-        self.averaged = self.closed = self.loading = self.retired = False
-        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self.parking = Parking()
+        self.loans = Loans()
+
+    def _make_lanes(self, kind: str, *, overlap: bool) -> Lanes:
+        comm = self.comm
+        sends = comm.world > 1 and comm.backend != "fake"
+        hosted = self.maker.config.offloads
+        lanes = make_lanes(kind, device=self.device, sends=sends, overlap=overlap, hosted=hosted)
+        self.agreement.on_loss(lanes.abandon)
+        return lanes
+
+    def _make_schedule(self, limits: Limits, *, static: bool, log_relearning: bool) -> Schedule:
+        return Schedule(
+            self.units,
+            self.gather_lanes,
+            self.reductions,
+            self.agreement,
+            self.issued,
+            limits,
+            self.hooks.reach,
+            static=static,
+            log_relearning=log_relearning,
+        )
+
+    def _make_refresh(self, lanes: Lanes) -> Refresh:
+        return Refresh(
+            self.units,
+            lanes,
+            self.schedule,
+            self.agreement,
+            self.issued,
+            partial(self.comm.largest, kind="refresh"),
+            self.comm.ledger.note,
+        )
 
     # Forward.
 
@@ -127,7 +355,8 @@ class Engine(GuardHandler):
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
-        changed, running = None, self.running
+        changed = None
+        running = self.running
         outermost = self.hooks.depth == 0 if running else self.hooks.is_empty()
         if self.loans and self.loans.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
@@ -280,7 +509,8 @@ class Engine(GuardHandler):
         self.schedule.end()
         self._hide_all()
         self.phase = Phase.IDLE
-        trains, self._trains = self._trains, True
+        trains = self._trains
+        self._trains = True
         if not trains:
             return
         self._since += 1
@@ -345,7 +575,7 @@ class Engine(GuardHandler):
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
+        """True while a pass is running; a backward that failed is over, as is a forward that Ctrl-C has ended."""
         self._recover_if_failed(known=False)
         return self.phase is not Phase.IDLE
 
@@ -357,9 +587,14 @@ class Engine(GuardHandler):
             self.recover(known=known)
 
     def require_idle(
-        self, what: str, *, lent: bool = False, averaged: bool = False, beside_step: bool = False,
+        self,
+        what: str,
+        *,
+        lent: bool = False,
+        averaged: bool = False,
+        beside_step: bool = False,
         needs: Collection[str] = EVERYTHING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Refuse a call in the middle of a pass; unless ``lent``, inside GatheredParameters. Wait for the host's step.
 
         And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume;
@@ -386,8 +621,11 @@ class Engine(GuardHandler):
         self._backwards += 1
         self._backward.forget()
         self._touched.forget()
-        self._outstanding, self._since = [], 0
-        failed, self.phase, self._trains = self.phase, Phase.IDLE, True
+        self._outstanding = []
+        self._since = 0
+        failed = self.phase
+        self.phase = Phase.IDLE
+        self._trains = True
         if failed is Phase.BACKWARD:
             self.window.note_failure()
         if self.agreement.lost is not None:
@@ -510,5 +748,26 @@ class Engine(GuardHandler):
             listener.gradient_forgotten(parameter)
 
     def has_pending_gradients(self) -> bool:
-        """Whether gradients wait for the optimizer, outside of any pass."""
+        """Tell whether gradients wait for the optimizer, outside of any pass."""
         return self.pending.backward_ran and not self.running
+
+
+def engine_of(model: nn.Module | Optimizer) -> Engine:
+    """The engine that manages a model, or that of a ZeroOptimizer.
+
+    Raises:
+        ValueError: none does.
+    """
+    if isinstance(model, Optimizer):
+        engine = getattr(model, "engine", None)
+        if isinstance(engine, Engine):
+            return engine
+        raise ValueError(f"{type(model).__name__} is a plain optimizer; give the ZeroOptimizer around it, or the model")
+    for parameter in model.parameters():
+        handler = handler_of(parameter)
+        if isinstance(handler, Engine):
+            return handler
+    raise ValueError(
+        f"{type(model).__name__} is not managed by zeropp, or was until close(); wrap it first: "
+        "zeropp.ZeroOptimizer(optimizer, model, config)"
+    )

@@ -1,36 +1,192 @@
-"""Hooks on the user's modules: where the model's own running meets the engine.
+"""Hooks on the user's modules: they tell the engine that a module runs, and cast and watch its inputs and outputs.
 
 A *hooked module* is one whose forward brackets uses of units. Before it runs, its units are fetched; after it, they are
 released, and its outputs carry a hook that fetches them again when backward arrives. Hooks hold the engine weakly.
+
+torch calls a module's hooks after an error, but not after Ctrl-C, or whatever else is no ``Exception``. Then the Python
+frame of the module's call tells that it is over: nothing that runs would return to it.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zeropp._compat import current_graph_task, uncompiled, will_execute
-from zeropp.engine.frames import is_over, module_call
-from zeropp.engine.tensors import copy_views, differentiable, tensors_in
+from zeropp._compat import current_graph_task, storage_id, uncompiled, will_execute
 from zeropp.order.known_orders import PhaseKey, Reach
 from zeropp.params.unit import Unit
 
-__all__ = ["EXTERNAL_AS", "OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHooks", "Return"]
+__all__ = [
+    "EXTERNAL_AS",
+    "OWNED_AS",
+    "BackwardCall",
+    "HookHandler",
+    "HookedModule",
+    "ModuleHooks",
+    "Return",
+    "cast_floating",
+    "copy_views",
+    "differentiable",
+    "map_tensors",
+    "tensors_in",
+]
+
+
+_T = TypeVar("_T")
+
+
+def differentiable(value: object) -> list[Tensor]:
+    """Tensors that require grad, in tuples, lists, dicts, dataclasses and plain objects, each once."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """All tensors in tuples, lists, dicts, dataclasses and plain objects, each once."""
+    return [value] if isinstance(value, Tensor) else list(_walk(value, set()))
+
+
+def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
+    # Modules are left out: an output that names one would lead to every parameter below it.
+    if value is None or isinstance(value, (int, float, str, bytes, type, nn.Module)) or id(value) in seen:
+        return
+    # Structures may hold themselves. All of it is held from outside, so no identity is used twice.
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _walk(item, seen)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _walk(item, seen)
+    else:
+        # Any object: model libraries return classes of their own, which backward would otherwise not be told of.
+        names = [name for cls in type(value).__mro__ for name in _slots(cls)]
+        for name in dict.fromkeys([*names, *getattr(value, "__dict__", {})]):
+            yield from _walk(getattr(value, name, None), seen)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def cast_floating(value: _T, dtype: torch.dtype) -> _T:
+    """The same structure with floating tensors in ``dtype``; see :func:`map_tensors`."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def cast_inputs(
+    args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype | None
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """Inputs with floating tensors in ``dtype``, as a module's pre-hook returns them; None leaves them alone."""
+    return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
+
+
+def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
+    """The same structure with ``change(tensor)`` in place of each tensor.
+
+    Looks into tuples, lists, dicts and dataclasses; of these, whatever holds a tensor that changes is copied, and
+    anything else is passed through as the very object it is.
+    """
+    changed: Any = value
+    if isinstance(value, Tensor):
+        changed = change(value)
+    elif isinstance(value, (tuple, list)):
+        items = [map_tensors(item, change) for item in value]
+        # Where nothing changes the caller's very object goes on: it may be one that the module is to fill.
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            changed = _like(value, items)
+    elif isinstance(value, MutableMapping):
+        replaced = {key: map_tensors(item, change) for key, item in value.items()}
+        if any(replaced[key] is not value[key] for key in replaced):
+            changed = copy.copy(value)
+            for key, item in replaced.items():
+                # Item by item: not every mapping has update. A copy of it keeps what its class adds.
+                changed[key] = item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            # A field without init may not have been set.
+            old = getattr(value, field.name, None)
+            new = map_tensors(old, change)
+            if new is not old:
+                changed = copy.copy(value) if changed is value else changed
+                # Past the class's own __setattr__: this copy is ours, of frozen classes, too.
+                object.__setattr__(changed, field.name, new)
+    return changed  # type: ignore[no-any-return]
+
+
+def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Other items in a sequence of the same class, whatever its constructor takes."""
+    if isinstance(value, list):
+        changed = copy.copy(value)
+        changed[:] = items
+        return changed
+    # A named tuple takes its fields one by one; its _make takes them together.
+    make = getattr(type(value), "_make", type(value))
+    try:
+        return make(items)
+    except TypeError:
+        # The constructor of this class takes something else.
+        return tuple.__new__(type(value), items)
+
+
+def copy_views(output: object, storages: Container[int], where: str) -> object:
+    """A module's output with copies of whatever lies in one of ``storages``; the very object if nothing does.
+
+    Args:
+        output: as the module returned it.
+        storages: identities of gathered weights' storages.
+        where: the module's name.
+
+    Raises:
+        RuntimeError: a view of a weight is inside an object that cannot be rebuilt.
+    """
+
+    def lies_there(tensor: Tensor) -> bool:
+        try:
+            return storage_id(tensor) in storages
+        except (NotImplementedError, RuntimeError):
+            # Sparse, or inside a transform of torch.func: no storage of its own, so no view of ours.
+            return False
+
+    if not any(map(lies_there, tensors_in(output))):
+        return output
+    copied = map_tensors(output, lambda tensor: tensor.clone() if lies_there(tensor) else tensor)
+    # Plain objects are looked into, and not rebuilt: nobody knows what their constructors do.
+    if any(map(lies_there, tensors_in(copied))):
+        raise RuntimeError(
+            f"module {where or 'at the root'!r} returns a weight, or a view of one, inside a {type(output).__name__}, "
+            "and the weight's memory goes when the module is left; return a copy of it, weight.clone()"
+        )
+    return copied
+
+
+# In a module's __dict__. See [Note: ownership].
+OWNED_AS = "_zeropp_engine"
+EXTERNAL_AS = "ds_external_parameters"
+_MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
+
+
+# Hooked modules, and their calls.
 
 
 class Return(Enum):
-    """How backward may come back to a call of a hooked module, and need its units again."""
+    """Ways in which backward may come back to a call of a hooked module, and need its units again."""
 
     NEVER = "never"
     HOOKED = "hooked"  # by the outputs
@@ -39,20 +195,6 @@ class Return(Enum):
     # It records a graph, and nothing that it returns or stores on its module could be hooked: its units are there
     # for all of backward.
     UNHOOKED = "unhooked"
-
-
-@dataclass
-class _Inner:
-    """A module without hooks, the number of its attributes, and the names of those that are its forward's own."""
-
-    module: weakref.ref[nn.Module]
-    count: int = -1
-    names: tuple[str, ...] = ()
-
-    def look(self, values: dict[str, object]) -> tuple[str, ...]:
-        """Look again which attributes there are."""
-        self.count, self.names = len(values), tuple(name for name in values if name not in _MODULE_ATTRIBUTES)
-        return self.names
 
 
 @dataclass(eq=False)
@@ -91,12 +233,27 @@ class HookedModule:
 
     @property
     def trainable(self) -> bool:
-        """Whether any unit has a trainable buffer."""
+        """True if any unit has a trainable buffer."""
         return any(unit.trainable_buffers for unit in self.units)
 
 
+@dataclass
+class _Inner:
+    """A module without hooks, the number of its attributes, and the names of those that are its forward's own."""
+
+    module: weakref.ref[nn.Module]
+    count: int = -1
+    names: tuple[str, ...] = ()
+
+    def look(self, values: dict[str, object]) -> tuple[str, ...]:
+        """Look again which attributes there are."""
+        self.count = len(values)
+        self.names = tuple(name for name in values if name not in _MODULE_ATTRIBUTES)
+        return self.names
+
+
 class HookHandler(Protocol):
-    """Who is told by hooks: the engine, seen from here.
+    """The engine, as hooks see it.
 
     Attributes:
         storages: identities of the storages of all gathered weights.
@@ -176,7 +333,7 @@ class BackwardCall:
         self._behind = [each for each in behind if not each.next_functions or each._sequence_nr() < first]
 
     def is_to_come(self) -> bool:
-        """Whether the running backward comes to this call, as far as the nodes behind its outputs tell."""
+        """Tell whether the running backward comes to this call, by the nodes behind its outputs."""
         return any(will_execute(node) for node in self._behind)
 
     @uncompiled
@@ -204,7 +361,8 @@ class BackwardCall:
         # Another backward over a retained graph, which may want the gradients of other inputs. Which it will compute,
         # autograd can tell only while it runs.
         if task != self._pass:
-            self._pass, self._left = task, sum(will_execute(node) for node in self._inputs)
+            self._pass = task
+            self._left = sum(will_execute(node) for node in self._inputs)
         self._left -= 1
         handler = self._handler()
         if self._left == 0 and handler is not None:
@@ -225,63 +383,7 @@ def _gradient_ready(ref: weakref.ref[HookHandler], index: int, position: int, pa
         handler.gradient_ready(index, position)
 
 
-# In a module's __dict__. See [Note: ownership].
-OWNED_AS, EXTERNAL_AS = "_zeropp_engine", "ds_external_parameters"
-_MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
-
-
-def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> list[Tensor]:
-    """Differentiable tensors that a forward has put on its module: a loss, a penalty on weights.
-
-    Args:
-        module: whose forward it was.
-        hooked: what the hooks know of it.
-        deep: look into any object, which takes its time; there is no output that backward could come by.
-    """
-    kinds = object if deep else (Tensor, list, tuple, dict)
-    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
-    found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
-    for each in hooked.inside or ():
-        if (inner := each.module()) is not None:
-            attributes = inner.__dict__
-            for name in each.names if each.count == len(attributes) else each.look(attributes):
-                if isinstance(value := attributes.get(name), (Tensor, list, tuple, dict)):
-                    found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
-    # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
-    # of a loss must go when the user drops it.
-    known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
-    hooked.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
-    return [tensor for tensor in found if id(tensor) not in known]
-
-
-def _find_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> list[_Inner]:
-    """Modules below, none of ``others``, that may store what a backward begins at."""
-    inner = [each for each in module.modules() if each is not module and each not in others] if hooked.units else []
-    # Layers of torch store nothing, and there are many.
-    return [_Inner(weakref.ref(each)) for each in inner if not type(each).__module__.startswith("torch.nn.")]
-
-
-def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:
-    """Tensors made in a module of which these outputs are views.
-
-    An activation in place, ``relu_``, on such a view gives it a graph that goes from the base on, and passes by the
-    node where the view was made. ``torch.nn.Linear`` returns a view where its input has three dimensions.
-    """
-    given = {id(each) for tensor in tensors_in(inputs) for each in (tensor, tensor._base)}
-    bases = [base for view in views if (base := view._base) is not None and base.grad_fn is not None]
-    return [base for base in bases if id(base) not in given]
-
-
-@dataclass
-class _Frame:
-    """A hooked module on the call stack."""
-
-    hooked: HookedModule
-    call: BackwardCall | None
-    # Being handled when the module was entered.
-    error: BaseException | None
-    # Python's own, of torch's call.
-    running: FrameType | None
+# All hooks of a model.
 
 
 class ModuleHooks:
@@ -328,15 +430,18 @@ class ModuleHooks:
         )
 
     def _extend_later(self) -> None:
-        later, self._later[:] = list(self._later), []
+        later = list(self._later)
+        self._later[:] = []
         for module, unit in later:
             self.extend(module, unit)
 
     def reach(self, key: PhaseKey) -> Reach:
-        """What is gathered, and run, in some forward of the module where a kind of forward begins, or inside it."""
+        """Units gathered and modules run by forwards that begin at a kind of pass's first module, or inside it."""
         start = str(key[1])
         if start not in self._reach:
-            units, modules, gathered = set[int](), set[str](), dict[str, set[int]]()
+            units = set[int]()
+            modules = set[str]()
+            gathered = dict[str, set[int]]()
             for hooked in self._modules.values():
                 gathered[hooked.path] = {unit.index for unit in hooked.units if not unit.persistent}
             for path, own in gathered.items():
@@ -396,25 +501,26 @@ class ModuleHooks:
         self._stack.clear()
 
     def is_empty(self) -> bool:
-        """Whether no hooked module is on the call stack; outside of a pass, what Ctrl-C has left there goes."""
+        """Tell whether no hooked module is on the call stack; drops what Ctrl-C has left there."""
         if self.cut_off:
             self._stack.clear()
         return not self._stack
 
     @property
     def depth(self) -> int:
-        """How many hooked modules are on the call stack."""
+        """Number of hooked modules on the call stack."""
         return len(self._stack)
 
     @property
     def cut_off(self) -> bool:
-        """Whether the forward on the call stack has ended by Ctrl-C or the like, and nobody has said so."""
+        """True if the forward on the call stack has ended by Ctrl-C or the like, and no hook was called."""
         # The innermost first: it is near, and where it runs all others do.
-        return bool(self._stack) and is_over(self._stack[-1].running) and is_over(self._stack[0].running)
+        return bool(self._stack) and _is_over(self._stack[-1].running) and _is_over(self._stack[0].running)
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
         """Call ``function`` in place of a hooked module's forward, between its hooks of this engine alone."""
-        hooked, kwargs = self._modules[module], dict[str, object]()
+        hooked = self._modules[module]
+        kwargs = dict[str, object]()
         changed = self._before(hooked)(module, args, kwargs)
         if isinstance(changed, tuple):
             args, kwargs = changed
@@ -428,7 +534,8 @@ class ModuleHooks:
 
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
         # Not self: the module would keep it alive through this closure.
-        ref, stack = self._handler, self._stack
+        ref = self._handler
+        stack = self._stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             handler = ref()
@@ -441,7 +548,7 @@ class ModuleHooks:
                 hooked.run_by.add(stack[-1].hooked.begins)
             # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
             # failure then.
-            stack.append(_Frame(hooked, call, sys.exc_info()[1], module_call()))
+            stack.append(_Frame(hooked, call, sys.exc_info()[1], _module_call()))
             # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
             if call is not None and hooked.with_frozen:
                 inputs = differentiable((args, kwargs))
@@ -460,7 +567,8 @@ class ModuleHooks:
         return opaque if hooked.units else before_or_skip
 
     def _after(self, hooked: HookedModule) -> Callable[..., object]:
-        ref, stack, later, modules = self._handler, self._stack, self._later, self._modules
+        ref = self._handler
+        stack = self._stack
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             handler = ref()
@@ -483,7 +591,7 @@ class ModuleHooks:
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
                 if hooked.inside is None:
-                    hooked.inside = _find_inside(module, hooked, modules)
+                    hooked.inside = _find_inside(module, hooked, self._modules)
                 stored = _stored_tensors(module, hooked, deep=not outputs)
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
                 views = []
@@ -507,7 +615,7 @@ class ModuleHooks:
                     returns = Return.UNHOOKED
             handler.leave(hooked, returns=returns, failed=failed)
             # The outermost forward is over, and hooked modules may change.
-            if later and not stack:
+            if self._later and not stack:
                 self._extend_later()
             return output
 
@@ -517,3 +625,86 @@ class ModuleHooks:
             return None if torch.compiler.is_compiling() and hooked.skipped else opaque(*arguments)
 
         return opaque if hooked.units else after_or_skip
+
+
+@dataclass
+class _Frame:
+    """A hooked module on the call stack."""
+
+    hooked: HookedModule
+    call: BackwardCall | None
+    # Being handled when the module was entered.
+    error: BaseException | None
+    # Python's own, of torch's call.
+    running: FrameType | None
+
+
+# Tensors that a backward may begin at.
+
+
+def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> list[Tensor]:
+    """Differentiable tensors that a forward has put on its module: a loss, a penalty on weights.
+
+    Args:
+        module: whose forward it was.
+        hooked: what the hooks know of it.
+        deep: look into any object, which takes its time; there is no output that backward could come by.
+    """
+    kinds = object if deep else (Tensor, list, tuple, dict)
+    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
+    found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
+    for each in hooked.inside or ():
+        if (inner := each.module()) is not None:
+            attributes = inner.__dict__
+            for name in each.names if each.count == len(attributes) else each.look(attributes):
+                if isinstance(value := attributes.get(name), (Tensor, list, tuple, dict)):
+                    found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
+    # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
+    # of a loss must go when the user drops it.
+    known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
+    hooked.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
+    return [tensor for tensor in found if id(tensor) not in known]
+
+
+def _find_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> list[_Inner]:
+    """Modules below, none of ``others``, that may store what a backward begins at."""
+    inner = [each for each in module.modules() if each is not module and each not in others] if hooked.units else []
+    # Layers of torch store nothing, and there are many.
+    return [_Inner(weakref.ref(each)) for each in inner if not type(each).__module__.startswith("torch.nn.")]
+
+
+def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:
+    """Tensors made in a module of which these outputs are views.
+
+    An activation in place, ``relu_``, on such a view gives it a graph that goes from the base on, and passes by the
+    node where the view was made. ``torch.nn.Linear`` returns a view where its input has three dimensions.
+    """
+    given = {id(each) for tensor in tensors_in(inputs) for each in (tensor, tensor._base)}
+    bases = [base for view in views if (base := view._base) is not None and base.grad_fn is not None]
+    return [base for base in bases if id(base) not in given]
+
+
+# Frames of running calls.
+
+
+def _module_call() -> FrameType | None:
+    """The innermost running call of a module by torch; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def _is_over(frame: FrameType | None) -> bool:
+    """Tell whether a call has ended; False for None, since nobody knows."""
+    if frame is None or _reaches(sys._getframe(1), frame):
+        return False
+    # Gradients may be computed inside a forward, on threads of autograd's.
+    return not any(_reaches(top, frame) for top in sys._current_frames().values())
+
+
+def _reaches(frame: FrameType | None, other: FrameType) -> bool:
+    """Tell whether ``other`` runs below ``frame``, or is it."""
+    while frame is not None and frame is not other:
+        frame = frame.f_back
+    return frame is not None

@@ -1,4 +1,4 @@
-"""Whom the engine tells what becomes of gradients."""
+"""The wrapper around the optimizer, as the engine sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Listener"]
 
 
 class Listener(Protocol):
-    """The wrapper around the optimizer, seen from the engine, which outlives it. Without one nothing happens."""
+    """Methods that the engine calls on the wrapper, which it outlives. Without a wrapper nothing happens."""
 
     def forward_begins(self) -> None:
         """A forward from outside is about to gather or to read weights."""

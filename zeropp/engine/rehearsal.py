@@ -15,13 +15,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeropp.comm.accounts import name_ranks
 from zeropp.comm.communicators import require_room
-from zeropp.comm.copies import issued_here
-from zeropp.comm.hops import Comm, Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Comm, Hop, Ledger
+from zeropp.comm.process_groups import name_ranks
+from zeropp.comm.streams import issued_here
 from zeropp.engine.engine import Engine
-from zeropp.params.transfers import Transfer, transfers
+from zeropp.params.buffer_maker import Transfer, transfers
 
 __all__ = ["rehearse", "require_room_on_all", "warn_of_no_room"]
 
@@ -61,7 +60,8 @@ def rehearse(engine: Engine) -> None:
     Raises:
         RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
     """
-    comm, device = engine.comm, engine.device
+    comm = engine.comm
+    device = engine.device
     if len(comm.communicators) == comm.rehearsed:
         return
     before = _outside(device)
@@ -88,8 +88,10 @@ def rehearse(engine: Engine) -> None:
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",
-            comm.rank, len(comm.communicators), f"{_outside(device) - before:,}",
-        )  # fmt: skip
+            comm.rank,
+            len(comm.communicators),
+            f"{_outside(device) - before:,}",
+        )
 
 
 def _finish(engine: Engine, doing: str) -> None:

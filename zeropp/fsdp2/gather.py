@@ -13,7 +13,7 @@ from zeropp.comm.hops import Hop
 from zeropp.comm.streams import Lanes, callers_stream, used_here
 from zeropp.fsdp2.overlap import Arrival, Waiting, queue, wait_for
 from zeropp.fsdp2.shards import AllGather
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 from zeropp.wire.codecs import Codec, dtype_name
 
 __all__ = ["GatherComm", "GatherRoute"]

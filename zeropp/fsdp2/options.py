@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from zeropp.comm.collective import PATIENCE
-from zeropp.config.extension import LONGEST_TIMEOUT
+from zeropp.config.blocks import LONGEST_TIMEOUT
 from zeropp.fsdp2.vectors import VALUE_BITS
 from zeropp_kernels.wire import GROUPS
 

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.collective import naming_absence
-from zeropp.comm.events import DONE, Event, Launch
-from zeropp.comm.groups import abort_groups
-from zeropp.comm.monitor import make_monitor
-from zeropp.comm.streams import Lanes, Work
+from zeropp.comm.process_groups import abort_groups
+from zeropp.comm.streams import DONE, Event, Lanes, Launch, Work
+from zeropp.comm.watch import make_monitor
 
 __all__ = ["Arrival", "Reductions", "Waiting", "queue", "wait_for"]
 

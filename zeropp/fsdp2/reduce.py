@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.comm.events import Event
 from zeropp.comm.hops import Hop
-from zeropp.comm.streams import used_here
+from zeropp.comm.streams import Event, used_here
 from zeropp.fsdp2.overlap import Reductions, wait_for
 from zeropp.fsdp2.shards import Parts, ReduceOp, ReduceScatter, ShardedUnit, factor_of
 from zeropp.fsdp2.vectors import VALUE_BITS, MixedCodec
-from zeropp.partition.layout import BLOCK, BufferLayout, Slot
-from zeropp.partition.levels import Placement
+from zeropp.partition.levels import BLOCK, BufferLayout, Placement, Slot
 from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec
 from zeropp.wire.encoding import Encoding
 from zeropp.wire.paths import ReduceHop, ReducePath

@@ -11,19 +11,16 @@ import torch.distributed as dist
 
 from zeropp.comm.collective import exchange
 from zeropp.comm.communicators import default_ctas, least
-from zeropp.comm.groups import OUTLASTS, free_groups, make_group
-from zeropp.comm.hops import Hop
-from zeropp.comm.ledger import Ledger
-from zeropp.comm.members import Members, find_members
-from zeropp.comm.monitor import BLIND
+from zeropp.comm.hops import Hop, Ledger
+from zeropp.comm.process_groups import OUTLASTS, Members, find_members, free_groups, make_group
 from zeropp.comm.streams import make_lanes
+from zeropp.comm.watch import BLIND
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.overlap import Reductions, Waiting
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit
-from zeropp.partition.levels import HopSpec, Mode, Placement
-from zeropp.partition.topology import build_chain
+from zeropp.partition.levels import HopSpec, Mode, Placement, build_chain
 from zeropp.wire.codecs import BlockCodec, Codec
 from zeropp.wire.encoding import Encoding
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeropp.wire.codecs import BlockCodec, Codec, Feedback, Messages, adjacent, dtype_name
-from zeropp.wire.report import Report
+from zeropp.wire.codecs import BlockCodec, Codec, Feedback, Messages, Report, adjacent, dtype_name
 
 __all__ = ["VALUE_BITS", "MixedCodec"]
 

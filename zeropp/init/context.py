@@ -18,9 +18,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zeropp.comm.carrier import Carrier
-from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group
+from zeropp.comm.collective import Carrier, on_all_ranks
+from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
 from zeropp.offload.swap import SwapFile

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource
 from zeropp.init.context import make_spread
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
-from zeropp.params.piece import Piece, piece_of
-from zeropp.params.spread import Spread
+from zeropp.params.spread import Piece, Spread, piece_of
 from zeropp.setup.placing import give_memory, without_weak_weights
 
 __all__ = ["materialize"]

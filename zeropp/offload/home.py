@@ -1,17 +1,35 @@
-"""Homes: where rows of numbers lie between their uses, in a device's memory, the host's, or files."""
+"""Rows of numbers, and their homes: the memory of a device, the host's memory, or a file.
+
+A `Row` is read and written in parts, wherever it lies. A `Home` allocates rows. Rows in files are read and written past
+the page cache where work is waiting for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from zeropp.comm.copies import copy
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event, copy
+from zeropp.offload.swap import Extent
+from zeropp.offload.transfer import Transfers
 
-__all__ = ["PLACES", "Home", "HostMemory", "Memory", "MemoryRow", "Place", "Row", "host_memory"]
+__all__ = [
+    "PLACES",
+    "FileRow",
+    "Files",
+    "Home",
+    "HostMemory",
+    "Memory",
+    "MemoryRow",
+    "PartlyInMemory",
+    "Place",
+    "Row",
+    "host_memory",
+]
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
@@ -53,6 +71,29 @@ class Row(Protocol):
         ...
 
 
+class Home(Protocol):
+    """A place for rows."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+        """A row of zeros.
+
+        Raises:
+            OSError: there is no space for it.
+        """
+        ...
+
+    def serves(self, device: torch.device) -> bool:
+        """Tell whether work on a device finds rows in its own memory."""
+        ...
+
+    def accepts(self, row: Row) -> bool:
+        """Tell whether a row that was allocated for another kind of number could serve as one of this home."""
+        ...
+
+
+# Memory.
+
+
 @dataclass(frozen=True)
 class MemoryRow:
     """A tensor."""
@@ -79,26 +120,6 @@ class MemoryRow:
         """See :class:`Row`; of one memory, it is done when this returns."""
         # By ``.data``, which raises no version: steps of the host write here, and only the user's edits are to show.
         return copy(self.tensor.data[start : start + values.numel()], values)
-
-
-class Home(Protocol):
-    """A place for rows."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """A row of zeros.
-
-        Raises:
-            OSError: there is no space for it.
-        """
-        ...
-
-    def serves(self, device: torch.device) -> bool:
-        """Whether what runs on a device finds rows in its own memory."""
-        ...
-
-    def accepts(self, row: Row) -> bool:
-        """Whether a row of another kind of number, in the home that it has, would serve for one of this home."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -133,3 +154,93 @@ class HostMemory(Memory):
 def host_memory(device: torch.device) -> Memory:
     """The memory of the host of a device, which may be that device's own."""
     return Memory(device) if device.type == "cpu" else HostMemory()
+
+
+# Files.
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """An extent of a swap file."""
+
+    extent: Extent
+    transfers: Transfers
+    in_memory = False
+    at_hand = False
+    place: Place = "disk"
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Row`; extents are whole blocks."""
+        return -(-self.extent.nbytes // self.extent.alignment) * self.extent.alignment
+
+    @property
+    def tensor(self) -> Tensor:
+        """See :class:`Row`."""
+        return self.extent.tensor
+
+    def read(self, start: int, into: Tensor) -> Event:
+        """See :class:`Row`."""
+        return self.transfers.read(self.extent, start * into.itemsize, into)
+
+    def write(self, start: int, values: Tensor) -> Event:
+        """See :class:`Row`."""
+        return self.transfers.write(self.extent, start * values.itemsize, values)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A rank's swap file.
+
+    Attributes:
+        in_file: allocates a row there.
+        least: bytes of a row that is worth a file.
+        memory: of the host, where smaller ones are.
+    """
+
+    in_file: Callable[[int, torch.dtype], Row]
+    least: int
+    memory: Home
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+        """See :class:`Home`."""
+        if numel * dtype.itemsize < self.least:
+            # A request for less than a block takes as long as one for a block, and a biased layer has many of them.
+            return self.memory.allocate(numel, dtype)
+        # Its space is taken now, so that a disk that is too small shows before training begins.
+        return self.in_file(numel, dtype)
+
+    def serves(self, device: torch.device) -> bool:
+        """See :class:`Home`."""
+        # Not even the CPU: through the mapping each page would be waited for where it is first touched.
+        return False
+
+    def accepts(self, row: Row) -> bool:
+        """See :class:`Home`."""
+        # Smaller rows are in memory here, too.
+        return not row.in_memory or row.tensor.nbytes < self.least
+
+
+class PartlyInMemory:
+    """Files behind so many elements of the host's memory, for what is asked for first."""
+
+    def __init__(self, files: Files, numel: int) -> None:
+        self._files = files
+        self._left = numel
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+        """See :class:`Home`."""
+        # Whole rows: what is asked for first is wanted first in forward, when nothing has been read ahead.
+        if numel > self._left:
+            return self._files.allocate(numel, dtype)
+        self._left -= numel
+        return self._files.memory.allocate(numel, dtype)
+
+    def serves(self, device: torch.device) -> bool:
+        """See :class:`Home`."""
+        return False
+
+    def accepts(self, row: Row) -> bool:
+        """See :class:`Home`."""
+        # One that would fit is worth a copy in memory, which is what the setting asks for.
+        return row.tensor.numel() > self._left and self._files.accepts(row)

@@ -1,26 +1,38 @@
-"""Which home each part of an engine's flat buffers has."""
+"""The choice of a home for each part of an engine's flat buffers, by the configuration.
+
+`open_homes` makes room: files, staging buffers, and the thread that reads ahead. `Division` gives each buffer its
+homes where the device steps one part and the host the other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from zeropp.config import Config
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.offload.files import FileRow, Files, PartlyInMemory
-from zeropp.offload.home import Home, Memory, Row, host_memory
-from zeropp.offload.read_ahead import ReadAhead
-from zeropp.offload.ring import Ring
-from zeropp.offload.straight import StraightReads
+from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
+from zeropp.offload.home import FileRow, Files, Home, Memory, PartlyInMemory, Row, host_memory
+from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
 from zeropp.offload.swap import ALIGNED, SwapFile
 from zeropp.offload.transfer import Transfers
+from zeropp.partition.levels import BLOCK
 
-__all__ = ["ALL", "Homes", "Staging", "at_device", "choose_homes", "choose_staging", "open_homes", "staging_nbytes"]
+__all__ = [
+    "ALL",
+    "Division",
+    "Homes",
+    "Staging",
+    "at_device",
+    "choose_homes",
+    "choose_staging",
+    "open_homes",
+    "staging_nbytes",
+]
 
 ALL = sys.maxsize
 """More elements than any shard has."""
@@ -31,22 +43,8 @@ _PARTS = 6 * 3
 
 
 @dataclass(frozen=True)
-class Staging:
-    """A ring of staging buffers: how many, of so many bytes each, and whether page-locked."""
-
-    count: int
-    nbytes: int
-    pinned: bool
-
-    @property
-    def total(self) -> int:
-        """Bytes of all of them."""
-        return self.count * self.nbytes
-
-
-@dataclass(frozen=True)
 class Homes:
-    """Where the parts of flat buffers are.
+    """The homes of the parts of flat buffers.
 
     Attributes:
         main: main weights.
@@ -74,6 +72,42 @@ class Homes:
         return self.main if trainable else self.weights
 
 
+class Division:
+    """Gives each trainable buffer its homes: with the device's part of what is stepped, the host's, or both.
+
+    Decided buffer by buffer, in the order in which the model defines them, which mostly is that of forward: what the
+    next forward wants first is stepped on the device, and the host's part has until later. The border may lie within a
+    buffer. Then the device has its main weights and gradients, and of the optimizer's states the front.
+    """
+
+    def __init__(self, config: Config, homes: Homes, memory: Home, numels: Sequence[int]) -> None:
+        """Divide.
+
+        Args:
+            config: says which fraction is the host's.
+            homes: of what is the host's, or of everything.
+            memory: of the device.
+            numels: elements of the shards of all trainable buffers.
+        """
+        block = config.zero.offload_optimizer
+        self._homes = homes
+        self._left = 0
+        # Whatever is not stepped stays where it would be, and is read from there.
+        self._near = replace(homes, main=memory, states=memory, gradients=memory, device_numel=ALL)
+        if config.steps_on_host and block is not None:
+            self._left = sum(numels) - round(block.ratio * sum(numels))
+
+    def next(self, numel: int) -> Homes:
+        """Homes of the next buffer, in the order of ``numels``, whose shard has so many elements."""
+        if numel <= self._left:
+            self._left -= numel
+            return self._near
+        # Whole blocks: kernels step what lies behind a multiple of their vectors to the same bits as in one call.
+        here = self._left // BLOCK * BLOCK
+        self._left = 0
+        return replace(self._near, states=self._homes.states, device_numel=here) if here else self._homes
+
+
 def at_device(device: torch.device) -> Homes:
     """Everything in the memory of the device that trains."""
     memory = Memory(device)
@@ -94,7 +128,8 @@ def open_homes(config: Config, device: torch.device, largest: int, itemsize: int
         OSError: a file cannot be made, or there is no space.
         ValueError, ImportError: files cannot be read straight into the device, as the configuration asks.
     """
-    host, opened = host_memory(device), contextlib.ExitStack()
+    host = host_memory(device)
+    opened = contextlib.ExitStack()
     # What was opened before something failed is closed again, and what was not stays until the engine's end.
     with contextlib.ExitStack() as failed:
         failed.push(opened)
@@ -122,9 +157,36 @@ def choose_homes(config: Config, memory: Home, host: Home, files: Callable[[str]
         host: memory of the host.
         files: opens those below a path.
     """
-    states, weights = config.zero.offload_optimizer if config.steps_on_host else None, config.zero.offload_param
+    states = config.zero.offload_optimizer if config.steps_on_host else None
+    weights = config.zero.offload_param
     main = memory if states is None else _home(states, memory, host, files)
     return main, memory if weights is None else _home(weights, memory, host, files)
+
+
+def _home(
+    block: OffloadOptimizerConfig | OffloadParamConfig, memory: Home, host: Home, files: Callable[[str], Files]
+) -> Home:
+    if block.device == "none":
+        return memory
+    if block.device == "cpu":
+        return host
+    # By its text: both blocks may name one path, and share a file.
+    own = files(str(block.nvme_path))
+    return PartlyInMemory(own, block.max_in_cpu) if isinstance(block, OffloadParamConfig) else own
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A ring of staging buffers: how many, of so many bytes each, and whether page-locked."""
+
+    count: int
+    nbytes: int
+    pinned: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.count * self.nbytes
 
 
 def choose_staging(
@@ -140,7 +202,8 @@ def choose_staging(
         largest: elements of the largest shard of main weights on this rank.
         itemsize: bytes of the largest kind of main weight.
     """
-    states, weights = config.zero.offload_optimizer if config.steps_on_host else None, config.zero.offload_param
+    states = config.zero.offload_optimizer if config.steps_on_host else None
+    weights = config.zero.offload_param
     # Other devices gain nothing by it, and without CUDA torch refuses.
     pinned = device.type == "cuda"
     steps = reads = None
@@ -161,18 +224,6 @@ def staging_nbytes(count: int, nbytes: int) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-max(nbytes, 1) // ALIGNED) * ALIGNED
-
-
-def _home(
-    block: OffloadOptimizerConfig | OffloadParamConfig, memory: Home, host: Home, files: Callable[[str], Files]
-) -> Home:
-    if block.device == "none":
-        return memory
-    if block.device == "cpu":
-        return host
-    # By its text: both blocks may name one path, and share a file.
-    own = files(str(block.nvme_path))
-    return PartlyInMemory(own, block.max_in_cpu) if isinstance(block, OffloadParamConfig) else own
 
 
 class _Swapping:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import unguarded
-from zeropp.comm.copies import copy
-from zeropp.comm.events import DONE, Event
-from zeropp.comm.streams import used_here
+from zeropp.comm.streams import DONE, Event, copy, used_here
 
 __all__ = ["Parked"]
 
@@ -53,7 +51,7 @@ class Parked:
         storage.resize_(0)
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """What a tensor over all of the storage, dense, has for values: a view of the bytes on the host."""
+        """The values of a dense tensor over all of the storage: a view of the bytes on the host."""
         assert self._host is not None  # only asked for what is kept
         self._copied.wait(threading.TIMEOUT_MAX)
         with unguarded():

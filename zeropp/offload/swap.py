@@ -1,4 +1,8 @@
-"""A file of extents: stretches on a disk that are allocated, freed and allocated again, as memory is.
+"""Swap files: a file of extents on a disk, which are allocated, freed and allocated again, as memory is.
+
+`SwapFile` hands out extents; `Stretches` knows which parts of the file are free. Bytes move by `read_at` and `write_at`
+alone. Callers name this module (``swap.read_at``), so that a test that puts a function in their place reaches them all.
+Direct I/O wants memory that begins on a page, which `aligned` allocates.
 
 [Note: mapping beside direct I/O] An extent is reached in two ways: by its tensor, a shared mapping in the page cache,
 and by transfers past the cache. Linux keeps them coherent one after the other: before a direct read or write it writes
@@ -11,6 +15,8 @@ extent and the beginning of the next in one piece, which is dirty or clean as a 
 
 from __future__ import annotations
 
+import bisect
+import ctypes
 import errno
 import logging
 import mmap
@@ -19,111 +25,71 @@ import tempfile
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zeropp.offload import calls
-from zeropp.offload.errors import SwapError
-from zeropp.offload.memory import aligned, mapped, view_of, zero_range
-from zeropp.offload.stretches import Stretches
-
-__all__ = ["ALIGNED", "REFUSED", "Descriptors", "Extent", "SwapFile"]
+__all__ = [
+    "ALIGNED",
+    "REFUSED",
+    "Descriptors",
+    "Extent",
+    "Stretches",
+    "SwapError",
+    "SwapFile",
+    "aligned",
+    "copy_bytes",
+    "mapped",
+    "read_at",
+    "view_of",
+    "write_at",
+    "zero_range",
+]
 
 _log = logging.getLogger("zeropp")
 # Mappings begin on pages, which are larger than 4096 bytes on some processors.
 ALIGNED = max(4096, mmap.PAGESIZE)
 """Bytes of which stretches are multiples, at least: O_DIRECT asks for at most 4096 on the disks there are."""
+
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of a file system without O_DIRECT, for a file that is opened, or first read or written."""
+
 _ZEROS = 1 << 20  # bytes that are written at once where zeros have to be written
 _REMEDY = "nvme_path must be a directory on a mounted local disk that this user may write to, or a new name in one"
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.memcpy.restype = ctypes.c_void_p
+_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+_ZERO_RANGE = 0x10  # of fallocate
 
 
-class Descriptors:
-    """A new file without a name, open twice: with the page cache and past it.
+class SwapError(OSError):
+    """A directory cannot be used, a disk is full, or a read or write failed.
 
-    The file has no name from the start (``O_TMPFILE``; where the file system has no such files, it is removed as soon
-    as it is open), so the system frees its space with the last descriptor and mapping, however the process ends. The
-    descriptors are closed when nobody refers to this object, so a transfer that outlasts ``SwapFile.close`` keeps them:
-    otherwise another file could get their numbers meanwhile.
-
-    Attributes:
-        folder: that the file was made in, for messages.
-        cached: descriptor for reads and writes through the page cache.
-        direct: descriptor with O_DIRECT; None where the system or the file system has none.
+    It has the system's ``errno``; ``filename`` is the directory of the swap file, which has no name of its own.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._guard = threading.Lock()
-        try:
-            # Several ranks may make the same folder at once. Its parent must exist: a missing one is probably a disk
-            # that is not mounted, or a typing error, and training should not fill another disk.
-            folder.mkdir(exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-                self.cached = os.dup(file.fileno())
-        except OSError as error:
-            raise SwapError.of(error.errno or errno.EIO, folder, "cannot make a swap file", _REMEDY) from error
-        weakref.finalize(self, os.close, self.cached).atexit = False
-        self.direct = self._open_direct()
+    @classmethod
+    def of(cls, number: int, path: Path | str, what: str, remedy: str = "") -> SwapError:
+        """Make one.
 
-    def _open_direct(self) -> int | None:
-        try:
-            # The file has no name, but Linux opens it again by its descriptor.
-            direct = os.open(f"/proc/self/fd/{self.cached}", os.O_RDWR | os.O_DIRECT)
-        # AttributeError: other systems than Linux have no O_DIRECT.
-        except (AttributeError, OSError) as error:
-            self._warn(str(error))
-            return None
-        # By number: the attribute becomes None when the file system refuses later.
-        weakref.finalize(self, os.close, direct).atexit = False
-        # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
-        # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
-        os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
-        return direct
-
-    def stop_direct(self, number: int) -> None:
-        """Use no direct I/O from here on, with one warning: the file system has refused it with this ``errno``."""
-        with self._guard:
-            if self.direct is None:
-                return
-            self.direct = None
-        os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_NORMAL)
-        self._warn(os.strerror(number))
-
-    def _warn(self, reason: str) -> None:
-        _log.warning(
-            "a swap file in %s has no direct I/O (O_DIRECT: %s); reads and writes go through the page cache, which "
-            "takes memory and time; let nvme_path name a directory on a local disk",
-            self.folder,
-            reason,
-        )
+        Args:
+            number: of the system's error, such as ``errno.ENOSPC``.
+            path: of what it is about.
+            what: what could not be done, with numbers.
+            remedy: what to do about it, if anything can be done.
+        """
+        text = f"{what}: {os.strerror(number)}"
+        return cls(number, f"{text}; {remedy}" if remedy else text, str(path))
 
 
-class Extent:
-    """A stretch of a file that is in use, as a tensor and for transfers.
-
-    It is free, and may be allocated again, when nobody refers to the extent, its tensor, or a view of that.
-
-    Attributes:
-        tensor: [numel], the stretch itself through the page cache; see [Note: mapping beside direct I/O].
-        nbytes: of the tensor.
-        offset: of its first byte in the file, a multiple of ``alignment``.
-        alignment: bytes; the stretch goes on to the next multiple of it.
-        descriptors: of the file.
-    """
-
-    __slots__ = ("alignment", "descriptors", "nbytes", "offset", "tensor")
-
-    def __init__(self, tensor: Tensor, offset: int, alignment: int, descriptors: Descriptors) -> None:
-        self.tensor = tensor
-        self.nbytes = tensor.numel() * tensor.itemsize
-        self.offset = offset
-        self.alignment = alignment
-        self.descriptors = descriptors
+# The file, its extents, and which parts of it are free.
 
 
 class SwapFile:
@@ -223,7 +189,8 @@ class SwapFile:
 
     def _take_space(self, descriptors: Descriptors, end: int) -> None:
         """Let the file have space, and be zeros, from where it has none up to ``end``."""
-        begin, file = self._spaced, descriptors.cached
+        begin = self._spaced
+        file = descriptors.cached
         if end <= begin:
             return
         try:
@@ -259,4 +226,218 @@ def _write_zeros(descriptor: int, offset: int, nbytes: int) -> None:
     memory = view_of(zeros.data_ptr(), zeros.numel())
     end = offset + nbytes
     while offset < end:
-        offset += calls.write_at(descriptor, memory[: end - offset], offset)
+        offset += write_at(descriptor, memory[: end - offset], offset)
+
+
+class Extent:
+    """A stretch of a file that is in use, as a tensor and for transfers.
+
+    It is free, and may be allocated again, when nobody refers to the extent, its tensor, or a view of that.
+
+    Attributes:
+        tensor: [numel], the stretch itself through the page cache; see [Note: mapping beside direct I/O].
+        nbytes: of the tensor.
+        offset: of its first byte in the file, a multiple of ``alignment``.
+        alignment: bytes; the stretch goes on to the next multiple of it.
+        descriptors: of the file.
+    """
+
+    __slots__ = ("alignment", "descriptors", "nbytes", "offset", "tensor")
+
+    def __init__(self, tensor: Tensor, offset: int, alignment: int, descriptors: Descriptors) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.itemsize
+        self.offset = offset
+        self.alignment = alignment
+        self.descriptors = descriptors
+
+
+class Descriptors:
+    """A new file without a name, open twice: with the page cache and past it.
+
+    The file has no name from the start (``O_TMPFILE``; where the file system has no such files, it is removed as soon
+    as it is open), so the system frees its space with the last descriptor and mapping, however the process ends. The
+    descriptors are closed when nobody refers to this object, so a transfer that outlasts ``SwapFile.close`` keeps them:
+    otherwise another file could get their numbers meanwhile.
+
+    Attributes:
+        folder: that the file was made in, for messages.
+        cached: descriptor for reads and writes through the page cache.
+        direct: descriptor with O_DIRECT; None where the system or the file system has none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._guard = threading.Lock()
+        try:
+            # Several ranks may make the same folder at once. Its parent must exist: a missing one is probably a disk
+            # that is not mounted, or a typing error, and training should not fill another disk.
+            folder.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                self.cached = os.dup(file.fileno())
+        except OSError as error:
+            raise SwapError.of(error.errno or errno.EIO, folder, "cannot make a swap file", _REMEDY) from error
+        weakref.finalize(self, os.close, self.cached).atexit = False
+        self.direct = self._open_direct()
+
+    def _open_direct(self) -> int | None:
+        try:
+            # The file has no name, but Linux opens it again by its descriptor.
+            direct = os.open(f"/proc/self/fd/{self.cached}", os.O_RDWR | os.O_DIRECT)
+        # AttributeError: other systems than Linux have no O_DIRECT.
+        except (AttributeError, OSError) as error:
+            self._warn(str(error))
+            return None
+        # By number: the attribute becomes None when the file system refuses later.
+        weakref.finalize(self, os.close, direct).atexit = False
+        # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
+        # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
+        os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
+        return direct
+
+    def stop_direct(self, number: int) -> None:
+        """Use no direct I/O from here on, with one warning: the file system has refused it with this ``errno``."""
+        with self._guard:
+            if self.direct is None:
+                return
+            self.direct = None
+        os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_NORMAL)
+        self._warn(os.strerror(number))
+
+    def _warn(self, reason: str) -> None:
+        _log.warning(
+            "a swap file in %s has no direct I/O (O_DIRECT: %s); reads and writes go through the page cache, which "
+            "takes memory and time; let nvme_path name a directory on a local disk",
+            self.folder,
+            reason,
+        )
+
+
+class Stretches:
+    """Free stretches before an end that moves up when none of them fits.
+
+    Attributes:
+        end: bytes that were ever in use.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        # (begin, nbytes) in order of their begins; neighbours are one.
+        self._free: list[tuple[int, int]] = []
+
+    def take(self, nbytes: int) -> int:
+        """Return the begin of a stretch of ``nbytes``: of the smallest free one that holds it, or at the end."""
+        fitting = [(size, begin) for begin, size in self._free if size >= nbytes]
+        if fitting:
+            size, begin = min(fitting)
+            self._free.remove((begin, size))
+            if size > nbytes:
+                bisect.insort(self._free, (begin + nbytes, size - nbytes))
+            return begin
+        begin = self.end
+        if self._free and sum(self._free[-1]) == self.end:
+            # What is free before the end becomes a part of it: extents that grow would leave a hole each.
+            begin, _ = self._free.pop()
+        self.end = begin + nbytes
+        return begin
+
+    def free(self, begin: int, nbytes: int) -> None:
+        """Take a stretch back."""
+        place = bisect.bisect(self._free, (begin, nbytes))
+        if place < len(self._free) and self._free[place][0] == begin + nbytes:
+            nbytes += self._free.pop(place)[1]
+        if place > 0 and sum(self._free[place - 1]) == begin:
+            begin, before = self._free.pop(place - 1)
+            nbytes += before
+        bisect.insort(self._free, (begin, nbytes))
+
+    def give_back(self, begin: int, nbytes: int, end: int) -> None:
+        """Undo the last :meth:`take`, before which the end was at ``end``."""
+        if self.end > end:
+            self.end, nbytes = end, end - begin
+        if nbytes:
+            self.free(begin, nbytes)
+
+
+# System calls that move bytes of a file.
+
+
+def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Read up to ``memory.nbytes`` bytes from ``offset`` on; returns how many there were."""
+    return os.preadv(descriptor, [memory], offset)
+
+
+def write_at(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Write up to ``memory.nbytes`` bytes from ``offset`` on; returns how many it took."""
+    return os.pwritev(descriptor, [memory], offset)
+
+
+def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Make a stretch of a file zeros without writing them, its space still reserved; whether the file system can."""
+    call = getattr(_libc, "fallocate", None)
+    if call is None:
+        return False
+    done = call(descriptor, _ZERO_RANGE, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+    return bool(done == 0)
+
+
+# Memory by pages: of no file, for direct I/O, and of a file's stretch.
+
+
+def aligned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [numel] on the CPU that begin on a page: what direct I/O reads and writes without a copy.
+
+    The memory goes back to the system when the last view is gone.
+    """
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    # Private, which Python's default is not: shared pages count as files, and a forked process would write to ours.
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=numel)
+
+
+def mapped(
+    descriptor: int, offset: int, nbytes: int, numel: int, dtype: torch.dtype, freed: Callable[[], None]
+) -> Tensor:
+    """A tensor [numel] that is a stretch of a file, shared: by the page cache, beside reads and writes.
+
+    Args:
+        descriptor: of the file, open for both; may be closed afterwards.
+        offset: where the stretch begins, in bytes, on a page.
+        nbytes: of the stretch, whole pages.
+        numel: how many elements of it the tensor has.
+        dtype: of them.
+        freed: called once when nobody refers to the tensor or a view of it; on any thread, at any place in its code.
+
+    Raises:
+        OSError: the system has no room for another mapping.
+    """
+    # Not Python's mmap, which keeps a descriptor of its own for each mapping: thousands of rows would use them up.
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    pages = (ctypes.c_ubyte * nbytes).from_address(address)
+    # The storage refers to the pages, so that views of the tensor keep them, too.
+    unmap = weakref.finalize(pages, partial(_unmap, address, nbytes, freed))
+    # Tensors may be read after Python's last functions have run; the system takes mappings away itself.
+    unmap.atexit = False
+    return torch.frombuffer(pages, dtype=dtype, count=numel)
+
+
+def _unmap(address: int, nbytes: int, freed: Callable[[], None]) -> None:
+    _libc.munmap(address, nbytes)
+    # After the mapping is gone: whoever gets the stretch next must not be written to through it.
+    freed()
+
+
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Memory at an address, for system calls; whoever calls keeps what owns it."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def copy_bytes(into: int, source: int, nbytes: int) -> None:
+    """Copy between two addresses, without Python's lock.
+
+    Not ``Tensor.copy_``, which starts a pool of threads of its own on each thread that calls it.
+    """
+    _libc.memcpy(into, source, nbytes)

@@ -1,5 +1,8 @@
 """Reads and writes between extents and memory, by threads that block in the system's calls.
 
+A transfer is cut into pieces (`cut`). A thread takes one at a time and moves it past the page cache, or through it
+where the piece has parts of blocks or the file system has no direct I/O (`move`).
+
 [Note: threads of transfers] A call with O_DIRECT returns when the disk has done it, so a thread keeps one request under
 way, and as many requests are under way as there are threads: ``queue_depth`` for each of ``intra_op_parallelism``
 groups. Groups would differ in nothing, so all threads take from one queue. Above 64 the disk gains nothing, as each
@@ -10,22 +13,90 @@ need a core only between two calls, so 8 on a small machine do no harm.
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections import deque
 
+import torch
 from torch import Tensor
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import ThreadEvent
+from zeropp.comm.streams import Event, ThreadEvent
 from zeropp.comm.threads import Threads
-from zeropp.config.runtime import AioConfig
-from zeropp.offload.errors import SwapError
-from zeropp.offload.pieces import Bounce, cut, move
-from zeropp.offload.swap import Extent
+from zeropp.config.blocks import AioConfig
+from zeropp.offload import swap
+from zeropp.offload.swap import REFUSED, Descriptors, Extent, SwapError, aligned, copy_bytes, view_of
 
-__all__ = ["Transfers"]
+__all__ = ["Bounce", "Transfers", "cut", "move"]
 
 _THREADS = 64
+
+
+class Transfers:
+    """Reads and writes of extents, in threads of its own; see [Note: threads of transfers].
+
+    Transfers run beside each other, also those of the same bytes: a read that should see a write begins after that
+    write's event. Memory that begins on a page, as that of :func:`~zeropp.offload.swap.aligned`, is read and written
+    in place if it also lies in step with the blocks of the file; other memory by way of a copy. Parts of blocks, except
+    the end of an extent, are written through the page cache.
+
+    Args:
+        aio: ``block_size`` is the bytes of one request; ``queue_depth`` times ``intra_op_parallelism`` requests, at
+            most 64, are under way; with ``single_submit`` one of each transfer at most, and without ``overlap_events``
+            those of one transfer only, the oldest. ``use_gds`` is read elsewhere.
+    """
+
+    def __init__(self, aio: AioConfig) -> None:
+        self._block = aio.block_size
+        self._queue = _Queue(aio)
+        count = min(aio.intra_op_parallelism * aio.queue_depth, _THREADS)
+        # Whatever would be moved after the end of the program is of no use to anyone.
+        self._threads = Threads(self._queue.close, at_exit=self._queue.cancel)
+        for number in range(count):
+            self._threads.start(f"offload {number}", _serve, self._queue)
+
+    def read(self, extent: Extent, start_nbytes: int, into: Tensor) -> Event:
+        """Read bytes of an extent from ``start_nbytes`` on, as many as ``into`` has.
+
+        Args:
+            extent: from which.
+            start_nbytes: the first byte, counted in the extent.
+            into: contiguous, on the CPU, of any dtype; nobody else reads or writes it until the end.
+
+        Returns:
+            The end. Its ``wait`` raises :class:`~zeropp.offload.swap.SwapError` if the system refused, or if the
+            program ended first.
+
+        Raises:
+            ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
+            RuntimeError: this is closed, or was made in the process that this one was forked from.
+        """
+        return self._begin(extent, start_nbytes, into, reads=True)
+
+    def write(self, extent: Extent, start_nbytes: int, source: Tensor) -> Event:
+        """Write the bytes of ``source`` to an extent from ``start_nbytes`` on; otherwise as :meth:`read`."""
+        return self._begin(extent, start_nbytes, source, reads=False)
+
+    def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
+        self._threads.require_here()
+        word = "read into" if reads else "written from"
+        nbytes = memory.numel() * memory.itemsize
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            form = f"shape {list(memory.shape)} and strides {list(memory.stride())} on {memory.device}"
+            raise ValueError(f"the tensor {word} has {form}; expected a contiguous one on the CPU")
+        if start < 0 or start + nbytes > extent.nbytes:
+            given = f"bytes {start} to {start + nbytes} are {word}"
+            raise ValueError(f"{given}, and the extent has bytes 0 to {extent.nbytes}")
+        transfer = _Transfer(extent, start, memory, self._block, reads=reads)
+        if transfer.pieces:
+            self._queue.put(transfer)
+        else:
+            _finish(transfer)
+        return transfer.event
+
+    def close(self) -> None:
+        """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
+        self._threads.stop()
+        self._threads.join()
 
 
 class _Transfer:
@@ -34,7 +105,10 @@ class _Transfer:
     __slots__ = ("address", "error", "event", "extent", "memory", "pieces", "reads", "start", "under_way")
 
     def __init__(self, extent: Extent, start: int, memory: Tensor, block: int, *, reads: bool) -> None:
-        self.extent, self.start, self.memory, self.reads = extent, start, memory, reads
+        self.extent = extent
+        self.start = start
+        self.memory = memory
+        self.reads = reads
         self.address = memory.data_ptr()
         end = start + memory.numel() * memory.itemsize
         self.pieces = deque(cut(start, end, block, extent))
@@ -47,7 +121,8 @@ class _Queue:
     """Pieces of all transfers, in order; threads hold this, not the `Transfers`, so that a dropped one ends them."""
 
     def __init__(self, aio: AioConfig) -> None:
-        self._one_by_one, self._overlap = aio.single_submit, aio.overlap_events
+        self._one_by_one = aio.single_submit
+        self._overlap = aio.overlap_events
         # Its lock may be taken again by the thread that has it: garbage collected inside may be a dropped Transfers.
         self._changed = threading.Condition(threading.RLock())
         # Those of which no thread has taken all pieces, and the one that others wait for.
@@ -146,69 +221,96 @@ def _serve(queue: _Queue) -> None:
         del taken, transfer, failed
 
 
-class Transfers:
-    """Reads and writes of extents, in threads of its own; see [Note: threads of transfers].
+# Pieces of a transfer: each is moved by one thread.
 
-    Transfers run beside each other, also those of the same bytes: a read that should see a write begins after that
-    write's event. Memory that begins on a page, as that of :func:`~zeropp.offload.memory.aligned`, is read and written
-    in place if it also lies in step with the blocks of the file; other memory by way of a copy. Parts of blocks, except
-    the end of an extent, are written through the page cache.
+
+def cut(begin: int, end: int, block: int, extent: Extent) -> list[tuple[int, int]]:
+    """Bytes [begin, end) of an extent as pieces (begin, end), in order.
+
+    Parts of blocks of the file are apart from whole ones, which need no copy. The end of the extent counts as whole:
+    what is between it and the next extent belongs to nobody.
 
     Args:
-        aio: ``block_size`` is the bytes of one request; ``queue_depth`` times ``intra_op_parallelism`` requests, at
-            most 64, are under way; with ``single_submit`` one of each transfer at most, and without ``overlap_events``
-            those of one transfer only, the oldest. ``use_gds`` is read elsewhere.
+        begin: first byte.
+        end: behind the last one.
+        block: bytes of a piece at most; rounded up to whole blocks of the file.
+        extent: with its length and alignment.
     """
+    unit = extent.alignment
+    first = min(-(-begin // unit) * unit, end)
+    last = end if end == extent.nbytes else max(end // unit * unit, first)
+    borders = sorted({begin, *range(first, last, -(-block // unit) * unit), last, end})
+    return list(itertools.pairwise(borders))
 
-    def __init__(self, aio: AioConfig) -> None:
-        self._block = aio.block_size
-        self._queue = _Queue(aio)
-        count = min(aio.intra_op_parallelism * aio.queue_depth, _THREADS)
-        # Whatever would be moved after the end of the program is of no use to anyone.
-        self._threads = Threads(self._queue.close, at_exit=self._queue.cancel)
-        for number in range(count):
-            self._threads.start(f"offload {number}", _serve, self._queue)
 
-    def read(self, extent: Extent, start_nbytes: int, into: Tensor) -> Event:
-        """Read bytes of an extent from ``start_nbytes`` on, as many as ``into`` has.
+def move(extent: Extent, begin: int, end: int, address: int, bounce: Bounce, *, reads: bool) -> None:
+    """Move a piece, whole.
 
-        Args:
-            extent: from which.
-            start_nbytes: the first byte, counted in the extent.
-            into: contiguous, on the CPU, of any dtype; nobody else reads or writes it until the end.
+    Args:
+        extent: where the piece lies.
+        begin: of the piece in the extent, in bytes.
+        end: behind its last byte.
+        address: of the first byte in memory; whoever calls keeps what owns it.
+        bounce: of this thread.
+        reads: from the extent into memory; otherwise the other way.
 
-        Returns:
-            The end. Its ``wait`` raises :class:`~zeropp.offload.errors.SwapError` if the system refused, or if the
-            program ended first.
+    Raises:
+        SwapError: the system refused, or the file has ended.
+    """
+    unit = extent.alignment
+    low, high = begin // unit * unit, -(-end // unit) * unit
+    # The padding behind an extent may be read and written, other bytes of a block only read: whoever writes those at
+    # the same moment would have them undone.
+    whole = begin == low and (end == high or end == extent.nbytes)
+    if extent.descriptors.direct is None or not (reads or whole):
+        memory = view_of(address, end - begin)
+        _call(extent.descriptors, memory, extent.offset + begin, unit, reads=reads, direct=False)
+    elif whole and end == high and address % unit == 0:
+        memory = view_of(address, end - begin)
+        _call(extent.descriptors, memory, extent.offset + begin, unit, reads=reads, direct=True)
+    else:
+        room = bounce.address(high - low)
+        if not reads:
+            copy_bytes(room, address, end - begin)
+        _call(extent.descriptors, view_of(room, high - low), extent.offset + low, unit, reads=reads, direct=True)
+        if reads:
+            copy_bytes(address, room + begin - low, end - begin)
 
-        Raises:
-            ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
-            RuntimeError: this is closed, or was made in the process that this one was forked from.
-        """
-        return self._begin(extent, start_nbytes, into, reads=True)
 
-    def write(self, extent: Extent, start_nbytes: int, source: Tensor) -> Event:
-        """Write the bytes of ``source`` to an extent from ``start_nbytes`` on; otherwise as :meth:`read`."""
-        return self._begin(extent, start_nbytes, source, reads=False)
-
-    def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
-        self._threads.require_here()
-        word = "read into" if reads else "written from"
-        nbytes = memory.numel() * memory.itemsize
-        if memory.device.type != "cpu" or not memory.is_contiguous():
-            form = f"shape {list(memory.shape)} and strides {list(memory.stride())} on {memory.device}"
-            raise ValueError(f"the tensor {word} has {form}; expected a contiguous one on the CPU")
-        if start < 0 or start + nbytes > extent.nbytes:
-            given = f"bytes {start} to {start + nbytes} are {word}"
-            raise ValueError(f"{given}, and the extent has bytes 0 to {extent.nbytes}")
-        transfer = _Transfer(extent, start, memory, self._block, reads=reads)
-        if transfer.pieces:
-            self._queue.put(transfer)
+def _call(descriptors: Descriptors, memory: memoryview, offset: int, unit: int, *, reads: bool, direct: bool) -> None:
+    done = 0
+    count = len(memory)
+    while done < count:
+        # A call that stopped within a block leaves a rest that O_DIRECT would refuse; the cache takes it.
+        past = descriptors.direct if direct and done % unit == 0 else None
+        descriptor = descriptors.cached if past is None else past
+        call = swap.read_at if reads else swap.write_at
+        # Read 0 bytes, the file has ended; written 0, nothing would go on for ever.
+        number = errno.EIO
+        try:
+            moved = call(descriptor, memory[done:], offset + done)
+        except OSError as error:
+            moved = 0
+            number = error.errno or errno.EIO
+        if moved > 0:
+            done += moved
+        elif past is not None and number in REFUSED:
+            descriptors.stop_direct(number)
         else:
-            _finish(transfer)
-        return transfer.event
+            # Outside of the ``except``: with that error would come its frames, and with those the tensor.
+            word = "read" if reads else "write"
+            what = f"cannot {word} {count - done} bytes at byte {offset + done} of a swap file"
+            raise SwapError.of(number, descriptors.folder, what)
 
-    def close(self) -> None:
-        """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
-        self._threads.stop()
-        self._threads.join()
+
+class Bounce:
+    """Aligned memory of a thread, for what direct I/O cannot move in place; made when first used, and kept."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def address(self, nbytes: int) -> int:
+        """The address of room for ``nbytes``."""
+        if self._memory is None or self._memory.numel() < nbytes:
+            self._memory = aligned(nbytes, torch.uint8)
+        return self._memory.data_ptr()

@@ -1,10 +1,16 @@
-"""Checks of an optimizer that is to be wrapped, and stand-ins for its methods afterwards."""
+"""Checks of an optimizer that is to be wrapped, and stand-ins for its methods afterwards.
+
+An optimizer may step slices of parameters if it treats every element alike: known classes are told by their names, and
+others by trial steps of a :class:`Twin`.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,42 +19,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.config import Config
-from zeropp.engine.engine import Engine
-from zeropp.engine.verdict import Verdict
-from zeropp.engine.window import Window
-from zeropp.optimizer.elementwise import Twin
+from zeropp.engine.engine import Engine, Window
+from zeropp.optimizer.step_sync import Verdict
 
 __all__ = [
+    "Twin",
+    "check_elementwise",
     "check_optimizer",
     "check_scale",
+    "count_states",
     "describe_optimizer",
     "not_for_torch_s_state_dict",
     "plain_settings",
+    "reason_for_whole",
     "refuse_inner_group",
     "refuse_inner_step",
     "refuse_scaler",
     "refuse_unused",
+    "treats_each_alone",
+    "trial_states",
     "weakly",
     "zero_grad_by",
 ]
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def not_for_torch_s_state_dict(optimizer: Optimizer) -> Optimizer:
-    """The optimizer; unless asked for by torch's ``get_optimizer_state_dict``, which would find slices nameless.
-
-    Raises:
-        RuntimeError: so it is, with what to use.
-    """
-    # It asks for the state before anything else, and then fails with "KeyError: 0". The caller's caller: a property's.
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-        raise RuntimeError(
-            "torch's get_optimizer_state_dict and its kin know nothing of slices; zeropp.checkpoint.state(model, "
-            "optimizer) has model and optimizer as they would give them, for torch.distributed.checkpoint"
-        )
-    return optimizer
+# Checks before wrapping.
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> None:
@@ -143,16 +142,8 @@ def _check_shapes(optimizer: Optimizer) -> None:
 
 def _states_of_elements(optimizer: Optimizer) -> set[str]:
     """Names of states that have the shape of their parameter, by a trial step on a vector; none if it fails."""
-    parameter = nn.Parameter(torch.zeros(64, device="cpu"))
-    parameter.grad = torch.ones_like(parameter)
-    # Steps that a graph replays are taken on a card only.
-    settings = {key: False if key == "capturable" else value for key, value in optimizer.param_groups[0].items()}
-    twin = Twin(optimizer, settings, [parameter])
-    try:
-        twin.step()
-    except Exception:
-        return set()
-    return {k for k, v in twin.state[parameter].items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
+    states = trial_states(optimizer, optimizer.param_groups[0], torch.float32)
+    return {name for name, value in states.items() if value.shape == (_TRIED,)}
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
@@ -182,68 +173,168 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
-def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -> Callable[..., None]:
-    """Make a substitute for the wrapped optimizer's ``zero_grad``, which does not see gradients that are held.
+# The check that an optimizer may step slices.
 
-    Args:
-        optimizer: the wrapped one.
-        wrapper: calls that of the ZeroOptimizer; False if that does nothing now, None if it is gone or closed.
-    """
-    # The optimizer holds this function in its __dict__: a strong reference would be a circle.
-    ref = weakref.ref(optimizer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        done, target = wrapper(set_to_none), ref()
-        # A class may do more in a method of its own.
-        if target is not None and (done is None or (done and type(target).zero_grad is not Optimizer.zero_grad)):
-            type(target).zero_grad(target, set_to_none)
-
-    return zero_grad
+_TRIED = 64  # elements of the parameter of a trial step
 
 
-def weakly(method: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """The method, unless its object is gone: the engine must not keep its wrapper alive."""
-    ref = weakref.WeakMethod(method)
-
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-        target = ref()
-        return None if target is None else target(*args, **kwargs)
-
-    return call
+_ELEMENTWISE = frozenset(
+    {
+        "Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion",
+        "FusedAdam", "FusedLion", "CPUAdam",
+    }
+)  # fmt: skip
 
 
-def refuse_scaler(window: Window) -> None:
-    """Refuse torch's GradScaler inside an unfinished window: it would unscale a part of the gradients, and then again.
+_WHOLE_MATRIX = {
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "factors second moments over rows and columns",
+    "LAMB": "scales each layer by its weights' norm",
+    "Lamb": "scales each layer by its weights' norm",
+    "LARS": "scales each layer by its weights' norm",
+    "Shampoo": "preconditions whole matrices",
+    "DistributedShampoo": "preconditions whole matrices",
+    "SOAP": "preconditions whole matrices",
+    "GaLoreAdamW": "projects whole matrices",
+    "LBFGS": "searches along one direction over all parameters",
+    "SparseAdam": "needs sparse gradients",
+}
 
-    All that it does to an optimizer before ``step()`` is to look at ``param_groups``, so that is where it is met.
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose step on slices differs from their step on whole parameters.
+
+    Known names are decided by name. An unknown optimizer is tried out: steps on a matrix must equal, bit for bit,
+    steps on two slices of it.
 
     Raises:
-        RuntimeError: a GradScaler's method asked for the parameter groups.
+        TypeError: the optimizer needs whole matrices, or failed the trial; with the reason.
     """
-    # The frame that reads param_groups; between it and this one there is the property's.
-    if isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler):
-        raise RuntimeError(
-            f"GradScaler.unscale_() or step() after {window.count} of gradient_accumulation_steps {window.steps} "
-            "micro-batches, and the boundary of the window is where gradients are unscaled: call them, and update(), "
-            'after its last backward, or set {"managed_gradient_accumulation": false} to step whenever you say so'
+    if reason := reason_for_whole(type(optimizer)):
+        raise TypeError(
+            f"{type(optimizer).__name__} {reason}, and zeropp gives optimizers slices of "
+            "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, RMSprop"
+        )
+    if treats_each_alone(optimizer):
+        return
+    try:
+        same = _steps_alike(optimizer)
+    except Exception as error:
+        raise TypeError(
+            f"{type(optimizer).__name__} is unknown, and a trial step on a small vector failed with "
+            f"{type(error).__name__}: {error}. zeropp can use optimizers that work elementwise on any parameters"
+        ) from error
+    if not same:
+        raise TypeError(
+            f"a trial step of {type(optimizer).__name__} on a matrix differs from its steps on two slices of it, so it "
+            "is not elementwise, and zeropp gives optimizers slices of parameters. Use an elementwise optimizer"
         )
 
 
-def refuse_inner_step(*args: object, **kwargs: object) -> None:
-    """Stand in for the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
-    raise RuntimeError(
-        "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
-        "gathered. If that one was closed or destroyed, make a new optimizer: this one has slices, not parameters"
-    )
+def reason_for_whole(kind: type[Optimizer]) -> str:
+    """A clause that says why a known class cannot step slices of parameters; empty for every other class."""
+    # Classes that are derived from one of these work on whole matrices as well.
+    return next((_WHOLE_MATRIX[cls.__name__] for cls in kind.__mro__ if cls.__name__ in _WHOLE_MATRIX), "")
 
 
-def refuse_inner_group(*args: object, **kwargs: object) -> None:
-    """Stand in for the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
-    raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")
+def treats_each_alone(optimizer: Optimizer) -> bool:
+    """Tell whether this is one of torch's own whose step on some parameters does not depend on the others."""
+    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 
 
-class UnusedParameterError(RuntimeError, AssertionError):
-    """Trained parameters had no gradient anywhere; DeepSpeed raises an AssertionError then."""
+def _steps_alike(optimizer: Optimizer) -> bool:
+    # The same numbers on every rank: all accept the optimizer, or none.
+    generator = torch.Generator().manual_seed(20)
+    values, gradient = torch.randn(2, 64, generator=generator, device="cpu").unbind()
+    # So that anything scaled by a norm shows.
+    gradient[32:] *= 100
+    # As a matrix: some optimizers treat vectors alike and matrices in their own way.
+    whole = _trial(optimizer, [values.view(8, 8)], [gradient.view(8, 8)])
+    halves = _trial(optimizer, list(values.chunk(2)), list(gradient.chunk(2)))
+    return torch.equal(whole, halves)
+
+
+def _trial(optimizer: Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Two steps of a twin of the optimizer, with its first group's settings."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    settings = dict(optimizer.param_groups[0])
+    if not float(settings.get("lr", 1.0)):
+        # A warm-up that starts at 0 would hide everything.
+        settings["lr"] = 1e-3
+    twin = Twin(optimizer, settings, parameters)
+    # Momentum and the like show from the second step on.
+    for _ in range(2):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        twin.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def count_states(optimizer: Optimizer) -> int:
+    """States of one value an element that an optimizer keeps, in the dtype of what it steps: those after a trial step.
+
+    0 where it cannot step a small vector on the CPU: what is counted by it then is too low, and never too high.
+    """
+    states = trial_states(optimizer, optimizer.param_groups[0], torch.float32).values()
+    return sum(value.numel() == _TRIED and value.dtype == torch.float32 for value in states)
+
+
+def trial_states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors that an optimizer makes as states of one parameter; none if it cannot step a small vector on the CPU.
+
+    Args:
+        optimizer: stays as it is.
+        group: with the settings to step by.
+        dtype: of the parameter.
+    """
+    parameter = nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    # Steps that a graph replays are taken on a card only.
+    twin = Twin(optimizer, {**group, **({"capturable": False} if "capturable" in group else {})}, [parameter])
+    try:
+        twin.step()
+    except Exception:
+        return {}
+    return {key: value for key, value in twin.state[parameter].items() if isinstance(value, torch.Tensor)}
+
+
+class Twin:
+    """A copy of an optimizer without states, for steps on other parameters that leave it as it is.
+
+    Args:
+        optimizer: to copy.
+        settings: of the one group that the copy has; parameters in it are left out.
+        parameters: of that group.
+
+    Attributes:
+        state: of the copy.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        # copy.copy would leave out attributes that torch does not know: Optimizer pickles three of them.
+        self._copy = twin = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+            # The user's hooks are for real steps. Shared dicts: new ones for the twin, and the user's stay as they are.
+            twin.__dict__[name] = OrderedDict()
+        settings = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+        twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        twin.state = self.state
+        switch = getattr(twin, "train", None)
+        if callable(switch):
+            # Schedule-free optimizers have two modes, and step in one.
+            switch()
+
+    def step(self) -> None:
+        """Step on the gradients that the parameters have."""
+        # Past torch's wrapper, which runs hooks that are registered for all optimizers; and past what a scheduler has
+        # put into the object.
+        kind = type(self._copy)
+        getattr(kind.step, "__wrapped__", kind.step)(self._copy)
+
+
+# Checks, and stand-ins for methods, after wrapping.
 
 
 def refuse_unused(engine: Engine, verdict: Verdict) -> None:
@@ -272,5 +363,85 @@ def refuse_unused(engine: Engine, verdict: Verdict) -> None:
         )
 
 
+class UnusedParameterError(RuntimeError, AssertionError):
+    """Trained parameters had no gradient anywhere; DeepSpeed raises an AssertionError then."""
+
+
+def refuse_scaler(window: Window) -> None:
+    """Refuse torch's GradScaler inside an unfinished window: it would unscale a part of the gradients, and then again.
+
+    All that it does to an optimizer before ``step()`` is to look at ``param_groups``, so that is where it is met.
+
+    Raises:
+        RuntimeError: a GradScaler's method asked for the parameter groups.
+    """
+    # The frame that reads param_groups; between it and this one there is the property's.
+    if isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler):
+        raise RuntimeError(
+            f"GradScaler.unscale_() or step() after {window.count} of gradient_accumulation_steps {window.steps} "
+            "micro-batches, and the boundary of the window is where gradients are unscaled: call them, and update(), "
+            'after its last backward, or set {"managed_gradient_accumulation": false} to step whenever you say so'
+        )
+
+
+def not_for_torch_s_state_dict(optimizer: Optimizer) -> Optimizer:
+    """The optimizer; unless asked for by torch's ``get_optimizer_state_dict``, which would find slices nameless.
+
+    Raises:
+        RuntimeError: so it is, with what to use.
+    """
+    # It asks for the state before anything else, and then fails with "KeyError: 0". The caller's caller: a property's.
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        raise RuntimeError(
+            "torch's get_optimizer_state_dict and its kin know nothing of slices; zeropp.checkpoint.state(model, "
+            "optimizer) has model and optimizer as they would give them, for torch.distributed.checkpoint"
+        )
+    return optimizer
+
+
+def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -> Callable[..., None]:
+    """Make a substitute for the wrapped optimizer's ``zero_grad``, which does not see gradients that are held.
+
+    Args:
+        optimizer: the wrapped one.
+        wrapper: calls that of the ZeroOptimizer; False if that does nothing now, None if it is gone or closed.
+    """
+    # The optimizer holds this function in its __dict__: a strong reference would be a circle.
+    ref = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        done = wrapper(set_to_none)
+        target = ref()
+        # A class may do more in a method of its own.
+        if target is not None and (done is None or (done and type(target).zero_grad is not Optimizer.zero_grad)):
+            type(target).zero_grad(target, set_to_none)
+
+    return zero_grad
+
+
+def weakly(method: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """The method, unless its object is gone: the engine must not keep its wrapper alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        target = ref()
+        return None if target is None else target(*args, **kwargs)
+
+    return call
+
+
+def refuse_inner_step(*args: object, **kwargs: object) -> None:
+    """Stand in for the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
+    raise RuntimeError(
+        "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
+        "gathered. If that one was closed or destroyed, make a new optimizer: this one has slices, not parameters"
+    )
+
+
 # Schedulers on either optimizer look for this mark: without it they warn that step() was replaced behind them.
 refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def refuse_inner_group(*args: object, **kwargs: object) -> None:
+    """Stand in for the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
+    raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")

@@ -156,7 +156,8 @@ class _Adam(Rule):
         return float(state["step"])
 
     def run(self, one: SliceStep) -> None:
-        states, numbers = one.states, one.settings.numbers
+        states = one.states
+        numbers = one.settings.numbers
         # An empty list without amsgrad: the kernel would look for a missing one.
         largest = [states["max_exp_avg_sq"]] if numbers["amsgrad"] else []
         kernel = fused_adamw if one.settings.decoupled else fused_adam
@@ -209,7 +210,8 @@ class _Adagrad(Rule):
         return float(state["step"])
 
     def run(self, one: SliceStep) -> None:
-        sums, numbers = [one.states["sum"]], one.settings.numbers
+        sums = [one.states["sum"]]
+        numbers = one.settings.numbers
         fused_adagrad([one.param], [one.grad], sums, [_counted(one.step)], **numbers, grad_scale=one.grad_scale)
 
 

@@ -1,5 +1,12 @@
 """Steps on the host's cores, beside the next forward.
 
+:class:`HostStep` decides and queues a step, unit by unit. :class:`Cores` are the threads that take it: torch would
+divide each kernel among intra-op threads, whose number is the process's, and training would have to give up its own; a
+few threads that each call the kernel on chunks leave that number alone. :class:`Tiles` steps shards whose numbers are
+not all in memory, or whose new weights go on elsewhere: a tile's numbers are read into staging buffers, stepped there,
+and written back, while the next tile's may be read and the last one's written. A tile is as large as the staging
+buffers allow: each kind of number that is not in memory has a buffer, or a part of one, for each tile under way.
+
 [Note: steps on the host] Where states are offloaded, ``step()`` decides all that there is to decide: whether the step
 is skipped, by what gradients are clipped, which of them there are, and with which settings and counts they are stepped,
 which are copied here. Then it queues one piece of work for each unit, in the order in which the next forward is going
@@ -12,26 +19,43 @@ not: its gradients take the place of those that are being stepped with.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
-from zeropp.comm.streams import make_stream
+from zeropp._compat import one_intra_op_thread
+from zeropp.comm.streams import Event, ThreadStream, make_stream
 from zeropp.engine.engine import Engine
 from zeropp.offload import home
-from zeropp.optimizer.cores import Cores, spare_cores, step_slices
-from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
+from zeropp.offload.read_ahead import Ring
+from zeropp.offload.swap import ALIGNED
+from zeropp.optimizer.fused import CUT, Rule, Settings, SliceStep, rule_of
 from zeropp.optimizer.slices import Slice, Slices
-from zeropp.optimizer.tiles import BufferStep, Tiles
 from zeropp.order.refresh import Refresh
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
+from zeropp.params.unit import FlatBuffer
 
-__all__ = ["HostStep", "waits_for_main_weights"]
+__all__ = [
+    "CHUNK_NUMEL",
+    "BufferStep",
+    "Cores",
+    "HostStep",
+    "Tiles",
+    "spare_cores",
+    "step_slices",
+    "waits_for_main_weights",
+]
 
 
 class HostStep:
@@ -86,11 +110,13 @@ class HostStep:
             divisor: of gradients, a float32 scalar on the CPU; None to take them as they are.
             waits: until all of them have been stepped.
         """
-        rule, engine = rule_of(self._optimizer), self._engine
+        rule = rule_of(self._optimizer)
+        engine = self._engine
         assert rule is not None  # asked before
         # New states take space, which may not be there.
         with engine.agreement.watching("making room for optimizer states", call="step()"):
-            jobs, events = self._decide(rule, slices, taken, divisor), []
+            jobs = self._decide(rule, slices, taken, divisor)
+            events = []
         # The model waits for the first of them soonest, and while it computes with one the next are stepped.
         for unit in engine.schedule.in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]
@@ -113,7 +139,8 @@ class HostStep:
             step_slices(self._cores, rule, in_place)
         others = [job for job in jobs if not job.in_place]
         if others:
-            block, homes = self._engine.maker.config.zero.offload_optimizer, self._engine.maker.homes
+            block = self._engine.maker.config.zero.offload_optimizer
+            homes = self._engine.maker.homes
             assert block is not None and homes.ring is not None  # or nothing would be anywhere else
             tiles = Tiles(
                 homes.ring, self._cores, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
@@ -132,7 +159,8 @@ class HostStep:
                 if part is None or part.buffer is None or parameter.grad is None:
                     continue
                 # By ``.data``, which raises no version: only the user's edits are to show in it.
-                param, state = parameter.data, dict.get(self._optimizer.state, parameter, {})
+                param = parameter.data
+                state = dict.get(self._optimizer.state, parameter, {})
                 # Of weights on a card, too, the host's part of the states is made on the host.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 number = rule.begin(settings, like, state)
@@ -177,7 +205,7 @@ class HostStep:
 
 
 def waits_for_main_weights(engine: Engine) -> Callable[[], None] | None:
-    """Waits until nothing is under way that keeps the caller from main weights; None where nothing ever does.
+    """A function that waits until nothing under way keeps the caller from main weights; None where nothing ever does.
 
     These are steps of the host, and refreshes by messages whose size depends on the weights: those that are counted
     must be those that are sent. Other refreshes may read a weight while the caller edits it. Nobody sees the result,
@@ -195,8 +223,399 @@ def _wait(ref: weakref.ref[Engine], wait: Callable[[Refresh], None], *_: object)
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:
     """The number of ranks of this node that may run on the cores that this one may."""
-    comm, own = engine.comm, sorted(os.sched_getaffinity(0))
+    comm = engine.comm
+    own = sorted(os.sched_getaffinity(0))
     # A launcher may have given each rank cores of its own.
     told = engine.agreement.exchange_objects(own, "counting cores")
     node = comm.rank // comm.local
     return sum(cores == own for rank, cores in enumerate(told) if rank // comm.local == node)
+
+
+# Threads that step, chunk by chunk.
+
+CHUNK_NUMEL = 2048 * CUT
+"""Elements of a chunk, 512 Ki: AdamW takes a quarter of a millisecond where memory is fast, of which a call's 9 us are
+little (2.08e9 elements a second against 2.24e9 in one call), and yet a few million elements keep several threads busy
+until the end."""
+_ALIKE = 1.25  # the second fastest of four runs to the fastest, where figures can be believed
+_NEARLY = 1.15  # what fewer threads may take, where more would take 1
+
+
+class Cores:
+    """Threads that run small closures, the caller among them; each with one intra-op thread, and no gradients.
+
+    The threads are daemons. They end when this object is closed or dropped, and before the interpreter does.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Start ``count - 1`` threads.
+
+        Raises:
+            ValueError: ``count`` is less than 1.
+        """
+        if count < 1:
+            raise ValueError(f"Cores({count}): expected at least 1, the caller's thread")
+        self.count = count
+        self._streams = [ThreadStream(f"core {number}") for number in range(1, count)]
+
+    def run(self, chunks: Sequence[Callable[[], object]]) -> None:
+        """Run all of ``chunks``, in any order and at once; returns when all have ended, those that fail as well.
+
+        Args:
+            chunks: closures that do not call this.
+
+        Raises:
+            BaseException: the first error of one of them.
+        """
+        waiting = deque(chunks)
+        errors = list[BaseException]()
+        ended = SimpleQueue[None]()
+        work = partial(_work, waiting, errors, ended)
+        # The caller takes one of them, and no thread is woken for nothing.
+        for stream in self._streams[: max(len(chunks) - 1, 0)]:
+            stream.run(work)
+        work()
+        # A word for each chunk, and none for each thread: one that has ended, or was lost in a fork, has no chunk.
+        for _ in chunks:
+            ended.get()
+        if errors:
+            first = errors[0]
+            # Or the errors, whose tracebacks have frames with this list and this name, would hold themselves.
+            errors.clear()
+            try:
+                raise first
+            finally:
+                del first
+
+    def close(self) -> None:
+        """End the threads; what is run afterwards runs in the caller alone."""
+        streams = self._streams
+        self._streams = []
+        for stream in streams:
+            stream.close()
+
+
+def _work(waiting: deque[Callable[[], object]], errors: list[BaseException], ended: SimpleQueue[None]) -> None:
+    # At each run and in every thread: whoever else uses a thread, the caller's above all, finds it as it was.
+    with one_intra_op_thread(), torch.no_grad():
+        while True:
+            try:
+                chunk = waiting.popleft()
+            except IndexError:  # another thread took the last
+                return
+            _attempt(chunk, errors)
+            # Before the caller hears of it, which may then want the tensors' memory back.
+            del chunk
+            ended.put(None)
+
+
+def _attempt(chunk: Callable[[], object], errors: list[BaseException]) -> None:
+    try:
+        chunk()
+    except BaseException as error:
+        errors.append(error)
+
+
+def step_slices(cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
+    """Step all of ``steps`` in place; the bits are those of whole tensors, however many cores there are.
+
+    Raises:
+        ValueError: a tensor of a slice is not as `SliceStep` says; nothing has been stepped.
+    """
+    # All of them first: a step that is refused half-way would leave some weights new and others old.
+    for one in steps:
+        _check(rule, one)
+    cores.run(
+        [partial(_step_chunk, rule, one, start) for one in steps for start in range(0, one.param.numel(), CHUNK_NUMEL)]
+    )
+
+
+def _step_chunk(rule: Rule, one: SliceStep, start: int) -> None:
+    # Cut here, and not for all chunks before the first one runs: the threads share this work, too.
+    part = slice(start, start + CHUNK_NUMEL)
+    states = {name: one.states[name][part] for name in rule.states(one.settings)}
+    rule.run(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
+
+
+def _check(rule: Rule, one: SliceStep) -> None:
+    """Kernels take the addresses of tensors and the length of the parameter, and ask no further."""
+    missing = [name for name in rule.states(one.settings) if name not in one.states]
+    if missing:
+        found = f"a slice has states {sorted(one.states)} and no {', '.join(missing)}"
+        raise ValueError(f"{found}; let the rule begin its step")
+    tensors = {"param": one.param, "grad": one.grad} | {name: one.states[name] for name in rule.states(one.settings)}
+    for name, tensor in tensors.items():
+        if (
+            tensor.shape != (one.param.numel(),)
+            or tensor.dtype != one.param.dtype
+            or tensor.device.type != "cpu"
+            or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} of a slice is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} with strides "
+                f"{tensor.stride()}; expected a contiguous ({one.param.numel()},) {one.param.dtype} on cpu"
+            )
+    scale = one.grad_scale
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device.type != "cpu"):
+        raise ValueError(
+            f"grad_scale of a slice is {tuple(scale.shape)} {scale.dtype} on {scale.device}; "
+            "expected a float32 scalar on cpu"
+        )
+
+
+def spare_cores(local_ranks: int) -> int:
+    """Threads to step with: as many as make it faster, of those that the training thread leaves to this rank.
+
+    Those are the cores that the process may run on, divided among the ranks, less one. The first call measures.
+
+    Args:
+        local_ranks: that share these cores: the ranks of this host, or 1 where the launcher binds each to its own.
+
+    Raises:
+        ValueError: ``local_ranks`` is less than 1.
+    """
+    if local_ranks < 1:
+        raise ValueError(f"spare_cores({local_ranks}): expected the number of ranks on this host, at least 1")
+    # Not os.cpu_count: containers and launchers give a process some of the cores.
+    return _useful(max(len(os.sched_getaffinity(0)) // local_ranks - 1, 1))
+
+
+@cache
+def _useful(limit: int) -> int:
+    """The fewest threads, of 1, 2, 4, ... and ``limit``, that step nearly as fast as any of them.
+
+    One core's loads and stores may already fill the memory bus: on 2 cores of an EPYC, 16 Mi elements of AdamW took 8.0
+    ms by one thread and 6.7 by two, and 4 Mi 1.8 by either. Threads beyond that only take cores from who loads data.
+    """
+    if limit == 1:
+        return 1
+    times: dict[int, float] = {}
+    # Two chunks a thread, and more than most caches hold: 64 to 256 MiB, whose first touch takes most of the time.
+    step = _trial(min(max(2 * limit, 8), 32) * CHUNK_NUMEL)
+    for count in [*(1 << power for power in range((limit - 1).bit_length())), limit]:
+        cores = Cores(count)
+        fastest, second = sorted(_seconds(step, cores) for _ in range(4))[:2]
+        cores.close()
+        if second > _ALIKE * fastest:
+            # Others use the machine, so that figures say little. What every rank has by count is the answer then.
+            return limit
+        times[count] = fastest
+    return next(count for count, seconds in times.items() if seconds <= _NEARLY * min(times.values()))
+
+
+def _trial(numel: int) -> Callable[[Cores], None]:
+    """A step of AdamW over ``numel`` elements."""
+    param = torch.ones(numel, device="cpu")
+    optimizer = AdamW([param])
+    rule = rule_of(optimizer)
+    state = dict[str, Tensor]()
+    assert rule is not None  # it has one
+    settings = rule.snapshot(optimizer.param_groups[0])
+    step = rule.begin(settings, param, state)
+    one = SliceStep(param, torch.full_like(param, 1e-3), state, settings, step)
+    return partial(step_slices, rule=rule, steps=[one])
+
+
+def _seconds(step: Callable[[Cores], None], cores: Cores) -> float:
+    begin = time.perf_counter()
+    step(cores)
+    return time.perf_counter() - begin
+
+
+# Steps of shards that are not in memory, tile by tile.
+
+_MAIN = "main weights"
+_GRADIENT = "gradients"
+_Range = tuple[int, int]
+
+
+@dataclass
+class BufferStep:
+    """One buffer's step.
+
+    Attributes:
+        buffer: whose weights are stepped.
+        slices: (first element in the shard, step) of each slice that is stepped.
+        states: rows of the optimizer's states of one value an element of the host's part, by their keys.
+    """
+
+    buffer: FlatBuffer
+    slices: list[tuple[int, SliceStep]] = field(default_factory=list)
+    states: dict[str, home.Row] = field(default_factory=dict)
+
+    @property
+    def gradient(self) -> Gradient:
+        """The gradient that the weights are stepped with."""
+        assert self.buffer.gradient is not None  # what is stepped has one
+        return self.buffer.gradient
+
+    @property
+    def clips(self) -> bool:
+        """True if gradients are divided as they are read."""
+        return any(each.grad_scale is not None for _, each in self.slices)
+
+    @property
+    def rows(self) -> dict[str, home.Row]:
+        """All that a step reads."""
+        return {_MAIN: self.buffer.main, _GRADIENT: self.gradient.row, **self.states}
+
+    def place(self, kind: str, start: int) -> int:
+        """The place in a row of an element of the shard: rows of states begin where the host's part does."""
+        return start - self.buffer.homes.device_numel if kind in self.states else start
+
+    @property
+    def in_place(self) -> bool:
+        """True if the host can step all rows where they lie, and no other copy of the weights has to follow."""
+        source = self.buffer.source
+        return all(row.at_hand for row in self.rows.values()) and (source is None or not source.follows)
+
+    @property
+    def staged(self) -> list[str]:
+        """Kinds of numbers that go through staging buffers."""
+        source = self.buffer.source
+        follows = source is not None and source.follows
+        return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * follows
+
+    def in_tile(self, start: int, values: dict[str, Tensor]) -> list[SliceStep]:
+        """Steps of what lies in a tile, on the tile's own numbers."""
+        stop = start + values[_MAIN].numel()
+        found = []
+        for first, each in self.slices:
+            begin = max(first, start)
+            end = min(first + each.param.numel(), stop)
+            # A slice may begin in one tile and end in another: these steps are element by element.
+            if begin < end:
+                cut = slice(begin - start, end - start)
+                own = slice(begin - first, end - first)
+                # Those in memory have no row: each slice has a tensor of its own.
+                states = {k: values[k][cut] if k in values else state[own] for k, state in each.states.items()}
+                found.append(replace(each, param=values[_MAIN][cut], grad=values[_GRADIENT][cut], states=states))
+        return found
+
+
+class Tiles:
+    """One step of many buffers, through a ring that nobody else uses meanwhile."""
+
+    def __init__(self, ring: Ring, cores: Cores, rule: Rule, *, read_ahead: bool, write_behind: bool) -> None:
+        """Use the whole ring.
+
+        Args:
+            ring: of staging buffers.
+            cores: that step.
+            rule: of the optimizer.
+            read_ahead: read the next tile while one is stepped.
+            write_behind: write a tile while the next one is stepped.
+        """
+        self._ring = ring
+        self._cores = cores
+        self._rule = rule
+        self._count = 1 + read_ahead + write_behind
+        self._read_ahead = read_ahead
+
+    def run(self, jobs: Sequence[BufferStep]) -> None:
+        """Step buffers, one after another."""
+        with self._ring.all_taken() as buffers:
+            # For the buffer with most kinds: small ones, which stay in memory, have fewer.
+            kinds = max(len(job.staged) for job in jobs)
+            parts = _divide(buffers, kinds * self._count)
+            slots = [_Slot(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
+            itemsize = max(job.buffer.main_dtype.itemsize for job in jobs)
+            tiles = [(job, *tile) for job in jobs for tile in _cut(job.buffer, _room(parts, itemsize))]
+            try:
+                for number, (job, start, stop) in enumerate(tiles):
+                    own = slots[number % self._count]
+                    if number == 0 or not self._read_ahead:
+                        _begin(own, job, start, stop)
+                    if self._read_ahead and number + 1 < len(tiles):
+                        _begin(slots[(number + 1) % self._count], *tiles[number + 1])
+                    # Also for what was written from this memory before, if no reading has waited for it.
+                    own.wait()
+                    self._step(own, job, start, stop)
+                    if self._count == 1:
+                        own.wait()
+            finally:
+                # Memory that is still read into or written from must not be used for something else.
+                with contextlib.ExitStack() as ending:
+                    for each in slots:
+                        ending.callback(each.wait)
+
+    def _step(self, own: _Slot, job: BufferStep, start: int, stop: int) -> None:
+        """Step one tile, and begin to write what is new."""
+        step_slices(self._cores, self._rule, job.in_tile(start, own.values))
+        for kind, row in job.rows.items():
+            # Gradients are changed by clipping alone, which nobody sees once they have been forgotten.
+            if not row.at_hand and (kind != _GRADIENT or (job.clips and job.gradient.arrived)):
+                own.events.append(row.write(job.place(kind, start), own.values[kind]))
+        source = job.buffer.source
+        if source is None or not source.follows:
+            return
+        new = own.values[_MAIN]
+        # By these cores, and into memory that may be page-locked: a file takes bytes as they are, and a copy to a card
+        # that also rounds is made by one core, from memory that the card cannot read by itself.
+        rounded = own.parts[len(job.staged) - 1][: new.numel() * source.dtype.itemsize].view(source.dtype)
+        self._cores.run(
+            [
+                partial(rounded[at : at + CHUNK_NUMEL].copy_, new[at : at + CHUNK_NUMEL])
+                for at in range(0, new.numel(), CHUNK_NUMEL)
+            ]
+        )
+        own.events.append(source.take(start, rounded))
+        if stop == job.buffer.main.tensor.numel():
+            source.finish()
+
+
+class _Slot:
+    """Staging memory for one tile under way."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+        self.events: list[Event] = []
+        self.values: dict[str, Tensor] = {}
+
+    def wait(self) -> None:
+        """Wait until reads have arrived, and writes have ended."""
+        try:
+            while self.events:
+                self.events.pop().wait(threading.TIMEOUT_MAX)
+        finally:
+            # After an error, too: the memory is free when the last of them has ended, well or not.
+            while self.events:
+                with contextlib.suppress(Exception):
+                    self.events.pop().wait(threading.TIMEOUT_MAX)
+
+
+def _begin(own: _Slot, job: BufferStep, start: int, stop: int) -> None:
+    """Begin to read a tile's numbers, where what the memory held before has been written."""
+    own.wait()
+    parts = iter(own.parts)
+    own.values = {}
+    for kind, row in job.rows.items():
+        at = job.place(kind, start)
+        if row.at_hand:
+            own.values[kind] = row.tensor[at : at + stop - start]
+        else:
+            dtype = row.tensor.dtype
+            own.values[kind] = next(parts)[: (stop - start) * dtype.itemsize].view(dtype)
+            own.events.append(row.read(at, own.values[kind]))
+
+
+def _divide(buffers: Sequence[Tensor], count: int) -> list[Tensor]:
+    """At least ``count`` equal parts of buffers, each of whole pages."""
+    # Everything is in memory, and only new weights go elsewhere.
+    if not count:
+        return []
+    # Equal ones: a tile has as many elements of each kind, and the largest kind decides how many.
+    each = -(-count // len(buffers))
+    nbytes = buffers[0].numel() // each // ALIGNED * ALIGNED
+    return [buffer[index * nbytes : (index + 1) * nbytes] for buffer in buffers for index in range(each)]
+
+
+def _room(parts: Sequence[Tensor], itemsize: int) -> int:
+    """Elements of a tile."""
+    return parts[0].numel() // itemsize if parts else 1 << 62
+
+
+def _cut(buffer: FlatBuffer, most: int) -> list[_Range]:
+    """The host's part of a shard in tiles of at most ``most`` elements."""
+    numel = buffer.main.tensor.numel()
+    return [(start, min(start + most, numel)) for start in range(buffer.homes.device_numel, numel, most)]

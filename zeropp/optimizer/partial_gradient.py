@@ -20,7 +20,11 @@ from torch import Tensor
 
 from zeropp._compat import storage_id, uncompiled, unguarded
 
-__all__ = ["as_partial"]
+__all__ = ["MARKER_GRADIENT", "NOTHING", "as_partial"]
+
+# The name and the gradient of markers, which end each group: see [Note: edits of slices].
+NOTHING = "<nothing>"
+MARKER_GRADIENT = 1e-30  # not zero, since some loops set gradients of zero to None; too small to change a sum
 
 # Functions that torch's clip_grad_norm_ is made of, and those that loops call to normalize gradients: some of them
 # return lists of numbers, or tensors.
@@ -174,7 +178,8 @@ def _marked(found: Tensor, in_columns: bool) -> Tensor:
 
 def _mixes_elements(name: str, given: _Given) -> bool:
     """Tell whether an operation goes over the dimension where gradients, also stacked ones, have their elements."""
-    args, kwargs = given.args, given.kwargs
+    args = given.args
+    kwargs = given.kwargs
     if name in _PRODUCTS and len(args) > 1:
         # Weights [tasks] @ gradients [tasks, elements] work on each element by itself; so do columns @ weights.
         if isinstance(args[0], PartialGradient):
@@ -234,7 +239,8 @@ class _SliceGradient(PartialGradient):
 def as_partial(gradient: Tensor) -> Tensor:
     """The same memory, and the same version, as a tensor that refuses norms."""
     found = gradient.as_subclass(_SliceGradient)
-    found.device, found.dtype = gradient.device, gradient.dtype
+    found.device = gradient.device
+    found.dtype = gradient.dtype
     return found
 
 

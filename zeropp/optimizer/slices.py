@@ -25,16 +25,14 @@ from torch.optim import Optimizer
 
 from zeropp._compat import unguarded
 from zeropp.config.base import notify
+from zeropp.engine.backward import Pending
 from zeropp.engine.engine import Engine
-from zeropp.engine.pending import Pending
-from zeropp.optimizer.elementwise import trial_states
-from zeropp.optimizer.norms import MARKER_GRADIENT, NOTHING
-from zeropp.optimizer.partial_gradient import as_partial
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.optimizer.checks import trial_states
+from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING, as_partial
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import handler_of, is_managed
-from zeropp.params.unit import Unit
-from zeropp.partition.layout import Fragment
+from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.partition.levels import Fragment
 
 __all__ = ["Slice", "SliceStates", "Slices"]
 

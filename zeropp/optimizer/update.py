@@ -1,21 +1,37 @@
-"""The update of weights: the wrapped optimizer steps them on the device, or the host's cores do."""
+"""The update of weights in a step that is taken, the norms that it clips by, and the results of steps.
+
+The wrapped optimizer steps on the device, or the host's cores do (`zeropp.optimizer.host_step`). Where weights that are
+cached between uses have to travel after a step, the wrapped optimizer is called portion by portion, so that the first
+new weights are on their way while the last are computed. That takes an optimizer known to treat each parameter by
+itself: parameters without a gradient are passed over, as torch's optimizers do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
-from torch import Tensor
-from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from zeropp._compat import has_step_post_hooks, unguarded
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.checks import treats_each_alone
 from zeropp.optimizer.host_step import HostStep
-from zeropp.optimizer.norms import clip_divisor, clipping, may_leave_out, scale_gradients, takes_divisor
-from zeropp.optimizer.portions import begin_momentum, choose_portions, step_by_portions, without_gradients
-from zeropp.optimizer.slices import Slices
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
+from zeropp.optimizer.slices import Slice, Slices
+from zeropp.optimizer.step_sync import Verdict
+from zeropp.order.refresh import portion_of
+from zeropp.params.unit import FlatBuffer
 
-__all__ = ["Update"]
+__all__ = ["GradientNorms", "Update", "gradient_norms", "scale_gradients"]
+
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
 class Update:
@@ -25,6 +41,7 @@ class Update:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
+        self._elementwise = treats_each_alone(optimizer)
         self._max_norm = engine.maker.config.gradient_clipping
         self._host = HostStep(engine, optimizer, slices) if engine.maker.config.steps_on_host else None
 
@@ -51,7 +68,7 @@ class Update:
             return
         with clipping(self._engine, self._optimizer, norm, self._max_norm, left_out):
             step_by_portions(
-                choose_portions(self._engine, self._optimizer, self._slices.stepped),
+                choose_portions(self._engine, self._slices.stepped, elementwise=self._elementwise),
                 self._step,
                 lambda buffers: self._changed(buffers, for_now=later),
             )
@@ -103,3 +120,226 @@ class Update:
             if buffer.source is not None:
                 buffer.source.renew()
         self._engine.weights_changed(buffers, stepped=True, for_now=for_now)
+
+
+# The order of a step: some slices after others.
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Slices that are stepped in one call, and the buffers that have new weights after it."""
+
+    slices: list[Slice]
+    buffers: list[FlatBuffer]
+
+
+def choose_portions(engine: Engine, slices: Sequence[Slice], *, elementwise: bool) -> list[Portion]:
+    """Units in the order of the next forward: one, one, two, four, ...; all at once where little travels after a step.
+
+    All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
+    rank but for the slices.
+    """
+    # The first unit that forward wants goes alone: it travels while the others are stepped. Later ones have time, and
+    # every portion costs a call of step().
+    units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable_buffers]
+    buffers = engine.trainable_buffers
+    travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
+    # Several calls of a fused step cost more than one: they pay only where something is hidden behind them.
+    little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
+    if little or engine.refresh.is_put_off or not elementwise:
+        return [Portion(list(slices), engine.trainable_buffers)]
+    by_unit: dict[int, list[Slice]] = {}
+    for part in slices:
+        by_unit.setdefault(part.unit, []).append(part)
+    portions = []
+    for _, numbered in groupby(enumerate(units), lambda each: portion_of(each[0])):
+        chosen = [unit for _, unit in numbered]
+        found = [part for unit in chosen for part in by_unit.get(unit.index, [])]
+        portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
+    # A stand-in, which belongs to no unit.
+    portions[0].slices.extend(by_unit.get(-1, []))
+    return portions
+
+
+def step_by_portions(
+    portions: Sequence[Portion], step: Callable[[], None], changed: Callable[[Sequence[FlatBuffer]], None]
+) -> None:
+    """Step portion by portion.
+
+    Args:
+        portions: all there is to step.
+        step: of the optimizer, over what has a gradient.
+        changed: told of buffers with new weights; of all that are left if a step fails, which may have changed them.
+    """
+    waiting = list(portions)
+    # torch's optimizers pass over parameters whose .grad is None: so one portion is stepped, and the groups stay
+    # whole.
+    gradients = [(part.parameter, part.parameter.grad) for portion in portions for part in portion.slices]
+    try:
+        if len(portions) > 1:
+            for parameter, _ in gradients:
+                parameter.grad = None
+        own = iter(gradients)
+        for portion in portions:
+            shown = [next(own) for _ in portion.slices]
+            for parameter, gradient in shown:
+                parameter.grad = gradient
+            step()
+            if len(portions) > 1:
+                for parameter, _ in shown:
+                    parameter.grad = None
+            # Only after the step: one that fails half-way may have changed weights, and they are told of below.
+            waiting.remove(portion)
+            changed(portion.buffers)
+    finally:
+        # Gradients stay until zero_grad(), as in torch, also after an error.
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for portion in waiting:
+            changed(portion.buffers)
+
+
+def begin_momentum(optimizer: Optimizer, markers: int) -> list[list[nn.Parameter]]:
+    """Parameters to be stepped apart, in as many calls: those whose momentum begins now, and those that have one.
+
+    torch's fused SGD takes a group's first step for all parameters or for none, and fails where some of them get their
+    first gradient later than others, as in a branch that is taken late. Empty where one call does.
+
+    Args:
+        optimizer: that is about to step.
+        markers: how many tensors in its groups are never stepped.
+    """
+    # By the class's step: that of a class derived from SGD may not be meant to be called twice.
+    if not isinstance(optimizer, SGD) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(SGD.step):
+        return []
+    groups = optimizer.param_groups
+    state = optimizer.state
+    # As in most steps: every parameter has its momentum.
+    if len(state) + markers >= sum(len(group["params"]) for group in groups) and all(state.values()):
+        return []
+    groups = [group for group in groups if group["fused"] and group["momentum"]]
+    fresh = list[nn.Parameter]()
+    begun = list[nn.Parameter]()
+    for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
+        (fresh if state.get(parameter, {}).get("momentum_buffer") is None else begun).append(parameter)
+    return [fresh, begun] if fresh and begun else []
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the optimizer pass over some of the parameters in its groups."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+# Norms, and scaling by them.
+
+
+def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
+    """Multiply all gradients by at most ``max_norm / norm``, and by no more than 1; returns the factor."""
+    # On the device: the host does not learn the factor, and so does not wait for it.
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    for gradient in engine.gradients:
+        gradient.shard.mul_(factor.to(gradient.shard))
+    return factor
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Divisor of gradients that makes their norm at most ``max_norm``: a float32 scalar, at least 1."""
+    return torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()
+
+
+def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
+    """Tell whether kernels can divide gradients as they read them: an optimizer's, or for None the host's own."""
+    # The divisor is float32, which is too little for gradients of 64 bits.
+    single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
+    if optimizer is None:
+        return single
+    # A state that was saved by an optimizer that is not fused brings that setting with it.
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return single and fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
+    """Tell whether a step of ``optimizer`` changes nothing at all, states included, where the device says so."""
+    # SGD's fused step leaves out the first momentum, too, and takes uninitialised memory for it.
+    adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
+    return adam and takes_divisor(engine, optimizer)
+
+
+@contextlib.contextmanager
+def clipping(
+    engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float, left_out: Tensor | None = None
+) -> Iterator[None]:
+    """Steps of ``optimizer`` inside clip gradients to ``max_norm``, all of them together; 0 for no clipping.
+
+    Args:
+        engine: whose gradients have that norm.
+        optimizer: one that divides gradients by a scale while it reads them, as torch's fused ones do for GradScaler,
+            saves a pass over them. It leaves them divided.
+        norm: float64 scalar.
+        max_norm: bound.
+        left_out: float32 scalar, 1 where steps inside are to change nothing; of an optimizer that `may_leave_out`.
+    """
+    if left_out is None and not (max_norm > 0 and takes_divisor(engine, optimizer)):
+        if max_norm > 0:
+            scale_gradients(engine, norm, max_norm)
+        yield
+        return
+    # Names that torch's GradScaler has given them.
+    none = torch.zeros((), dtype=torch.float32, device=norm.device)
+    optimizer.found_inf = none if left_out is None else left_out  # type: ignore[attr-defined]
+    if max_norm > 0:
+        optimizer.grad_scale = clip_divisor(norm, max_norm)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        if max_norm > 0:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+            # They are divided now, and their versions do not say so.
+            for gradient in engine.gradients:
+                gradient.doubt()
+
+
+def gradient_norms(engine: Engine, verdict: Verdict) -> GradientNorms:
+    """Norm of each parameter's gradient by its name, for those that have one. Collective: one sum of 8 bytes each."""
+    names: list[str] = []
+    squares: list[Tensor] = []
+    for unit in engine.units:
+        used = iter(verdict.used[unit.index])
+        for buffer in unit.trainable_buffers:
+            gradient = buffer.gradient
+            assert gradient is not None  # the buffer is trainable
+            own = torch.zeros(len(buffer.names), dtype=torch.float64, device=engine.device)
+            # Replicas hold the same sums; the first one's count.
+            for fragment in buffer.fragments() if gradient.arrived and gradient.placement.replica == 0 else ():
+                part = gradient.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
+                own[fragment.slot] += part.double().square().sum()
+            # Used on any rank, so that every rank brings as many numbers; this one's may be zeros.
+            found = [index for index in range(len(buffer.names)) if next(used)]
+            names += [buffer.names[index] for index in found]
+            squares.append(own[found])
+    total = torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64, device=engine.device)
+    if total.numel():
+        with engine.agreement.watching("adding up norms of parameters", call="grad_norms()"):
+            engine.comm.sum(total)
+    return GradientNorms(zip(names, total.sqrt().tolist(), strict=True))
+
+
+class GradientNorms(dict[str, float]):
+    """Norms by name. The markers at the end of each group have one, too, as loops over names and tensors ask for it."""
+
+    def __missing__(self, name: str) -> float:
+        if name == NOTHING:
+            return MARKER_GRADIENT
+        raise KeyError(name)
+
+
+# Results of steps.

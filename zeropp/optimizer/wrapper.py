@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,19 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp._compat import uncompiled
+from zeropp.access.refusals import explain_freed
 from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group
+from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
-from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
-from zeropp.engine.idle import refuse_retired
-from zeropp.engine.parking import NOTHING
-from zeropp.engine.verdict import Verdict
+from zeropp.engine.preconditions import NOTHING, refuse_compiled_autograd, refuse_retired
 from zeropp.optimizer.checks import (
+    check_elementwise,
     check_optimizer,
     check_scale,
+    count_states,
     describe_optimizer,
     not_for_torch_s_state_dict,
     refuse_inner_group,
@@ -35,25 +36,29 @@ from zeropp.optimizer.checks import (
     weakly,
     zero_grad_by,
 )
-from zeropp.optimizer.elementwise import check_elementwise, count_states
-from zeropp.optimizer.feedback import CarriedErrors
-from zeropp.optimizer.groups import add_group, load_optimizer
 from zeropp.optimizer.host_step import waits_for_main_weights
-from zeropp.optimizer.losses import TakesLosses
-from zeropp.optimizer.modes import switch_mode, take_weight_edits
-from zeropp.optimizer.norms import GradientNorms, gradient_norms, scale_gradients
-from zeropp.optimizer.outcome import Outcome, told
-from zeropp.optimizer.phases import OffloadsStates
-from zeropp.optimizer.settings import GroupSettings
+from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload_states
+from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
+from zeropp.optimizer.rank_state import (
+    CarriedErrors,
+    Outcome,
+    check_state,
+    describe_rank,
+    load_carried,
+    load_main_weights,
+    load_optimizer,
+    told,
+    warn_if_alone,
+)
 from zeropp.optimizer.slices import Slices
-from zeropp.optimizer.state import check_state, describe_rank, load_carried, load_main_weights, warn_if_alone
-from zeropp.optimizer.update import Update
+from zeropp.optimizer.step_sync import Boundary, Verdict
+from zeropp.optimizer.update import GradientNorms, Update, gradient_norms, scale_gradients
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
 
 
-class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
+class ZeroOptimizer(Optimizer):
     """Partitions a model in place and steps the wrapped optimizer on this rank's part of it.
 
     The user's parameter groups stay the user's objects: schedulers and edits of ``lr`` reach the wrapped optimizer.
@@ -134,8 +139,66 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._zero_by_inner))  # type: ignore[method-assign]
-        self.outcome, self._norms = Outcome(self.boundary, self.engine.reductions.loss_scale), GradientNorms()
+        self.outcome = Outcome(self.boundary, self.engine.reductions.loss_scale)
+        self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
+
+    # Losses.
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
+        # The last step may move it, and may not be known yet: on a card its sum is read late.
+        self.outcome.wait()
+        return self.engine.reductions.loss_scale.value
+
+    @property
+    def overflow(self) -> bool:
+        """``step_was_skipped``, by the name that DeepSpeed's users and Accelerate ask for."""
+        return self.step_was_skipped
+
+    @uncompiled
+    def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
+        """A micro-batch's loss as :meth:`backward` takes it: divided, and times :attr:`loss_scale`.
+
+        Args:
+            loss: scalar, and all of it: what is added afterwards is neither divided nor scaled.
+            scale_wrt_gas: divide it by the configured gradient_accumulation_steps.
+
+        Raises:
+            TypeError: it is no tensor.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
+        # Also in an unfinished window that step(now=True) ends: it is divided as if it were whole.
+        steps = self.engine.window.steps
+        return self.engine.reductions.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
+
+    @uncompiled
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
+
+        Args:
+            loss: scalar.
+            retain_graph: as in ``Tensor.backward``.
+            scale_wrt_gas: False for a loss that has been divided already.
+        """
+        refuse_compiled_autograd()
+        # Outside of the try: an error here is no error of the backward.
+        scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+        self.engine.window.divided |= scale_wrt_gas
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        except Exception as error:
+            reason = ""
+            # Autograd's word for memory that was freed with its unit: somebody has kept a view of a weight.
+            if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+                reason = explain_freed(self.engine, str(error))
+            # Now, so that other ranks are told of the exception.
+            self.engine.end_failed_pass()
+            if reason:
+                raise RuntimeError(reason) from error
+            raise
 
     # The optimizer's own surface.
 
@@ -162,7 +225,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @uncompiled
     def state(self, value: Any) -> None:
         """Other states for this rank's slices, as ``optimizer.state = defaultdict(dict)`` for none."""
-        states, others = self.state, dict(value)
+        others = dict(value)
+        states = self.state
         states.clear()
         states.update(others)
 
@@ -199,7 +263,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """
         self.engine.require_idle("no_sync", averaged=True, beside_step=True, needs=NOTHING)
         reductions = self.engine.reductions
-        before, reductions.no_sync = reductions.no_sync, True
+        before = reductions.no_sync
+        reductions.no_sync = True
         try:
             yield
         finally:
@@ -270,9 +335,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         Raises:
             RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
         """
-        window, loss = self.engine.window, None
+        window = self.engine.window
+        loss = None
         if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
-            loss, closure = torch.enable_grad()(closure)(), None
+            loss = torch.enable_grad()(closure)()
+            closure = None
         refuse_retired(self.engine, "step")
         self.engine.require_idle("step", beside_step=True)
         taken = window.ask(now=now)
@@ -318,7 +385,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.outcome.decided(verdict)
         if verdict.skips:
             return loss
-        if not self.config.zero.ignore_unused_parameters:
+        if not self.config.zero_optimization.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
         self.slices.show_used(verdict.used)
         self._steps = True
@@ -337,7 +404,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.window.restart()
         # Not where nothing had a gradient, as after batches that were all thrown away.
         self.outcome.step_was_taken = any(map(any, verdict.used))
-        zero, self._zero_after = self._zero_after, None
+        zero = self._zero_after
+        self._zero_after = None
         if zero is not None:
             self.zero_grad(set_to_none=zero)
         return loss
@@ -414,6 +482,63 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
         self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))
+
+    # Memory between phases of training; see [Note: states off the device].
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def offload_states(
+        self,
+        include: Iterable[str | Enum] | None = None,
+        device: str | Enum | torch.device = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Give this rank's device memory back between phases, until :meth:`reload_states`. Collective, between passes.
+
+        What is there goes to the host's memory, and comes back bit for bit: also gradients of an unfinished window, and
+        what a step under way is about to write, which is waited for. Again, for further names, adds those. What
+        ``offload_optimizer`` or ``offload_param`` keeps elsewhere stays there. A use that needs what is away raises,
+        and says what to call; ``state_dict()`` of the model, ``full_state``, exports and reading in
+        ``GatheredParameters`` go on from the host. Views of slices, gradients and states that you have made yourself
+        must not be used meanwhile.
+
+        Args:
+            include: names, or members of an enum with such values, as DeepSpeed's ``OffloadStateTypeEnum``; None for
+                all. "optim_states"; "hp_params", main weights where something else of them is there to compute with;
+                "lp_params", what passes begin with: weights that are cached between uses, shards where none are;
+                "lp_grads", the gradients' memory; "carried_errors" of quantized gradients. "contiguous_grad_buffer"
+                lives within a backward here, and is nothing.
+            device: where to; only the host's memory, "cpu".
+            pin_memory: into page-locked memory, where the device is a GPU.
+            non_blocking: return while the device still copies; what it is given later waits.
+
+        Raises:
+            ValueError, TypeError: another name or device.
+            RuntimeError: a pass is running, ranks are at different calls, there is no room on some rank; or gradients
+                have come that are not part of any sum yet, as after a backward that failed.
+        """
+        kinds = chosen_kinds(include, device)
+        offload_states(self.engine, self.inner, self.slices, kinds, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring everything back that :meth:`offload_states` has sent away; nothing if nothing is. Collective.
+
+        Args:
+            non_blocking: return while the device still copies; what it is given later waits.
+
+        Raises:
+            RuntimeError: there is no room on some rank; call it again when there is.
+        """
+        reload_states(self.engine, non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Release weights that stay gathered between passes, for the next one. Collective; the next gathers them."""
+        self.engine.require_idle("empty_partition_cache", needs=NOTHING)
+        self.engine.agreement.require_same_call("empty_partition_cache()")
+        self.engine.schedule.live_units.release_planned()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.events import Event
-from zeropp.comm.spans import span
-from zeropp.comm.streams import Lanes
+from zeropp.comm.streams import Event, Lanes, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash
-from zeropp.params.loss_scale import LossScale
+from zeropp.params.gradient import LossScale
 from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]

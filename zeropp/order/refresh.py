@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.events import Event, Together
-from zeropp.comm.spans import span
-from zeropp.comm.streams import Lanes
+from zeropp.comm.streams import Event, Lanes, Together, span
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.source import Source
-from zeropp.params.unit import Unit
+from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.wire_copy import Source
 
 __all__ = ["Refresh", "portion_of"]
 
@@ -50,9 +47,15 @@ class Refresh:
     """
 
     def __init__(
-        self, units: Sequence[Unit], lanes: Lanes, schedule: Schedule, agreement: Agreement, issued: IssueHash,
-        take_largest: Callable[[Tensor], None], note: Callable[[str, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        lanes: Lanes,
+        schedule: Schedule,
+        agreement: Agreement,
+        issued: IssueHash,
+        take_largest: Callable[[Tensor], None],
+        note: Callable[[str, str], None],
+    ) -> None:
         """Nothing is renewed yet.
 
         Args:

@@ -4,7 +4,7 @@ While a phase is being *learned*, each need is a round of agreement: ranks say w
 the first of those in the model, and a rank goes on when its own has come. The units so gathered are the order of the
 phase, the union over ranks. While an order is *followed*, nothing is said: a rank that uses the unit at position j
 first issues what the plan starts at positions up to j, also for units only others need, and the reductions that lie
-between.
+between. `Schedule` decides on gathers; `LiveUnits` keeps units gathered while nothing uses them, and releases them.
 
 [Note: how ranks may diverge] A rank may pass over units of the order or come to them in another: what it gathers for
 others it retains. Where known orders of a kind part, there is a *fork*: every rank says what it wants next, and all go
@@ -33,22 +33,19 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.spans import span
-from zeropp.comm.streams import Lanes
+from zeropp.comm.streams import Lanes, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, Reach, describe_phase
-from zeropp.order.live_units import LiveUnits
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
 from zeropp.params.unit import Unit, UnitState
 
-__all__ = ["Schedule"]
+__all__ = ["LiveUnits", "Schedule"]
 
 _log = logging.getLogger("zeropp")
-
 _BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
 _OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
@@ -133,16 +130,25 @@ class Schedule:
             key: its kind.
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
-        self.key, self._then = key, then
+        self.key = key
+        self._then = then
         phase = describe_phase(key)
         # What ranks say in one phase must not be taken for what others say in another, which may look alike.
         self.agreement.enter(phase, self._phase_code(key))
         self.silent = self.known.note_silent(key)
         if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
-        self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
-        self._calls, self._places, self._called, self._novel, self._partial = [], {}, Counter(), False, False
-        self._before, self._nested = Counter(self.unrecorded) if self.unrecorded else Counter(), False
+        self._learned = []
+        self._own = set()
+        self._in_backward = set()
+        self._new_fork = None
+        self._calls = []
+        self._places = {}
+        self._called = Counter()
+        self._novel = False
+        self._partial = False
+        self._before = Counter(self.unrecorded) if self.unrecorded else Counter()
+        self._nested = False
         if not self.silent:
             self._go_on(phase)
         elif self.needs_others and not self._failed:  # it may run the pass that has stopped it once more
@@ -241,7 +247,7 @@ class Schedule:
 
     @property
     def learning(self) -> bool:
-        """Whether the order of the running phase is being learned."""
+        """Tell whether the order of the running phase is being learned."""
         return self._order is None
 
     def expect_reached(self, calls: dict[int, int], *, partial: bool) -> None:
@@ -276,7 +282,8 @@ class Schedule:
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
         if self._counted and self._order is not None:
-            often, known = self._called[call or ""], self._order.called[call or ""]
+            often = self._called[call or ""]
+            known = self._order.called[call or ""]
             if call and often > known:
                 what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
                 most = f"no rank ever ran it more than {known} time{'s' * (known > 1)}"
@@ -334,7 +341,7 @@ class Schedule:
         self.agreement.leave()
 
     def _may_be_asked(self) -> bool:
-        """Whether a rank may ask for more at the end of the order that is followed."""
+        """Tell whether a rank may ask for more at the end of the order that is followed."""
         if self._order is None or self.static or self.silent:
             return False
         return self._brings_more or self.known.may_vary(self.key, self._order)
@@ -394,7 +401,9 @@ class Schedule:
         """
         self._failed |= running and not self.silent
         self._stop_counting()
-        self._order, self._plan, self._learned = None, None, []
+        self._order = None
+        self._plan = None
+        self._learned = []
         self.agreement.leave()
         for unit in self.units:
             unit.users = unit.entered = 0
@@ -407,7 +416,8 @@ class Schedule:
 
     def _follow(self, order: CollectiveOrder, position: int) -> None:
         lookahead = None if self.silent else self.known.expected(self._then)
-        uses, ahead = order.uses[position:], lookahead.uses if lookahead else ()
+        uses = order.uses[position:]
+        ahead = lookahead.uses if lookahead else ()
         if not self.silent:  # planned for a phase that did not come, and does not come after this one
             self.live_units.drop(self.live_units.planned.difference(uses, ahead))
         live = frozenset(self.live_units.planned)
@@ -416,7 +426,8 @@ class Schedule:
             if len(self._plans) > 64:  # or orders that never come again would fill the memory
                 self._plans.clear()
             self._plans[key] = make_plan(uses, ahead, live, self.live_units.numel, self.limits)
-        self._order, self._plan = order, self._plans[key]
+        self._order = order
+        self._plan = self._plans[key]
         self._base = self._position = position
         self._left = _NONE
         self._brings_more = self.edits and self.key[0] == "backward" and self.reductions.may_bring_more(order)
@@ -487,7 +498,8 @@ class Schedule:
             Whether the phase is over.
         """
         assert self._order is not None
-        order, place = self._order, self._position
+        order = self._order
+        place = self._position
         self.reductions.before_use(place)
         # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
         strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
@@ -536,7 +548,8 @@ class Schedule:
         # If all have left at one place, no rank has used what lies behind it.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
         self._learned = list(self._order.uses[:since])
-        self._calls, self._places = [0] * since, {unit: place for place, unit in enumerate(self._learned)}
+        self._calls = [0] * since
+        self._places = {unit: place for place, unit in enumerate(self._learned)}
         # Some ranks have left, and others used what lies between. In the union, what was wanted there comes last, and a
         # rank that wants it early retains all between. Where that is too much, that place becomes a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
@@ -553,7 +566,10 @@ class Schedule:
         """Go on as if this phase were not known."""
         self.silent = False  # a forward has touched weights outside of its module: all ranks are asked
         self._stop_counting()
-        self._order, self._plan, self._forks, self._left = None, None, [], _NONE
+        self._order = None
+        self._plan = None
+        self._forks = []
+        self._left = _NONE
         self.live_units.release_planned()
         self.reductions.change(None)
 
@@ -581,3 +597,95 @@ class Schedule:
                 self.live_units.release_if_unused(self.units[target])  # gathered for others only
             else:
                 self._retain(target)
+
+
+class LiveUnits:
+    """Gathered units of one engine beside those in use: the plan says so, or another rank has needed them.
+
+    Attributes:
+        planned: because the plan says so; equal on every rank.
+        retained: gathered for others, the oldest first; this rank's own affair.
+        numel: elements of each unit.
+        owed: for each unit, calls that the uses passed so far serve, less those that this rank has made. While it has
+            some left it keeps the unit: see [Note: how ranks may diverge].
+        due: for units of which several calls are in the running backward, those that it has yet to come to, less the
+            uses that are left. While there are more calls it keeps the unit, too.
+    """
+
+    def __init__(self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, live: int) -> None:
+        """Keep nothing yet; ``live`` bounds the elements of what is planned, and retained where ranks may ask again."""
+        self.planned: set[int] = set()
+        self.retained: dict[int, None] = {}
+        self.numel: list[int] = []
+        self.owed = [0] * len(units)
+        self.due: dict[int, int] = {}
+        self._units = units
+        self._lanes = lanes
+        self._agreement = agreement
+        self._live = live
+        self.note_sizes()
+
+    def note_sizes(self) -> None:
+        """Look at the sizes of units."""
+        self.numel = [unit.numel for unit in self._units]
+
+    def fit(self, units: Iterable[int]) -> bool:
+        """Tell whether these may be gathered at once."""
+        return sum(self.numel[index] for index in set(units)) <= self._live
+
+    def retain(self, index: int, *, bounded: bool) -> None:
+        """Keep what was gathered for others: this rank may still come to use it, if it runs in another order.
+
+        Args:
+            index: the unit.
+            bounded: whether the limit holds; what was retained first gives way.
+        """
+        # A dict, whose order is that of entry: the newest comes last, and so is the last to give way below.
+        self.retained[index] = None
+        if not bounded:
+            return
+        excess = sum(self.numel[other] for other in self.planned.union(self.retained)) - self._live
+        for other in [other for other in self.retained if other not in self.planned]:
+            if excess <= 0:
+                break
+            del self.retained[other]
+            excess -= self.numel[other]
+            self.release_if_unused(self._units[other])
+
+    def release_if_unused(self, unit: Unit) -> None:
+        """Release a unit that nothing needs any more; hide one that is to stay and that no module uses now."""
+        index = unit.index
+        needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
+        if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
+            # A gather that is still under way would write to memory that is no longer there.
+            self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
+            unit.release(self._lanes)
+        elif unit.users == 0 and unit.state is UnitState.EXPOSED and not unit.persistent:
+            # Or nobody would notice that code outside of its module uses a weight, which backward then has to fetch.
+            unit.hide()
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Release units that the plan wants no longer, unless something else needs them."""
+        gone = sorted(indices)
+        self.planned.difference_update(gone)
+        for index in gone:
+            self.release_if_unused(self._units[index])
+
+    def release_planned(self) -> None:
+        """Release what is only planned to be used again; the same on every rank."""
+        self.drop(set(self.planned))
+
+    def forget_owed(self) -> None:
+        """Owe nothing: this rank makes no more calls that it could make, or asks for them from here on."""
+        kept = sorted({index for index, calls in enumerate(self.owed) if calls > 0}.union(self.due))
+        self.owed[:] = [0] * len(self.owed)
+        self.due.clear()
+        for index in kept:
+            self.release_if_unused(self._units[index])
+
+    def release_retained(self) -> None:
+        """Release what was gathered for others."""
+        gone = sorted(self.retained)
+        self.retained.clear()
+        for index in gone:
+            self.release_if_unused(self._units[index])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zeropp.offload.home import Row
 from zeropp.offload.homes import Homes
-from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
-from zeropp.partition.layout import BufferLayout, Fragment
+from zeropp.params.unit import FlatBuffer, WeightPaths
+from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.paths import CodedGatherPath
 from zeropp_kernels import message_layout
 from zeropp_kernels.wire import BLOCK

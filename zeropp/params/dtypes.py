@@ -1,14 +1,28 @@
-"""The dtype that each parameter is gathered in and computed with."""
+"""The dtype that each parameter is gathered in and computed with; and fingerprints, which show edits without a copy."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeropp.config import Config
 from zeropp.params.guard import own_dtype
 
-__all__ = ["DTYPES", "ComputedWith", "autocast_dtype", "compute_dtype", "computed_with", "keeps_float32", "main_dtype"]
+__all__ = [
+    "DTYPES",
+    "ComputedWith",
+    "autocast_dtype",
+    "compute_dtype",
+    "computed_with",
+    "digest_of",
+    "fingerprint",
+    "keeps_float32",
+    "main_dtype",
+]
+
 
 ComputedWith = dict[str, tuple[nn.Parameter, torch.dtype]]
 """Parameters by name, each with the dtype it is computed with."""
@@ -93,3 +107,17 @@ def _is_named(kind: type, names: tuple[str, ...]) -> bool:
     # torch's own classes live in torch.nn.modules.linear and the like, and nobody writes that.
     short = f"torch.nn.{kind.__qualname__}" if full.startswith("torch.nn.modules.") else full
     return bool({full, short, kind.__qualname__} & set(names))
+
+
+def fingerprint(value: Tensor) -> tuple[object, ...]:
+    """Shape, dtype and a sum over the bits, which an edit changes unless it only exchanges values."""
+    # Bits, since a NaN is not equal to itself, and -0.0 is to 0.0.
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
+    total = int(value.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64)) if value.numel() else 0
+    return tuple(value.shape), value.dtype, total
+
+
+def digest_of(prints: Iterable[object]) -> int:
+    """One number for all of what ranks compare, never 0; equal on ranks that have the same."""
+    # Not hash(): of strings it is another number in every process.
+    return 1 << 32 | zlib.crc32(repr(list(prints)).encode())

@@ -1,9 +1,13 @@
-"""The guard on a parameter whose values are elsewhere.
+"""Guards on tensors whose values are elsewhere: released parameters, and states that were sent off the device.
 
-A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of its
-own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and otherwise
-raises with the remedy. The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and ``vmap`` among
-them, find NaN: the parameter's data is then a single NaN seen at every index.
+A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of
+its own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and
+otherwise raises with the remedy. The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and
+``vmap`` among them, find NaN: the parameter's data is then a single NaN seen at every index.
+
+Slices, gradients and optimizer states are objects that the user holds. While their memory is off the device, torch
+would read from address 0 and end the process. So they take on a subclass too (:func:`make_unreadable`), which raises
+with the call that brings them back.
 """
 
 from __future__ import annotations
@@ -23,9 +27,20 @@ from zeropp._compat import break_graph, makes_graph, uncompiled, unguarded
 from zeropp._extensions import extensions
 
 __all__ = [
-    "GuardHandler", "guard", "handler_of", "is_guarded", "is_managed", "nothing", "own_dtype", "register", "unguard",
+    "GuardHandler",
+    "guard",
+    "handler_of",
+    "is_guarded",
+    "is_managed",
+    "make_readable",
+    "make_unreadable",
+    "nothing",
+    "own_dtype",
+    "register",
+    "unguard",
     "unregister",
-]  # fmt: skip
+]
+
 
 # What the stand-in answers rightly by itself: it has the true shape, dtype and device.
 _GETTERS = (
@@ -443,3 +458,43 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter, fetch
         "or edit values use, on every rank, zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a "
         "rank), model.state_dict(), zeropp.full_state(model) or model.load_state_dict(...)"
     )
+
+
+# A slice keeps its gradient, whatever has become of either, so that ``zero_grad`` may drop it.
+_ANSWERED = METADATA.union(LAYOUT, (Tensor.untyped_storage, Tensor.grad.__get__, Tensor.grad.__set__, Tensor.__hash__))  # type: ignore[union-attr]
+
+
+def make_unreadable(tensor: Tensor, why: str) -> None:
+    """Refuse every use of a tensor; ``why`` goes on after its shape in the error."""
+    # As the guard does for parameters: whoever holds the object meets it, whatever they call with it.
+    tensor.__class__ = _refusing(type(tensor), why)
+
+
+def make_readable(tensor: Tensor) -> None:
+    """Take that back."""
+    tensor.__class__ = getattr(type(tensor), "_zeropp_readable_class", type(tensor))
+
+
+# One class for each class and reason, which are few, however many tensors there are.
+@functools.cache
+def _refusing(cls: type[Tensor], why: str) -> type[Tensor]:
+    def intercept(
+        cls: type, func: Callable[..., Any], involved: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        # Whatever needs no memory: optimizers and schedulers ask for shapes and devices all the time.
+        if func in _ANSWERED:
+            with unguarded():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(f"{getattr(func, '__name__', func)} of a tensor {why}")
+
+    def describe(tensor: Tensor, *_: object, **__: object) -> str:
+        return f"<tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, {why}>"
+
+    namespace = {
+        "_zeropp_readable_class": cls,
+        "__torch_function__": classmethod(intercept),
+        # Logs and debuggers print tensors at any time.
+        "__repr__": describe,
+        "__format__": lambda tensor, spec: format(describe(tensor), spec),
+    }
+    return types.new_class(f"Unreadable{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))

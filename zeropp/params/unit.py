@@ -1,20 +1,476 @@
-"""One unit's life: sharded, hidden, exposed. The transitions are methods; `zeropp.order` calls them."""
+"""Units and their flat buffers: one contiguous tensor for the parameters of a unit that share a dtype.
+
+A unit is sharded, hidden or exposed. The transitions are methods, which `zeropp.order` calls.
+
+[Note: storage] While gathered, parameters are views of the buffer's storage. Releasing shrinks that storage to nothing
+and gathering grows it back, so that every alias autograd has saved sees the gathered values again; a new storage would
+leave them behind.
+
+[Note: versions] Shrinking under autograd's eyes must not go unnoticed. At weight version v a gathered parameter's
+version counter is 2v, a released one's 2v+1: a saved tensor that is reached while its unit is away, or after an
+optimizer step, is refused by autograd instead of read. A counter at any other value tells of an edit in place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from zeropp.comm.events import Event
-from zeropp.comm.streams import Lanes, Work
-from zeropp.offload.home import Place, Row
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp._compat import bump_versions, storage_id
+from zeropp.comm.streams import Event, Lanes, Work
+from zeropp.offload.home import Home, MemoryRow, Place, Row
+from zeropp.offload.homes import Homes
+from zeropp.offload.swap import aligned
 from zeropp.params.gradient import Gradient
+from zeropp.params.guard import guard, nothing, unguard
+from zeropp.params.wire_copy import Source
+from zeropp.partition.levels import BufferLayout, Fragment
+from zeropp.wire.differences import DifferencePath
+from zeropp.wire.paths import CodedGatherPath, GatherPath, Stored
 
-__all__ = ["TERMS", "Unit", "UnitState"]
+__all__ = ["TERMS", "FlatBuffer", "Unit", "UnitState", "WeightPaths", "make_source"]
+
+
+@dataclass(frozen=True)
+class WeightPaths:
+    """The paths by which weights travel.
+
+    Attributes:
+        main: from the states' level to whole buffers, for state dicts.
+        refresh: from the states' level to what is cached between uses; None if nothing is, or if that is the shard.
+        differences: the same way, for a part of the bytes, where what is cached of the last step is right; or None.
+        fetch: from what is cached, or else the shard, to whole buffers; None where whole ones are cached.
+    """
+
+    main: GatherPath
+    refresh: GatherPath | None
+    fetch: GatherPath | None
+    differences: DifferencePath | None = None
+
+    @property
+    def shared(self) -> bool:
+        """True if the shard is what the model computes with: whole, in its dtype."""
+        return self.refresh is None and self.fetch is None
+
+    @property
+    def counts_escapes(self) -> bool:
+        """True if ranks have to agree on the size of a message of differences."""
+        return self.differences is not None and self.differences.counted is not None
+
+
+class FlatBuffer:
+    """Values and main shard of one group of parameters.
+
+    Attributes:
+        coded: whether the shard is a message.
+        parameters: the model's own parameter objects.
+        flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
+        main: where the shard is.
+        source: what gathers and refreshes begin with, where it is not the shard.
+        secondary: [numel / cached level] weights in the compute dtype, cached between uses (hpZ), or the messages they
+            came in, or None.
+        homes: of its parts.
+        trainable: whether there is a gradient, and optimizer states; its parameters may yet not be trained now.
+        gradient: its sum; None if the buffer is not trainable.
+    """
+
+    coded = False
+
+    def __init__(
+        self,
+        unit: str,
+        parameters: Sequence[nn.Parameter],
+        layout: BufferLayout,
+        main_dtype: torch.dtype,
+        device: torch.device,
+        paths: WeightPaths,
+        gradient: Gradient | None,
+        homes: Homes,
+    ) -> None:
+        self.unit = unit
+        self.names = tuple(slot.name for slot in layout.slots)
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self.trainable = gradient is not None
+        self.device = device
+        self.compute_dtype = paths.main.dtype
+        self.main_dtype = main_dtype
+        self.paths = paths
+        self.gradient = gradient
+        self.placement = paths.main.placement
+        self.version = 0
+        # The version of what is cached between uses; no version is negative, so -1 is older than any.
+        self.cached_version = -1
+        # Autograd's counters as last set here; an edit in place moves them. See [Note: versions].
+        self._noted_version = 0
+        # The main shard's, as of the last change of weights that the engine knows of.
+        self._main_version = 0
+        self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
+        self.main: Row = MemoryRow(torch.empty(0, device=device))
+        self.source: Source | None = None
+        self.homes = homes
+        self.secondary: Tensor | None = None
+
+    def adopt(self, fill: Callable[[Tensor], None]) -> None:
+        """Take whole values, keep this rank's piece, and make the parameters views of the released buffer.
+
+        Args:
+            fill: puts the same values on every rank into a buffer of zeros, [numel] in the main dtype.
+        """
+        numel = self.layout.numel
+        # Zeros, since padding is encoded, gathered and summed with the rest.
+        if self.device.type == "cpu" and self.placement.mode.states > 1:
+            # A copy of the slice is kept and this given back, to the system: a heap keeps what lies between the slices,
+            # and would grow by the whole model. And padding that nobody writes to takes no memory.
+            whole = aligned(numel, self.main_dtype)
+        else:
+            whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
+        with torch.no_grad():
+            fill(whole)
+            self.main = self._take_piece(whole)
+            # Before memory for gathered values is there. It stays if it is the shard.
+            del whole
+            shared = self.paths.shared
+            self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+            # Made once. They survive the release, since the storage object stays: see [Note: storage].
+            self._present = self.layout.views(self.flat)
+            absent = nothing(self.compute_dtype, self.device)
+            # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
+            self._absent = [absent.expand(view.shape) for view in self._present]
+            self._prepare_paths()
+            self.source = make_source(
+                self.main, self.paths, self.homes, self.device, trainable=self.trainable, coded=self.coded
+            )
+            if self.source is not None:
+                self.source.renew()
+            self.accept_edits()
+        # The parameters of a model that was wrapped before may still be guarded.
+        unguard(self.parameters)
+        bump_versions(self.parameters, self._noted_version)
+        self.hide()
+        if not shared:
+            self.shrink()
+
+    def _take_piece(self, whole: Tensor) -> Row:
+        """This rank's shard of whole values."""
+        start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
+        # A view would keep all of ``whole`` alive.
+        return self._keep(whole) if stop - start == whole.numel() else self._keep(whole[start:stop], copy=True)
+
+    @property
+    def home(self) -> Home:
+        """The place of the shard: with the optimizer's states if it is stepped, which frozen weights are not."""
+        return self.homes.of(self.trainable)
+
+    def _keep(self, values: Tensor, *, copy: bool = False) -> Row:
+        """A shard in its home; the very tensor if it is there, unless a ``copy`` is to be made."""
+        if self.home.serves(self.device):
+            return MemoryRow(values.clone() if copy else values)
+        row = self.home.allocate(values.numel(), values.dtype)
+        # Through the mapping, if it is a file: nothing else is under way yet.
+        row.tensor.copy_(values)
+        return row
+
+    def move_main(self) -> bool:
+        """Move main weights to other memory: whoever has views of them keeps the values of now.
+
+        Returns:
+            False where they stay, since they are in a file.
+        """
+        if not self.main.in_memory:
+            return False
+        self.main = self._keep(self.shard, copy=True)
+        if self.paths.shared:
+            self.flat = self.shard
+            self._present = self.layout.views(self.flat)
+            self._prepare_paths()
+        if self.source is not None:
+            self.source = make_source(
+                self.main, self.paths, self.homes, self.device, trainable=self.trainable, coded=self.coded
+            )
+            if self.source is not None:
+                self.source.renew()
+        self._main_version = -1  # edited, whatever the new memory's version
+        return True
+
+    @property
+    def shard(self) -> Tensor:
+        """[numel / states] main weights (float32, unless see `main_dtype`), or frozen values in their own dtype.
+
+        Where they are in a file, this is a mapping of it.
+        """
+        return self.main.tensor
+
+    def _prepare_paths(self) -> None:
+        refresh, fetch = self.paths.refresh, self.paths.fetch
+        if fetch is not None:
+            self._fetch_places = fetch.places(self.flat)
+        if refresh is not None:
+            if fetch is not None:
+                self.secondary = refresh.empty(self.layout.numel // refresh.inner, self.device)
+            cached = self.flat if self.secondary is None else self.secondary
+            self._refresh_places = refresh.places(cached)
+            if self.paths.differences is not None:
+                self._difference_places = self.paths.differences.places(cached)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def storage_id(self) -> int:
+        """Identity of the gathered buffer's storage, the same as long as the engine lives."""
+        return storage_id(self.flat)
+
+    # Values: grow, gather, expose; hide, shrink.
+
+    def grow(self) -> None:
+        """Allocate memory for the values, if there is none."""
+        # Resized and not replaced, as FSDP2 does: see [Note: storage].
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            storage.resize_(self.nbytes)
+
+    def gather(self, after: Event | None) -> Iterator[None]:
+        """Bring the values together, which are there ``after`` an event.
+
+        See :meth:`zeropp.wire.paths.GatherPath.gather`.
+        """
+        assert self.paths.fetch is not None  # whole weights that are cached are only refreshed
+        own: Tensor | Stored | None = self.secondary
+        if own is None:
+            own = self.shard if self.source is None else self.source.begin(after)
+        return self.paths.fetch.gather(own, self._fetch_places, self.unit)
+
+    @property
+    def stale(self) -> bool:
+        """True if weights that are cached between uses are of an older version."""
+        return self.paths.refresh is not None and self.cached_version != self.version
+
+    @property
+    def base(self) -> Tensor | None:
+        """The weights that are cached between uses, where they are renewed by differences to them."""
+        return self._difference_places[-1] if self.paths.differences is not None else None
+
+    @property
+    def has_base(self) -> bool:
+        """True if all ranks cache the same weights, so that differences to them will do."""
+        # Not after a load or an edit: ranks agree on when those happened, so they agree on this, too.
+        return self.paths.differences is not None and self.cached_version >= 0
+
+    def note_change(self, *, stepped: bool) -> None:
+        """Main weights are new; if by a step, what is cached may serve as a base for differences."""
+        self.version += 1
+        self.accept_edits()
+        if not stepped:
+            self.invalidate_cache()
+            if self.source is not None:
+                self.source.renew()
+
+    @property
+    def edited(self) -> bool:
+        """True if main weights were written to since the engine last heard of a change, seen by their version."""
+        return self.main.tensor._version != self._main_version
+
+    def accept_edits(self) -> None:
+        """The engine knows of all edits of main weights made so far."""
+        self._main_version = self.main.tensor._version
+
+    def invalidate_cache(self) -> None:
+        """Let cached weights be renewed from main weights alone."""
+        self.cached_version = -1
+
+    def cache_restored(self) -> None:
+        """Note that cached weights were restored with the main weights, by all ranks that cache them."""
+        self.cached_version = self.version
+
+    @property
+    def counts_escapes(self) -> bool:
+        """True if ranks have to agree on the size of a message of differences."""
+        return self.paths.counts_escapes
+
+    def count_escapes(self) -> Tensor:
+        """int64 [2]: what that size depends on; on a lane of refreshes."""
+        assert self.paths.differences is not None and self.paths.differences.counted is not None
+        return self.paths.differences.counted.count(self._new_values(), self._difference_places[0])
+
+    def take_room(self, room8: int, room16: int) -> bool:
+        """Size messages for the largest counts of any rank; whether differences take fewer bytes than weights."""
+        assert self.paths.differences is not None and self.paths.differences.counted is not None
+        numel = self.shard.numel()
+        return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
+
+    def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
+        """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
+        # Asked on the lane: whether differences are worth it is agreed there, after this was queued, and what is sent
+        # is there only now.
+        by_differences, own = differs(self), self._new_values()
+        if by_differences:
+            assert self.paths.differences is not None
+            yield from self.paths.differences.gather(own, self._difference_places, self.unit)
+        else:
+            assert self.paths.refresh is not None
+            yield from self.paths.refresh.gather(own, self._refresh_places, self.unit)
+        if self.source is not None:
+            self.source.drop_new()
+
+    def _new_values(self) -> Tensor:
+        """New main weights in the device's memory."""
+        return self.shard if self.source is None else self.source.new()
+
+    def expose(self) -> None:
+        """Let the model see the values.
+
+        Raises:
+            RuntimeError: a parameter was edited while released.
+        """
+        # First: to a guarded parameter its new ``data`` would be a use, which fetches the unit or is refused.
+        unguard(self.parameters)
+        self._swap(self._present, 2 * self.version)
+
+    def hide(self) -> None:
+        """Let no one read the values any more; see `zeropp.params.guard`.
+
+        Raises:
+            RuntimeError: a parameter was edited while gathered, or unfrozen.
+        """
+        unguard(self.parameters)
+        try:
+            # Guarded whatever comes out: a complaint must not leave a parameter readable that has no values.
+            self._swap(self._absent, 2 * self.version + 1)
+            self._refuse_unfrozen()
+        finally:
+            guard(self.parameters)
+
+    def _swap(self, values: list[Tensor], version: int) -> None:
+        # Looked at first, since setting the version hides an edit; raised last, so that the swap is complete.
+        edited = [n for n, p in zip(self.names, self.parameters, strict=True) if p._version != self._noted_version]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            # Leaves the parameter object and its version counter as they are. See [Note: versions].
+            parameter.data = value
+        # FSDP2 hides its writes from the counters instead: a graph from before a step then silently finds newer
+        # weights there.
+        bump_versions(self.parameters, version)
+        self._noted_version = version
+        if edited:
+            raise RuntimeError(
+                f"{edited} were edited in place, and the edit is lost, or stays on this rank: what a module sees is a "
+                "copy of values that all ranks hold together. To set weights use zeropp.zero.GatheredParameters("
+                "parameters, modifier_rank=0) or model.load_state_dict(...) on every rank, between steps"
+            )
+
+    def note_unfrozen(self, parameter: nn.Parameter, trained: bool) -> None:
+        """Take note that a parameter, if it is here, is to be trained, or is not after all."""
+        for name, other in zip(self.names, self.parameters, strict=True):
+            if other is parameter:
+                self.unfrozen.add(name) if trained else self.unfrozen.discard(name)
+
+    def _refuse_unfrozen(self) -> None:
+        """Nothing takes the gradient of a frozen parameter, so one that came would be lost silently."""
+        unfrozen = [
+            (name, parameter)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            if not self.trainable and parameter.requires_grad and name not in self.unfrozen
+        ]
+        for _, parameter in unfrozen:
+            # They are unguarded here, so this does not come back through the guard.
+            parameter.requires_grad_(False)
+        if unfrozen:
+            raise RuntimeError(
+                f"requires_grad of {[name for name, _ in unfrozen]} was set while the model was running, and is taken "
+                "back; call requires_grad_ between passes, on every rank"
+            )
+
+    def lend(self, index: int, value: Tensor) -> None:
+        """Let one parameter have its whole value, in the main dtype, while the others stay released."""
+        # Its own class, so that the user's code finds a plain parameter.
+        unguard([self.parameters[index]])
+        self.parameters[index].data = value
+
+    def take_back(self, index: int) -> Tensor:
+        """Release a parameter that was lent its value; returns what it has by now."""
+        parameter = self.parameters[index]
+        # Whatever lies there: the user may have put another tensor into ``.data``.
+        value = parameter.data
+        parameter.data = self._absent[index]
+        # Edits of a lent value are wanted, and must not be found as lost ones.
+        bump_versions([parameter], self._noted_version)
+        guard([parameter])
+        return value
+
+    def shrink(self) -> None:
+        """Free the memory of the values; every reader must be done."""
+        self.flat.untyped_storage().resize_(0)
+
+    def load(self, parameter: nn.Parameter, values: Tensor, *, keep_rounded: bool = False) -> None:
+        """Take this rank's slice of new values for one of the parameters, if it is here.
+
+        Args:
+            parameter: one of the buffer's.
+            values: whole, of any dtype and strides.
+            keep_rounded: leave this rank's slice alone where it rounds to these values. ``model.state_dict()`` gives
+                values in the compute dtype, and loading them back is not to lose the lower bits of main weights.
+        """
+        for fragment in self.fragments():
+            if self.parameters[fragment.slot] is parameter:
+                slot = self.layout.slots[fragment.slot]
+                # In the order of the buffer's memory, where a fragment is a range; given values may have any strides.
+                dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
+                dense.copy_(values)
+                row = dense.as_strided((dense.numel(),), (1,))[fragment.start : fragment.stop]
+                if keep_rounded and self.trainable and values.dtype == self.compute_dtype != self.main_dtype:
+                    own = self.shard[fragment.offset : fragment.offset + row.numel()]
+                    if torch.equal(own.to(self.device, values.dtype), row.to(values.dtype)):
+                        continue
+                self.put(fragment, row, values.dtype)
+
+    def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
+        """Write new values of a part of a parameter, in the main dtype; ``given`` is the dtype they came in."""
+        self.shard[fragment.offset : fragment.offset + values.numel()] = values
+
+    def fragments(self) -> list[Fragment]:
+        """Parts of parameters in this rank's shard."""
+        states = self.placement.mode.states
+        return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, states), states)
+
+
+def make_source(
+    main: Row, paths: WeightPaths, homes: Homes, device: torch.device, *, trainable: bool, coded: bool
+) -> Source | None:
+    """The offloaded copy that gathers and refreshes start from, without values yet; None if that is the shard.
+
+    Args:
+        main: this rank's shard.
+        paths: of the weights.
+        homes: of all parts.
+        device: that trains.
+        trainable: whether there is a gradient.
+        coded: whether the shard is a message.
+    """
+    home, kept = homes.weights, paths.refresh is None
+    path = paths.fetch if kept else paths.refresh
+    if path is None or homes.of(trainable).serves(device):
+        return None
+    codec = path.codec if kept and isinstance(path, CodedGatherPath) and not coded else None
+    # Codes are made of main weights as they are. Lossless differences are of the rounded ones.
+    exact = isinstance(path, CodedGatherPath) or (paths.differences is not None and not paths.counts_escapes)
+    row: Row | None = None
+    numel, dtype = main.tensor.numel(), main.tensor.dtype
+    # Frozen weights never change, so that a second copy would save little; of others it is worth fewer bytes.
+    serves = not trainable or (home.accepts(main) and dtype == path.dtype)
+    if kept and serves and codec is None:
+        row = main
+    elif kept:
+        row = home.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
+    reader = None if row is None or row.place == "device" else homes.reader
+    return Source(main, row, dtype if exact else path.dtype, codec, device, reader)
+
 
 TERMS = (
     "main_weights", "gradients", "gradient_norms", "frozen_weights", "wire_weights", "secondary_weights",

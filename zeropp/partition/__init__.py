@@ -1,5 +1,6 @@
-"""Who has what: levels, pieces, flat layouts, units. Pure arithmetic.
+"""Shares: levels, pieces, flat layouts and units, that is, who has what. Pure arithmetic.
 
 Knows a model's shapes, and numbers of ranks and nodes; no process, no tensor's values.
-Start with `topology` (pieces and levels), then `levels` (a configuration as levels) and `units` (the cut of a model).
+Start with `levels` (over how many ranks each part is spread), then `layout` (flat buffers) and `units` (the cut of a
+model).
 """

@@ -17,12 +17,19 @@ from torch import nn
 
 from zeropp._compat import is_compiled
 from zeropp.config import Config
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 
 __all__ = [
-    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "have_tensors", "never_called",
+    "LEAF_AS",
+    "Owner",
+    "UnitOptions",
+    "UnitSpec",
+    "direct_parameters",
+    "form_units",
+    "have_tensors",
+    "never_called",
     "unit_options",
-]  # fmt: skip
+]
 
 LEAF_AS = "_z3_leaf"
 """In the dict of a module that a call has made a leaf; DeepSpeed's name, which some set by hand."""

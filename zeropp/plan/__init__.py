@@ -4,9 +4,9 @@ Knows the cut, the placement and the codecs that training would have; no process
 Start with `outline`, then `memory` and `traffic`; `estimate` has DeepSpeed's names and needs no configuration.
 """
 
-from zeropp.plan.communicators import COMMUNICATOR_NBYTES, CommunicatorMemory
 from zeropp.plan.limits import MemoryLimitError
 from zeropp.plan.memory import MemoryPlan, UnitMemory, memory
+from zeropp.plan.outline import COMMUNICATOR_NBYTES, CommunicatorMemory
 from zeropp.plan.traffic import TrafficPlan, TrafficRow, traffic
 
 __all__ = [

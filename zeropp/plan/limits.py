@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from zeropp.config import Config
-from zeropp.config.errors import ConfigError
+from zeropp.config.base import ConfigError
 
 __all__ = ["MemoryLimitError", "require_below", "size_text"]
 
@@ -76,7 +76,8 @@ def _named(terms: Mapping[str, int], names: tuple[str, ...]) -> str:
 
 def _host_lines(config: Config, terms: Mapping[str, int]) -> Iterator[str]:
     # Only what would help from here: each remedy is a step away from the configuration as it is.
-    states, weights = config.zero.offload_optimizer, config.zero.offload_param
+    states = config.zero.offload_optimizer
+    weights = config.zero.offload_param
     small = f"rows of less than aio.block_size ({config.aio.block_size:,} bytes) stay in memory; a lower one moves them"
     if _sum(terms, _STEPPED):
         if states is not None and states.device == "nvme":

@@ -10,20 +10,23 @@ import torch
 from torch import nn
 
 from zeropp.config import Config, ConfigSource
-from zeropp.offload.division import Division
 from zeropp.offload.home import PLACES, Place, Row
-from zeropp.offload.homes import Homes, Staging, choose_staging
-from zeropp.params.build import BufferKey, largest_shard, weight_paths
-from zeropp.params.flat_buffer import make_source
-from zeropp.params.unit import TERMS
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import choose_mode
+from zeropp.offload.homes import Division, Homes, Staging, choose_staging
+from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
+from zeropp.params.unit import TERMS, make_source
+from zeropp.partition.levels import BufferLayout, choose_mode
 from zeropp.partition.units import form_units, unit_options
-from zeropp.plan.communicators import CommunicatorMemory
 from zeropp.plan.limits import require_below
-from zeropp.plan.outline import Outline, OutlineUnit, outline
-from zeropp.plan.places import PlannedExtent, PlannedMemory, plan_homes
-from zeropp.wire.report import report_nbytes
+from zeropp.plan.outline import (
+    CommunicatorMemory,
+    Outline,
+    OutlineUnit,
+    PlannedExtent,
+    PlannedMemory,
+    outline,
+    plan_homes,
+)
+from zeropp.wire.codecs import report_nbytes
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 
@@ -169,7 +172,8 @@ class MemoryPlan:
         lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
         # A CPU's have no buffers to speak of.
         if self.communicators and not self.on_host:
-            count, nbytes = len(self.communicators), self.communicator_nbytes
+            count = len(self.communicators)
+            nbytes = self.communicator_nbytes
             lines.append(f"{count} NCCL communicators, outside of torch's own: about {nbytes:,} bytes (not measured)")
             lines += [f"  {each}: about {each.nbytes:,} bytes" for each in self.communicators]
         return "\n".join(lines)
@@ -259,7 +263,8 @@ class _Tally:
 
     def staging(self, model: nn.Module) -> dict[str, Staging]:
         """Rings of staging buffers, by term."""
-        homes, mode = self._homes, choose_mode(self._cut.settings, self._world, self._cut.local)
+        homes = self._homes
+        mode = choose_mode(self._cut.settings, self._world, self._cut.local)
         specs = form_units(model, self._world, unit_options(self._cut.settings))
         largest, itemsize = largest_shard(model, specs, self._cut.settings, mode, self._world)
         rings = choose_staging(self._cut.settings, self._device, homes.main, homes.weights, largest, itemsize)
@@ -270,7 +275,8 @@ class _Tally:
         """Count one unit."""
         gathered = message = held = arriving = 0
         # The unit's own: persistent ones are cached whole in any stage.
-        own, encoding = unit.placement.mode, self._cut.encoding
+        own = unit.placement.mode
+        encoding = self._cut.encoding
         path = unit.placement.reduce_path(1, self._world)
         # Whatever is offloaded, the device sums and measures gradients.
         device = self.terms["device"]

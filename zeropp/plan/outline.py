@@ -1,94 +1,47 @@
-"""What the engine would make of a model and a configuration: units, placements and layouts, and no memory."""
+"""The things that the engine would make of a model and a configuration, without any memory.
+
+:func:`outline` has units, placements and layouts. From these follow the communicators on a card, and what they take
+outside of torch's allocator. :func:`plan_homes` has homes whose rows take no memory: an engine's own rules say where
+each row would be, and how large.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from zeropp.comm.communicators import WORLD, Sharing, kind_of
-from zeropp.comm.hops import Groups, Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.communicators import WORLD, Ctas, Sharing, choose_ctas, kind_of
+from zeropp.comm.hops import Groups, Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
-from zeropp.params.build import BufferKey, buffer_layouts, check_dtypes, planned_transfers
+from zeropp.offload.home import Files, Home, Memory, MemoryRow, Row
+from zeropp.offload.homes import ALL, Homes, choose_homes
+from zeropp.offload.swap import ALIGNED
+from zeropp.params.buffer_maker import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement, choose_mode
-from zeropp.partition.topology import ranks_per_node
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement, choose_mode, ranks_per_node
 from zeropp.partition.units import form_units, unit_options
-from zeropp.plan.communicators import CommunicatorMemory, choose_sharing, estimate_nbytes, planned_ctas
 from zeropp.wire.encoding import Encoding, choose_encoding, require_base
 
-__all__ = ["Outline", "OutlineUnit", "outline"]
+__all__ = [
+    "COMMUNICATOR_NBYTES",
+    "CommunicatorMemory",
+    "Outline",
+    "OutlineUnit",
+    "PlannedExtent",
+    "PlannedMemory",
+    "choose_sharing",
+    "estimate_nbytes",
+    "outline",
+    "plan_homes",
+    "planned_ctas",
+]
 
 
-@dataclass(frozen=True)
-class OutlineUnit:
-    """One unit: where it is cached and summed, and its flat buffers."""
-
-    name: str
-    placement: Placement
-    buffers: tuple[tuple[BufferKey, BufferLayout], ...]
-
-
-@dataclass(frozen=True)
-class Outline:
-    """The whole model; ``local`` ranks to a node."""
-
-    settings: Config
-    encoding: Encoding
-    local: int
-    units: tuple[OutlineUnit, ...]
-
-    def no_groups(self, world: int) -> Groups:
-        """What makes hops for paths on which nothing will be sent."""
-        return _Groups(world)
-
-    def communicators(self, world: int, device: torch.device) -> tuple[CommunicatorMemory, ...]:
-        """The communicators that rank 0 will have; other ranks have as many. On CPU gloo's groups are not shared."""
-        groups, sharing = _Groups(world), Sharing() if device.type == "cpu" else choose_sharing(self.settings, device)
-        every, widest = tuple(range(world)), "local" if self.local >= world else "cross"
-        # (kind, ranks, link) -> (kinds of work, collectives)
-        found: dict[tuple[str, tuple[int, ...], str], tuple[set[str], set[str]]] = {}
-
-        def add(kind: str, ranks: tuple[int, ...], link: str, *names: str) -> None:
-            kinds, collectives = found.setdefault((kind_of(kind, sharing), ranks, link), (set(), set()))
-            kinds.add(kind)
-            collectives.update(names)
-
-        if world > 1:
-            add(WORLD, every, widest, "all_reduce", "broadcast")
-        for unit in self.units:
-            for key, layout in unit.buffers:
-                for each in planned_transfers(groups, unit.placement, key, layout, self.encoding):
-                    add(each.hop.kind, each.hop.spec.ranks, each.hop.spec.link, each.collective)
-        for kind in groups.of_all:
-            add(WORLD if sharing.kinds else f"{kind} all", every, widest, "all_reduce")
-        ctas = planned_ctas(self.settings)
-        return tuple(
-            CommunicatorMemory(
-                " and ".join(sorted(kinds)), len(ranks), link, tuple(sorted(collectives)),
-                estimate_nbytes(len(ranks), link, collectives, ctas.of(link)),
-            )
-            for (_, ranks, link), (kinds, collectives) in found.items()
-        )  # fmt: skip
-
-
-class _Groups:
-    """Makes hops that send nothing, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
-        self._ledger = Ledger()
-
-    def hop(self, kind: str, spec: HopSpec) -> Hop:
-        return Hop(spec, None, "nccl", 0, self._ledger, kind)
-
-    def all_ranks(self, kind: str) -> object:
-        self.of_all = [kind]
-        return None
+_META = torch.device("meta")
 
 
 def outline(model: nn.Module, config: ConfigSource, world: int, local: int | None) -> Outline:
@@ -115,3 +68,180 @@ def outline(model: nn.Module, config: ConfigSource, world: int, local: int | Non
         placement = Placement(mode.of(spec.persistent), 0, local)
         units.append(OutlineUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
     return Outline(settings, choose_encoding(settings), local, tuple(units))
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The whole model; ``local`` ranks to a node."""
+
+    settings: Config
+    encoding: Encoding
+    local: int
+    units: tuple[OutlineUnit, ...]
+
+    def no_groups(self, world: int) -> Groups:
+        """Groups for hops of paths on which nothing will be sent."""
+        return _Groups(world)
+
+    def communicators(self, world: int, device: torch.device) -> tuple[CommunicatorMemory, ...]:
+        """The communicators that rank 0 will have; other ranks have as many. On CPU gloo's groups are not shared."""
+        groups = _Groups(world)
+        sharing = Sharing() if device.type == "cpu" else choose_sharing(self.settings, device)
+        every = tuple(range(world))
+        widest = "local" if self.local >= world else "cross"
+        # (kind, ranks, link) -> (kinds of work, collectives)
+        found: dict[tuple[str, tuple[int, ...], str], tuple[set[str], set[str]]] = {}
+
+        def add(kind: str, ranks: tuple[int, ...], link: str, *names: str) -> None:
+            kinds, collectives = found.setdefault((kind_of(kind, sharing), ranks, link), (set(), set()))
+            kinds.add(kind)
+            collectives.update(names)
+
+        if world > 1:
+            add(WORLD, every, widest, "all_reduce", "broadcast")
+        for unit in self.units:
+            for key, layout in unit.buffers:
+                for each in planned_transfers(groups, unit.placement, key, layout, self.encoding):
+                    add(each.hop.kind, each.hop.spec.ranks, each.hop.spec.link, each.collective)
+        for kind in groups.of_all:
+            add(WORLD if sharing.kinds else f"{kind} all", every, widest, "all_reduce")
+        ctas = planned_ctas(self.settings)
+        return tuple(
+            CommunicatorMemory(
+                " and ".join(sorted(kinds)),
+                len(ranks),
+                link,
+                tuple(sorted(collectives)),
+                estimate_nbytes(len(ranks), link, collectives, ctas.of(link)),
+            )
+            for (_, ranks, link), (kinds, collectives) in found.items()
+        )
+
+
+@dataclass(frozen=True)
+class OutlineUnit:
+    """One unit: where it is cached and summed, and its flat buffers."""
+
+    name: str
+    placement: Placement
+    buffers: tuple[tuple[BufferKey, BufferLayout], ...]
+
+
+class _Groups:
+    """Makes hops that send nothing, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
+        self._ledger = Ledger()
+
+    def hop(self, kind: str, spec: HopSpec) -> Hop:
+        return Hop(spec, None, "nccl", 0, self._ledger, kind)
+
+    def all_ranks(self, kind: str) -> object:
+        self.of_all = [kind]
+        return None
+
+
+# Communicators, and the memory that they take outside of torch's allocator.
+
+COMMUNICATOR_NBYTES = 688 * 2**20
+"""Bytes of one NCCL communicator on a card once it has gathered or summed, estimated: 688 MiB were seen on four A100
+with NVLink, 544 for two ranks (NVIDIA/nccl issue 964), with as many channels as NCCL chooses.
+"""
+_CONNECTION_NBYTES = 10 * 2**20  # a channel between two GPUs of a node (NVIDIA/nccl issue 1685)
+_CHANNELS = 32  # between two GPUs with NVLink, unless `max_ctas` is less; NCCL takes a power of two
+_PROCESSORS = 132  # of the card that plans assume: H100, H200
+
+
+@dataclass(frozen=True)
+class CommunicatorMemory:
+    """One communicator, and an estimate of its memory. It has not been measured on a card.
+
+    Attributes:
+        kind: of work: "gather", "refresh", "reduce", "world" for small sums over all ranks; or several of them.
+        ranks: number of its members.
+        link: "local" inside a node, "cross" between nodes.
+        collectives: names of the collectives that it runs; each takes its memory at its first use, while wrapping.
+        nbytes: estimated, outside of torch's allocator.
+    """
+
+    kind: str
+    ranks: int
+    link: str
+    collectives: tuple[str, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.ranks} ranks {self.link} ({', '.join(self.collectives)})"
+
+
+def choose_sharing(config: Config, device: torch.device) -> Sharing:
+    """The communicators that may be shared: see rule 2 in [Note: communicators]."""
+    # With offload a thread launches the work of each lane; on CPU it does all of it.
+    ordered = not config.zero.overlap_comm or (device.type == "cuda" and not config.offloads)
+    return Sharing(kinds=ordered, engines=ordered and config.zeropp.share_communicators)
+
+
+def planned_ctas(config: Config, processors: int = _PROCESSORS) -> Ctas:
+    """Limits of thread blocks on a card with so many SMs."""
+    asked = config.zeropp.max_ctas
+    return choose_ctas(processors, asked.local, asked.cross)
+
+
+def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_ctas: int | None) -> int:
+    """Bytes that a communicator takes on a card once each of its collectives has run.
+
+    Between nodes sends and receives share buffers, and nothing is counted for them.
+    """
+    total = COMMUNICATOR_NBYTES
+    if link == "local" and "all_to_all" in collectives:
+        channels = min(_CHANNELS, _CHANNELS if max_ctas is None else 1 << (max_ctas - 1).bit_length())
+        total += (ranks - 1) * channels * _CONNECTION_NBYTES
+    return total
+
+
+# Homes whose rows take no memory.
+
+
+def plan_homes(config: Config, device: torch.device) -> Homes:
+    """Homes as :func:`zeropp.offload.homes.open_homes` would open them, without staging buffers."""
+    # Rows say where they would be by their place; their tensors are all on the meta device.
+    memory = PlannedMemory(device)
+    # A CPU that trains has its memory in common with the host.
+    host: Home = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
+    main, kept = choose_homes(
+        config, memory, host, lambda path: Files(partial(_in_file, path), config.aio.block_size, host)
+    )
+    return Homes(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
+
+
+def _in_file(path: str, numel: int, dtype: torch.dtype) -> Row:
+    return PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk", path)
+
+
+class PlannedMemory(Memory):
+    """Memory of which nothing is taken."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+        """See :class:`zeropp.offload.home.Home`."""
+        # Sizes are all that is asked of it.
+        return MemoryRow(torch.empty(numel, dtype=dtype, device=_META), self.place)
+
+
+@dataclass(frozen=True)
+class PlannedExtent(MemoryRow):
+    """A row of a file that is not there.
+
+    Attributes:
+        path: the ``nvme_path`` that the file would be below.
+    """
+
+    path: str = ""
+    in_memory = False
+    at_hand = False
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`zeropp.offload.home.Row`."""
+        return -(-self.tensor.nbytes // ALIGNED) * ALIGNED

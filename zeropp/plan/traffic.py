@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeropp.comm.ledger import TrafficKey
+from zeropp.comm.hops import TrafficKey
 from zeropp.config import ConfigSource
-from zeropp.params.build import BufferKey
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
+from zeropp.params.buffer_maker import BufferKey
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.plan.outline import outline
 from zeropp.wire.codecs import Codec, PlainCodec
 from zeropp.wire.differences import Lossless, make_difference_codec
@@ -133,10 +132,12 @@ def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | Non
 def _weights(
     unit: str, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding, micro_batches: int
 ) -> Iterator[TrafficRow]:
-    states, cached = placement.mode.states, placement.mode.cached
+    states = placement.mode.states
+    cached = placement.mode.cached
     piece = layout.numel // states
     codec: Codec = encoding.weight_codec(key.trainable) or PlainCodec(key.dtype)
-    name, nbytes = codec.name, codec.nbytes(piece)
+    name = codec.name
+    nbytes = codec.nbytes(piece)
     # Only what a step changes is refreshed.
     if cached is not None and key.trainable:
         if encoding.differences is not None:
@@ -151,7 +152,8 @@ def _weights(
     if cached != 1:
         # From a secondary shard of values, values travel, whatever the refresh has brought.
         if cached is not None and not encoding.cache_codes:
-            name, nbytes = PlainCodec(key.dtype).name, PlainCodec(key.dtype).nbytes(piece)
+            name = PlainCodec(key.dtype).name
+            nbytes = PlainCodec(key.dtype).nbytes(piece)
         path = placement.gather_path(cached or states, 1)
         for phase in ("forward", "backward"):
             yield from _hops(unit, "gather", name, path, states, nbytes, micro_batches, phase)
@@ -171,7 +173,8 @@ def _hops(
 def _gradients(
     unit: str, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding, micro_batches: int
 ) -> Iterator[TrafficRow]:
-    mode, world = placement.mode, placement.chain.world
+    mode = placement.mode
+    world = placement.chain.world
     path = placement.reduce_path(1, world)
     for hop, codec in zip(path, encoding.gradient_codecs(path, key.wire_dtype), strict=True):
         fed_back = codec.feedback_nbytes(layout.numel // hop.outer) > 0 and encoding.feeds_back(path, hop)

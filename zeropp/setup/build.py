@@ -1,58 +1,138 @@
-"""From a model and a configuration to a running engine: check, agree, cut, adopt, hook."""
+"""The way from a model and a configuration to a running engine: check, agree, cut into units, shard, hook.
+
+For a model that was built under ``zero.Init``, the configuration must agree with the settings that it was built
+with. ``torch_autocast`` runs whole forwards under ``torch.autocast``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import hashlib
+import inspect
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeropp._compat import is_dtensor, sharing_versions, unguarded
 from zeropp._extensions import extensions
-from zeropp.access.awaited import await_values, awaited_names
-from zeropp.access.cuda_graphs import refuse_cuda_graphs
-from zeropp.access.external import external_parameters
+from zeropp.access.gathered import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
-from zeropp.access.refusals import holding_tensors, refuse_changes
-from zeropp.access.state import install_state_hooks
-from zeropp.access.structure import watch_structure
+from zeropp.access.refusals import holding_tensors, refuse_changes, refuse_cuda_graphs, restorer, watch_structure
+from zeropp.access.state import await_values, awaited_names, install_state_hooks
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
 from zeropp.comm.communicators import Ctas, processors
 from zeropp.comm.hops import Comm, make_comm
-from zeropp.comm.members import Group, Members, find_members, whereabouts
+from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.config.base import notify_once
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Engine, Window
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
-from zeropp.engine.window import Window
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
-from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
-from zeropp.params.dtypes import DTYPES, compute_dtype, keeps_float32
+from zeropp.params.buffer_maker import BufferMaker, check_dtypes, largest_shard
+from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
+from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register
-from zeropp.params.loss_scale import LossScale
+from zeropp.params.spread import Spread, piece_of
 from zeropp.params.unit import Unit
-from zeropp.partition.layout import dense_strides
-from zeropp.partition.levels import Mode, choose_mode
+from zeropp.partition.levels import Mode, choose_mode, dense_strides
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
-from zeropp.plan.communicators import choose_sharing, planned_ctas
 from zeropp.plan.memory import memory
-from zeropp.setup.autocast import autocast_forwards
-from zeropp.setup.built import built_for, check_built, complete
+from zeropp.plan.outline import choose_sharing, planned_ctas
 from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
 from zeropp.wire.encoding import require_base
 
-__all__ = ["build_engine"]
+__all__ = ["autocast_forwards", "build_engine", "built_for", "check_built", "complete"]
+
+
+def autocast_forwards(model: nn.Module, engine: Engine, config: Config) -> None:
+    """Have every forward of ``model`` run under autocast until the engine is closed, if the configuration says so.
+
+    Calls of modules inside it, from elsewhere, are the caller's.
+    """
+    if not config.torch_autocast.enabled:
+        return
+    device_type, dtype = engine.device.type, autocast_dtype(config)
+    # Weakly: what is in the model's own dict must not hold the model.
+    ref, own, plain = weakref.ref(model), model.__dict__.get("forward"), type(model).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Its cache would keep converted weights of all units until the forward ends, which stage 3 has just released.
+        with torch.autocast(device_type, dtype, cache_enabled=False):
+            return plain(ref(), *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    # Trainers look at it for the names of a batch's columns.
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    # In place of hooks, which torch does not call after Ctrl-C: autocast would stay on.
+    model.__dict__["forward"] = forward
+    engine.on_close(restorer(model, "forward", own))
+
+
+def _spreads(parameters: Iterable[nn.Parameter]) -> list[Spread]:
+    found: dict[int, Spread] = {}
+    for parameter in parameters:
+        piece = piece_of(parameter)
+        if piece is not None and isinstance(piece.fetcher, Spread):
+            found[id(piece.fetcher)] = piece.fetcher
+    return list(found.values())
+
+
+def built_for(parameters: Collection[nn.Parameter]) -> torch.device | None:
+    """The device that a model was built to train on, if it is elsewhere and was built to be partitioned."""
+    spreads = _spreads(parameters)
+    if not spreads or all(parameter.device == spreads[0].trains_on for parameter in parameters):
+        return None
+    return spreads[0].trains_on
+
+
+def complete(model: nn.Module) -> None:
+    """If a model is wrapped inside the block that builds it, it is built now. Collective if it is.
+
+    Its block goes on with what is built after it.
+    """
+    for spread in _spreads(model.parameters()):
+        if spread.building:
+            spread.complete()
+
+
+def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tuple[int, ...]) -> None:
+    """Make sure that a model is wrapped as it was built. Local.
+
+    Args:
+        parameters: all of the model's.
+        config: to wrap it with.
+        ranks: global ones, of the group to wrap it for.
+
+    Raises:
+        ValueError: other ranks, or another setting.
+        RuntimeError: its values are lent.
+    """
+    if any(piece is not None and piece.lent for piece in map(piece_of, parameters)):
+        raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
+    for spread in _spreads(parameters):
+        if spread.world > 1 and spread.carrier.ranks != ranks:
+            raise ValueError(
+                f"the model was built in zero.Init for ranks {list(spread.carrier.ranks)}, and process_group has ranks "
+                f"{list(ranks)}; give both the same group"
+            )
+        for key, value in spread.asked.items():
+            found = getattr(config.zero, key)
+            if found != value:
+                raise ValueError(
+                    f"zero.Init was told of {key} {value}, and the configuration has zero_optimization.{key} {found}; "
+                    "give both the same"
+                )
 
 
 @contextlib.contextmanager

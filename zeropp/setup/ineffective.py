@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 
 from zeropp.comm.hops import Comm
-from zeropp.comm.members import Members
+from zeropp.comm.process_groups import Members
 from zeropp.config import Config
 from zeropp.config.base import notify, notify_once
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.unit import Unit
+from zeropp.params.unit import FlatBuffer, Unit
 
 __all__ = ["warn_if_alone", "warn_of_ineffective"]
 

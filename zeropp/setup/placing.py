@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.tensors import tensors_in
+from zeropp.engine.hooks import tensors_in
 from zeropp.params.guard import is_managed
 from zeropp.params.spread import is_whole
 

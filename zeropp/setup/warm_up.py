@@ -12,16 +12,14 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.hops import Hop
-from zeropp.comm.ledger import Ledger
+from zeropp.comm.hops import Hop, Ledger
 from zeropp.config import Config
 from zeropp.offload.homes import at_device
-from zeropp.params.build import BufferKey, buffer_layouts, gradient_paths, weight_paths
+from zeropp.params.buffer_maker import BufferKey, buffer_layouts, gradient_paths, weight_paths
 from zeropp.params.dtypes import computed_with
-from zeropp.params.flat_buffer import WeightPaths
 from zeropp.params.gradient import Gradient
-from zeropp.partition.layout import build_layout
-from zeropp.partition.levels import HopSpec, Mode, Placement
+from zeropp.params.unit import WeightPaths
+from zeropp.partition.levels import HopSpec, Mode, Placement, build_layout
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import choose_encoding
 from zeropp.wire.paths import GatherPath

@@ -3,7 +3,9 @@
 Knows names alone. Start with ``zeropp/deepspeed/initialization.py``.
 """
 
-from zeropp.deepspeed import checkpointing, parameter_values
+import sys
+
+from zeropp.deepspeed import checkpointing, parameter_values, schedulers
 from zeropp.deepspeed.data import RepeatingLoader
 from zeropp.deepspeed.distributed import init_distributed
 from zeropp.deepspeed.initialization import initialize
@@ -20,5 +22,10 @@ __all__ = [
     "checkpointing",
     "init_distributed",
     "initialize",
+    "schedulers",
 ]
 __all__ += parameter_values.__all__
+
+# Modules that scripts import: `from zeropp.training.checkpointing import checkpoint`.
+for _module in (checkpointing, schedulers):
+    sys.modules[f"{__name__}.{_module.__name__.rsplit('.', 1)[1]}"] = _module

@@ -1,66 +1,47 @@
-"""Codecs: what a hop's messages hold. The kernels do the work; a codec knows which ones, and in which dtype.
+"""Codecs: the contents of a hop's messages, and the report that a sum of gradients leaves.
 
-A path goes through several messages at once, so a codec's tensors hold ``count`` of them, one behind the other.
+The kernels do the work; a codec knows which ones, and in which dtype. A path goes through several messages at once, so
+a codec's tensors hold ``count`` of them, one behind the other. A `Report` has the squares of a shard's blocks, and says
+whether all of it is finite; the kernel that sums measures in the same pass.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import zeropp_kernels as kernels
-from zeropp.partition.layout import BufferLayout, Slot
-from zeropp.wire.report import Report, summed_by_kernels
-from zeropp_kernels import BlockTable
+from zeropp.partition.levels import BufferLayout, Slot
+from zeropp_kernels import BlockTable, block_table, gather_
 from zeropp_kernels.reference import pack_, sum_messages_
+from zeropp_kernels.wire import BLOCK
 
-__all__ = ["BlockCodec", "Codec", "Feedback", "Messages", "PlainCodec", "dtype_name"]
+__all__ = [
+    "BlockCodec",
+    "Codec",
+    "Feedback",
+    "Messages",
+    "PlainCodec",
+    "Report",
+    "dtype_name",
+    "report_nbytes",
+    "summed_by_kernels",
+]
 
 Messages = Tensor | Sequence[Tensor]
 """Messages of one length: the rows of a contiguous tensor, or tensors."""
 
-
-class Feedback:
-    """What encoding for one hop has lost, to be added to what is encoded next (LoCo, arXiv 2407.04480).
-
-    Attributes:
-        state: uint8, codes and scales of the error, a message's groups; see ``zeropp_kernels.state_layout``.
-        scales: bfloat16 [count, groups], those in ``state``.
-        beta: share of the old error that is kept.
-        fresh: the old error is to count as nothing in the next use.
-    """
-
-    def __init__(self, numel: int, count: int, bits: int, beta: float, device: torch.device) -> None:
-        layout = kernels.state_layout(numel, bits)
-        self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
-        self.beta = beta
-        self.fresh = False
-        # [count, bytes of a message]; a view, so that whoever scales losses can scale the errors in place.
-        rows = self.state.view(count, layout.nbytes)
-        self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
-
-    def saved(self) -> Tensor:
-        """A copy of the state as the next use will see it."""
-        return torch.zeros_like(self.state) if self.fresh else self.state.clone()
-
-    def arguments(self) -> dict[str, object]:
-        """Keyword arguments for one call of a kernel that encodes."""
-        # The kernel resets by not reading the old error. Zeroing the state would cost a pass over memory for nothing.
-        fresh, self.fresh = self.fresh, False
-        return {"state": self.state, "beta": self.beta, "reset": fresh}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a floating dtype: "bf16", "fp32"."""
-    return "bf16" if dtype == torch.bfloat16 else f"fp{8 * dtype.itemsize}"
+_AT_ONCE = 2**16 * BLOCK  # elements of a shard that are measured together where they are brought for that
 
 
 class Codec(Protocol):
-    """How values become messages and messages values.
+    """Encodes values as messages, and decodes messages to values.
 
     Attributes:
         name: in the ledger.
@@ -116,9 +97,14 @@ class Codec(Protocol):
         ...
 
     def decode_sum_(
-        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self,
+        messages: Messages,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
         report: Report | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``out`` [numel], any floating dtype, becomes, or gains, ``scale`` times the messages' sum.
 
         The report, if there is one, then tells of ``out``.
@@ -126,9 +112,17 @@ class Codec(Protocol):
         ...
 
     def encode_sum_(
-        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
-        feedback: Feedback | None, scale: float, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        source: Codec,
+        parts: Messages,
+        numel: int,
+        messages: Tensor,
+        *,
+        count: int,
+        feedback: Feedback | None,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> None:
         """Write ``scale`` times the sum of messages of [numel] from ``source``, in ``dtype``, as ``count`` messages."""
         ...
 
@@ -198,34 +192,56 @@ class PlainCodec:
         out.copy_(messages)
 
     def decode_sum_(
-        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self,
+        messages: Messages,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
         report: Report | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See :class:`Codec`."""
         if summed_by_kernels(out) and self.dtype != torch.float64 and _follow_each_other(messages):
             outputs = report.outputs() if report is not None else {}
-            kernels.sum_(
-                adjacent(messages), out, count=len(messages), scale=scale, accumulate=accumulate, **outputs
-            )  # fmt: skip
+            kernels.sum_(adjacent(messages), out, count=len(messages), scale=scale, accumulate=accumulate, **outputs)
             return
         sum_messages_(messages, out, scale=scale, accumulate=accumulate)
         if report is not None:
             report.measure(out)
 
     def gather_(
-        self, gradients: Sequence[Tensor | None], layout: BufferLayout, table: BlockTable, out: Tensor, *,
-        scale: float, accumulate: bool, report: Report,
-    ) -> None:  # fmt: skip
+        self,
+        gradients: Sequence[Tensor | None],
+        layout: BufferLayout,
+        table: BlockTable,
+        out: Tensor,
+        *,
+        scale: float,
+        accumulate: bool,
+        report: Report,
+    ) -> None:
         """``out`` [numel], float32, becomes, or gains, ``scale`` times the tensors, where nothing is to be sent."""
         kernels.gather_(
-            _in_order(gradients, layout, out.device), table, out, scale=scale, accumulate=accumulate,
+            _in_order(gradients, layout, out.device),
+            table,
+            out,
+            scale=scale,
+            accumulate=accumulate,
             **report.outputs(),
-        )  # fmt: skip
+        )
 
     def encode_sum_(
-        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
-        feedback: Feedback | None, scale: float, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        source: Codec,
+        parts: Messages,
+        numel: int,
+        messages: Tensor,
+        *,
+        count: int,
+        feedback: Feedback | None,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> None:
         """See :class:`Codec`."""
         self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
 
@@ -293,9 +309,14 @@ class BlockCodec:
         state = feedback.arguments() if feedback is not None else {}
         # Straight from autograd's tensors: a flat copy of all gradients would cost as much memory as the unit itself.
         kernels.quantize_tensors_(
-            _in_order(gradients, layout, messages.device), table, messages, count=count, bits=self.bits,
-            rotate=self.rotate, **state,  # type: ignore[arg-type]
-        )  # fmt: skip
+            _in_order(gradients, layout, messages.device),
+            table,
+            messages,
+            count=count,
+            bits=self.bits,
+            rotate=self.rotate,
+            **state,  # type: ignore[arg-type]
+        )
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
         """See :class:`Codec`."""
@@ -306,28 +327,47 @@ class BlockCodec:
             out.copy_(target)
 
     def decode_sum_(
-        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self,
+        messages: Messages,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
         report: Report | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See :class:`Codec`."""
         # Codes are summed in float32 whatever ``out`` is: they carry 8 bits at most, and the kernels know no other.
         single = out.dtype == torch.float32
         target = out if single else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         measures = report is not None and summed_by_kernels(out)
         kernels.reduce_(
-            adjacent(messages), target, count=len(messages), bits=self.bits, rotate=self.rotate, scale=scale,
+            adjacent(messages),
+            target,
+            count=len(messages),
+            bits=self.bits,
+            rotate=self.rotate,
+            scale=scale,
             # With a float32 copy in between, the addition to ``out`` has to come after it.
-            accumulate=accumulate and single, **(report.outputs() if report is not None and measures else {}),
-        )  # fmt: skip
+            accumulate=accumulate and single,
+            **(report.outputs() if report is not None and measures else {}),
+        )
         if not single:
             out.add_(target.to(out.dtype)) if accumulate else out.copy_(target)
         if report is not None and not measures:
             report.measure(out)
 
     def encode_sum_(
-        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
-        feedback: Feedback | None, scale: float, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        source: Codec,
+        parts: Messages,
+        numel: int,
+        messages: Tensor,
+        *,
+        count: int,
+        feedback: Feedback | None,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> None:
         """See :class:`Codec`; codes become codes in one kernel, and their float32 sum never goes through memory."""
         if not isinstance(source, BlockCodec):
             self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
@@ -335,10 +375,17 @@ class BlockCodec:
         assert scale == 1.0  # what ``headroom`` says of codes
         state = feedback.arguments() if feedback is not None else {}
         kernels.reduce_quantize_(
-            adjacent(parts), messages, numel=numel, count=len(parts), source_bits=source.bits, out_count=count,
+            adjacent(parts),
+            messages,
+            numel=numel,
+            count=len(parts),
+            source_bits=source.bits,
+            out_count=count,
             # The rotation is linear: what came rotated is summed and passed on so; only the last sum is turned back.
-            bits=self.bits, rotate=self.rotate and not source.rotate, **state,  # type: ignore[arg-type]
-        )  # fmt: skip
+            bits=self.bits,
+            rotate=self.rotate and not source.rotate,
+            **state,  # type: ignore[arg-type]
+        )
 
     def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
         """See :class:`Codec`."""
@@ -347,6 +394,41 @@ class BlockCodec:
     def feedback_nbytes(self, numel: int) -> int:
         """See :class:`Codec`."""
         return kernels.state_layout(numel, self.bits).nbytes
+
+
+class Feedback:
+    """The loss of encoding for one hop, to be added to what is encoded next (LoCo, arXiv 2407.04480).
+
+    Attributes:
+        state: uint8, codes and scales of the error, a message's groups; see ``zeropp_kernels.state_layout``.
+        scales: bfloat16 [count, groups], those in ``state``.
+        beta: share of the old error that is kept.
+        fresh: the old error is to count as nothing in the next use.
+    """
+
+    def __init__(self, numel: int, count: int, bits: int, beta: float, device: torch.device) -> None:
+        layout = kernels.state_layout(numel, bits)
+        self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
+        self.beta = beta
+        self.fresh = False
+        # [count, bytes of a message]; a view, so that whoever scales losses can scale the errors in place.
+        rows = self.state.view(count, layout.nbytes)
+        self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
+
+    def saved(self) -> Tensor:
+        """A copy of the state as the next use will see it."""
+        return torch.zeros_like(self.state) if self.fresh else self.state.clone()
+
+    def arguments(self) -> dict[str, object]:
+        """Keyword arguments for one call of a kernel that encodes."""
+        # The kernel resets by not reading the old error. Zeroing the state would cost a pass over memory for nothing.
+        fresh, self.fresh = self.fresh, False
+        return {"state": self.state, "beta": self.beta, "reset": fresh}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a floating dtype: "bf16", "fp32"."""
+    return "bf16" if dtype == torch.bfloat16 else f"fp{8 * dtype.itemsize}"
 
 
 def _sum(source: Codec, parts: Messages, numel: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -366,7 +448,7 @@ def adjacent(messages: Messages) -> Tensor:
 
 
 def _follow_each_other(messages: Messages) -> bool:
-    """Whether messages lie one behind the other; over gloo this rank's own stays where it was."""
+    """Tell whether messages lie one behind the other; over gloo this rank's own stays where it was."""
     if isinstance(messages, Tensor):
         return True
     first = messages[0]
@@ -401,3 +483,121 @@ def _lies_as(tensor: Tensor, slot: Slot) -> bool:
 def _single(values: Tensor) -> Tensor:
     """Values that the kernels can read or write: no more than 32 bits."""
     return values.to(torch.float32) if values.dtype == torch.float64 else values
+
+
+# The report on a sum of gradients.
+
+
+class Report:
+    """Statistics of one gradient shard, left by the last sum into it, or taken in a pass of their own.
+
+    Attributes:
+        norms: [numel / 256] of the blocks, float32 or float64: sums of squares by a kernel, else their roots.
+        flag: int32 [1], 1 if a value is Inf or NaN.
+    """
+
+    def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
+        # On the device that sums, which need not be where the shard is.
+        device = shard.device if device is None else device
+        self.norms = torch.zeros(shard.numel() // BLOCK, dtype=_measured_in(shard.dtype), device=device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._squares: Tensor | None = None  # float64, where no kernel has measured
+        self._rooted = False  # whether ``norms`` are roots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storages."""
+        return self.norms.nbytes + self.flag.nbytes
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Keyword arguments for the one call of a kernel that sums and measures."""
+        self._squares = None
+        # Kernels only ever set it.
+        self.flag.zero_()
+        return {"norms": self.norms, "flag": self.flag}
+
+    def measure(self, values: Tensor) -> None:
+        """Read all of a shard, twice; one that is elsewhere comes by and by, and leaves again."""
+        self.flag.zero_()
+        for start in range(0, values.numel(), _AT_ONCE):
+            self.measure_part(values[start : start + _AT_ONCE].to(self.norms.device), start)
+        self.add_up()
+
+    def measure_part(self, values: Tensor, start: int) -> None:
+        """Read whole blocks of a shard from an element on; the first part comes after ``flag.zero_()``."""
+        # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
+        norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
+        torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=norms.dtype, out=norms)
+        self._rooted = True
+        # By the extremes, which show any Inf or NaN: the squares of large finite values overflow float32, too. The
+        # answer stays on the device, so that the host need not wait for it.
+        self.flag |= torch.stack(torch.aminmax(values)).isfinite().all().logical_not()
+
+    def add_up(self) -> None:
+        """All parts have been measured, in one way."""
+        self._squares = self.norms.to(torch.float64).square().sum() if self._rooted else None
+        self._rooted = False
+
+    def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
+        """Bring whole blocks of a shard, from an element on, to staging memory, and measure what is there then.
+
+        Args:
+            values: [numel] on the device; may be changed.
+            staged: of their size and dtype, on the host, which may have to wait for what the device was given here.
+            start: of the part; the first one comes after ``flag.zero_()``.
+            accumulate: add to what is staged.
+        """
+        if _leaves_by_kernel(values, staged):
+            norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
+            gather_([values], _table(values), staged, norms=norms, flag=self.flag, accumulate=accumulate)
+            return
+        # Measured after the sum: the norm is that of what is stepped with.
+        if accumulate:
+            values.add_(staged.to(values.device))
+        self.measure_part(values, start)
+        staged.copy_(values)
+
+    @staticmethod
+    def total(reports: Sequence[Report], device: torch.device) -> Tensor:
+        """float64 [2]: sum of all squares, and how many of the shards are not finite."""
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
+        squares = [report._squares[None] for report in reports if report._squares is not None]
+        blocks = [report.norms for report in reports if report._squares is None]
+        # Few launches, whatever the number of units.
+        measured = torch.cat(blocks).sum(dtype=torch.float64)[None] if blocks else zero
+        flags = torch.cat([report.flag for report in reports]).sum().to(torch.float64)[None] if reports else zero
+        return torch.cat([torch.cat([*squares, measured]).sum()[None], flags])
+
+
+def report_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the report on a shard of [numel]."""
+    return numel // BLOCK * _measured_in(dtype).itemsize + torch.int32.itemsize
+
+
+def _measured_in(dtype: torch.dtype) -> torch.dtype:
+    # Norms of gradients in 16 bits would have three digits, and clipping by them no more.
+    return torch.promote_types(dtype, torch.float32)
+
+
+def summed_by_kernels(out: Tensor) -> bool:
+    """Tell whether one kernel makes and measures sums into ``out``; a CPU is faster with torch's own operations."""
+    return out.is_cuda and out.dtype == torch.float32
+
+
+def _leaves_by_kernel(values: Tensor, staged: Tensor) -> bool:
+    # A kernel writes to page-locked memory itself: it adds, measures and copies in one pass.
+    return summed_by_kernels(values) and staged.is_pinned()
+
+
+@lru_cache(maxsize=32)
+def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> BlockTable:
+    # Few sizes: a ring's buffers, and what is left of shards.
+    return block_table([numel], [0], numel, device=device)
+
+
+def _table(values: Tensor) -> BlockTable:
+    """The table for a tensor; each stream and thread has its own."""
+    # A call writes the tensor's address to the table and then launches a kernel that reads it. Lanes of two engines may
+    # do so at once, and torch may give two lanes one stream: with a common table, one would overwrite the other's.
+    stream = torch.cuda.current_stream(values.device).cuda_stream if values.is_cuda else 0
+    return _one_tensor(values.numel(), values.device, stream, threading.get_ident())

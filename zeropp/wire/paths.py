@@ -12,10 +12,8 @@ from torch import Tensor
 
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import BUS, used_here
-from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
-from zeropp.wire.codecs import Codec, Feedback, PlainCodec, dtype_name
-from zeropp.wire.report import Report
+from zeropp.partition.levels import BufferLayout, HopSpec, Placement
+from zeropp.wire.codecs import Codec, Feedback, Messages, PlainCodec, Report, dtype_name
 from zeropp_kernels import BlockTable
 
 __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "Stored"]
@@ -62,9 +60,15 @@ class GatherPath:
     """
 
     def __init__(
-        self, placement: Placement, outer: int, inner: int, hops: Sequence[Hop], dtype: torch.dtype, *,
+        self,
+        placement: Placement,
+        outer: int,
+        inner: int,
+        hops: Sequence[Hop],
+        dtype: torch.dtype,
+        *,
         stored: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.placement = placement
         self.outer = outer
         self.inner = inner
@@ -128,7 +132,7 @@ class GatherPath:
             pass
 
     def codec_name(self, travels: Tensor) -> str:
-        """What the ledger calls the encoding of what travels."""
+        """The ledger's name for the encoding of ``travels``."""
         # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
@@ -232,13 +236,25 @@ class ReduceHop:
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return self.transport.size
 
     @property
     def name(self) -> str:
         """The name of the encoding in the ledger."""
         return self.codec.name if self.feedback is None else f"feedback({self.codec.name})"
+
+    def empty(self, numel: int, device: torch.device) -> Tensor:
+        """Memory for the messages of a slice of [numel], one for each rank."""
+        return self.codec.empty(numel // self.size, self.size, device)
+
+    def encode_sum_(
+        self, source: Codec, parts: Messages, numel: int, message: Tensor, *, scale: float, dtype: torch.dtype
+    ) -> None:
+        """Encode the sum of ``parts``, which the hop before has brought; arguments as of :meth:`Codec.encode_sum_`."""
+        self.codec.encode_sum_(
+            source, parts, numel, message, count=self.size, feedback=self.feedback, scale=scale, dtype=dtype
+        )
 
 
 class ReducePath:
@@ -290,9 +306,16 @@ class ReducePath:
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
     def reduce(
-        self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: Callable[[], bool], unit: str,
+        self,
+        message: Tensor,
+        numel: int,
+        out: Tensor,
+        *,
+        scale: float,
+        accumulate: Callable[[], bool],
+        unit: str,
         report: Report | None = None,
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """Make ``out``, or add to it, ``scale`` times the sum of all ranks' parts; pauses as a gather does.
 
         Args:
@@ -331,11 +354,7 @@ class ReducePath:
                 headroom = hop.codec.headroom(len(parts))
                 scale /= headroom
                 following = self.hops[number + 1]
-                count = following.size
-                message = following.codec.empty(numel // count, count, parts[0].device)
-                following.codec.encode_sum_(
-                    hop.codec, parts, numel, message, count=count, feedback=following.feedback, scale=headroom,
-                    dtype=out.dtype,
-                )  # fmt: skip
+                message = following.empty(numel, parts[0].device)
+                following.encode_sum_(hop.codec, parts, numel, message, scale=headroom, dtype=out.dtype)
             # A paused generator keeps its locals, and the next lane may come to it much later.
             del parts

@@ -12,7 +12,7 @@ import zeropp
 from tests.support.checkpoint_training import small, step, train, wrap
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 
 def with_average(path: Path, name: str, saves: bool, steps: int = 3) -> tuple[dict[str, Tensor], float, int]:

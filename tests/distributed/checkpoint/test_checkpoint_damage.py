@@ -22,7 +22,7 @@ from tests.support.rank_pool import ROOT, run_ranks
 from tests.support.saves_killed_at_calls import CALLS
 from tests.support.tmpfs import tmpfs
 from zeropp import checkpoint
-from zeropp.checkpoint.checksums import Checksums
+from zeropp.checkpoint.metadata import Checksums
 
 Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
 

@@ -20,7 +20,7 @@ from tests.support.hf_models import MODELS, logits, make
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

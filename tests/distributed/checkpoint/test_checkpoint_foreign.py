@@ -24,7 +24,7 @@ from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from tests.support.torch_and_fsdp2_jobs import FLAT, Shardable, fsdp2_saves, plain, train_plain
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 
 def saved(path: Path, how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:

@@ -17,7 +17,7 @@ from tests.support.checkpoint_training import make_optimizer, train
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint.restore import Restore
+from zeropp.checkpoint.load import Restore
 
 
 def wrapped(stage: int, bf16: bool = True, **zero: object) -> tuple[Any, zeropp.ZeroOptimizer]:

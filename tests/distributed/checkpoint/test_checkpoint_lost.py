@@ -22,10 +22,11 @@ from tests.support.checkpoint_training import CONFIGS, train
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
-from zeropp.checkpoint import attempt, background
-from zeropp.checkpoint.background import Background
+from zeropp.checkpoint import save
+from zeropp.checkpoint import save as saving
 from zeropp.checkpoint.metadata import Metadata
-from zeropp.checkpoint.tasks import in_threads
+from zeropp.checkpoint.save import Background
+from zeropp.checkpoint.together import in_threads
 from zeropp.comm.agreement import SAVED
 
 TIMEOUT = 1.0
@@ -82,7 +83,7 @@ def loses_at_the_end(path: Path) -> str:
         return instead
 
     slow = replaced(Metadata, "write", late(TIMEOUT + 0.5)), replaced(os, "unlink", late(0.3))
-    lost = replaced(attempt.Attempt, "_together", goes if second else lambda function: function)
+    lost = replaced(save.Attempt, "_together", goes if second else lambda function: function)
     try:
         with slow[0], slow[1], lost:
             checkpoint.save(path, model, optimizer, asynchronous=True, file_nbytes=1 << 16)
@@ -140,7 +141,7 @@ def one_by_one(root: Path) -> list[str]:
 
     with replaced(os, "pwrite", lambda function: broken if second else function):
         save()
-        background.backgrounds[optimizer.engine]._task.wait()  # type: ignore[union-attr]
+        saving.backgrounds[optimizer.engine]._task.wait()  # type: ignore[union-attr]
     if not second:
         told_by(checkpoint.wait)
     told.append(told_by(save))
@@ -148,7 +149,7 @@ def one_by_one(root: Path) -> list[str]:
     # Rank 1's thread was late once.
     save()
     checkpoint.wait()
-    with replaced(background, "gather_rows", late(2.5 * TIMEOUT) if second else lambda function: function):
+    with replaced(saving, "gather_rows", late(2.5 * TIMEOUT) if second else lambda function: function):
         save()
         told.append(told_by(checkpoint.wait))
     dist.barrier()
@@ -157,7 +158,7 @@ def one_by_one(root: Path) -> list[str]:
     # Its group is destroyed under it, as at the end of a program.
     with replaced(os, "pwrite", late(0.2)):
         checkpoint.save(root / "last", model, optimizer, asynchronous=True)
-        dist.destroy_process_group(background.backgrounds[optimizer.engine]._meeting._group)
+        dist.destroy_process_group(saving.backgrounds[optimizer.engine]._meeting._group)
         told.append(told_by(checkpoint.wait))
     assert (root / "last" / "metadata.json").exists(), "\n".join(told)
     checkpoint.load(root / "last", model, optimizer)
@@ -332,7 +333,7 @@ def test_wait_tells_all_errors(tmp_path: Path) -> None:
     checkpoint.wait()
     with replaced(os, "pwrite", late(0.5)):
         checkpoint.save(tmp_path / "here", *pairs[1], asynchronous=True)
-        background._forget_all()
+        saving._forget_all()
         checkpoint.wait()
         assert not (tmp_path / "here" / "metadata.json").exists()
         while not (tmp_path / "here" / "metadata.json").exists():

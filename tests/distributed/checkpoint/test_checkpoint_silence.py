@@ -21,7 +21,7 @@ from tests.support.checkpoint_training import small, step, train, wrap
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 EXTRA = "_extra_state"
 

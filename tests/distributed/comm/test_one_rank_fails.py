@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks, some
-from zeropp.comm import monitor, watch
+from zeropp.comm import watch
 from zeropp.comm.hops import Comm, Hop
 
 SOON = 20.0  # seconds; hang_timeout is far more
@@ -27,7 +27,7 @@ SLOW = 6.0
 @contextlib.contextmanager
 def asking_often() -> Iterator[None]:
     """Ranks that wait ask the others each second."""
-    with mock.patch.object(monitor, "_ASKING", 1.0), mock.patch.object(watch, "_ASKING", 1.0):
+    with mock.patch.object(watch, "_ASKING", 1.0):
         yield
 
 

@@ -23,10 +23,8 @@ import zeropp.fsdp2
 from bench.common import staged
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import RankFailure, run_ranks, some
-from tests.support.using_page import check_page
-from zeropp.comm import groups
-from zeropp.comm.groups import HOST
-from zeropp.comm.members import find_members, is_fake, send_to_all
+from zeropp.comm import process_groups
+from zeropp.comm.process_groups import HOST, find_members, is_fake, send_to_all
 
 
 def test_the_page_with_torch_s_own_start(tmp_path: Path) -> None:
@@ -126,14 +124,16 @@ def sockets() -> int:
 
 def connections(many: int) -> tuple[int, list[int], str]:
     """Sockets that a group for rows takes if more than ``many`` ranks are many; its rows; what one rank gives all."""
-    with patch.object(groups, "_MANY", many):
+    with patch.object(process_groups, "_MANY", many):
         before, timeout = sockets(), timedelta(seconds=60)
-        group = groups.make_group(range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True)
+        group = process_groups.make_group(
+            range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True
+        )
         made = sockets() - before
-        rows = groups.gather_rows(torch.tensor([dist.get_rank()]), group, timeout)
+        rows = process_groups.gather_rows(torch.tensor([dist.get_rank()]), group, timeout)
         assert sockets() - before == made, "members that gather rows had not connected"
         said = send_to_all(f"rank {dist.get_rank()}", 5, group, 60.0)
-        groups.free_groups([group])
+        process_groups.free_groups([group])
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     return made, rows.view(-1).tolist(), said
 
@@ -151,11 +151,11 @@ def test_sockets_of_many_ranks_fit_the_process() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        groups.allow_files(8)
+        process_groups.allow_files(8)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, before[1]), "raised without need"
-        groups.allow_files(1023)
+        process_groups.allow_files(1023)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1023 + len(os.listdir("/proc/self/fd"))
-        groups.allow_files(2 * before[1])
+        process_groups.allow_files(2 * before[1])
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

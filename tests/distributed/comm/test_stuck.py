@@ -24,8 +24,8 @@ from tests.support.branch_routes import ALL
 from tests.support.branching_models import Routed, make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.sharded_and_plain import Pair
-from zeropp.comm import monitor, streams
-from zeropp.comm.events import Event, Stream
+from zeropp.comm import streams, watch
+from zeropp.comm.streams import Event, Stream
 
 HANG_TIMEOUT = 2.0
 GRACE = 5.0
@@ -120,7 +120,7 @@ def stuck() -> tuple[str, float, bool, list[str], list[bool]]:
     logging.getLogger("zeropp").addHandler(noting)
     with (
         mock.patch.object(streams, "make_stream", make_stream),
-        mock.patch.object(monitor, "BLIND", {"cpu"}),
+        mock.patch.object(watch, "BLIND", {"cpu"}),
         mock.patch.object(staged, "GLOO", Endless),
     ):
         dist.init_process_group(staged.NAME)

@@ -14,7 +14,8 @@ import zeropp
 from tests.support.branching_models import worst
 from tests.support.deepspeed_engine import loss_of, model_of, settings
 from tests.support.rank_pool import run_ranks, some
-from zeropp.training import Engine, safe_get_full_grad
+from zeropp.deepspeed.parameter_values import safe_get_full_grad
+from zeropp.training import Engine
 
 ROWS = 3  # of a micro-batch
 PLAN = [2, 3, 1, 4, 2]  # micro-batches of each window

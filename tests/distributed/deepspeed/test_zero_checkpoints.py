@@ -14,7 +14,7 @@ from tests.support.foreign_checkpoints import Evil, Large, bytes_read, check_loa
 from tests.support.rank_pool import run_ranks
 from tests.support.torch_and_fsdp2_jobs import Other, other, plain
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 
 
 @pytest.mark.every(2)

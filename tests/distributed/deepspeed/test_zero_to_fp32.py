@@ -23,7 +23,7 @@ from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from tests.support.torch_and_fsdp2_jobs import Other, other, plain
 from zeropp import checkpoint
-from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.deepspeed.zero_to_fp32 import (
     LazyTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -126,7 +126,7 @@ def test_what_a_training_engine_names_its_latest(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_the_module_is_a_command() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "error", "-m", "zeropp.deepspeed.zero_to_fp32", "/no/such/folder", "/no/such/out"]
+    command = [sys.executable, "-W", "error", "-m", "zeropp.checkpoint.zero_to_fp32", "/no/such/folder", "/no/such/out"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "'/no/such/folder' is no checkpoint" in done.stderr, done.stderr
 

@@ -16,9 +16,9 @@ import pytest
 
 import zeropp
 from tests.support.branching_models import make_config
-from zeropp.config.extension import Bits, ExtensionConfig
+from zeropp.config.blocks import Bits, ExtensionConfig
 from zeropp.config.support import SUPPORT, Kind
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.zero_block import ZeroConfig
 from zeropp.partition.levels import choose_mode
 from zeropp_kernels.wire import GROUPS
 
@@ -56,7 +56,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def insert_key(tree: Path, name: str, field: str) -> None:
-    insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
+    insert(tree / "zeropp/config/blocks.py", "    unit_numel: Bound", field)
     insert(
         tree / "zeropp/config/support.py",
         '        **_each(BLOCK, "gradient_bits max_ctas"),',
@@ -100,7 +100,7 @@ def follow_codec(tree: Path) -> None:
     # Weights in it are a value of a key that there is.
     replace(encoding, "weights=BlockCodec(8) if", 'weights=CutCodec() if codec == "cut16" else BlockCodec(8) if')
     insert_key(tree, "cut_gradients", '    cut_gradients: bool = False\n    """Cuts gradients."""\n\n')
-    replace(tree / "zeropp/config/extension.py", 'Literal["int8", ', 'Literal["int8", "cut16", ')
+    replace(tree / "zeropp/config/blocks.py", 'Literal["int8", ', 'Literal["int8", "cut16", ')
 
 
 # A placement that no configuration asks for: stage 1 within pairs of ranks, which are replicas of each other.
@@ -132,7 +132,7 @@ def follow_width(tree: Path) -> None:
     replace(blocks, "_LARGEST_SCALE = {", "_LARGEST_SCALE = {2: 0x7F7F, ")
     insert(blocks, "    if bits == 8:\n", TWO_BITS_IN)
     insert(blocks, "    if bits == 4:\n", TWO_BITS_OUT)
-    replace(tree / "zeropp/config/extension.py", "Bits = Annotated[Literal[", "Bits = Annotated[Literal[2, ")
+    replace(tree / "zeropp/config/blocks.py", "Bits = Annotated[Literal[", "Bits = Annotated[Literal[2, ")
 
 
 @pytest.mark.campaign
@@ -168,7 +168,7 @@ except ValueError as error:
 @pytest.mark.campaign
 def test_a_key_by_its_recipe(tree: Path) -> None:
     field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
-    insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
+    insert(tree / "zeropp/config/blocks.py", "    unit_numel: Bound", field)
     forgotten = (
         "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
     )

@@ -16,7 +16,7 @@ from tests.support.branching_models import WIDTH, Block, Routed, chain, live, ma
 from tests.support.owned_memory import live_numel, owned_bytes
 from tests.support.rank_pool import run_ranks
 from tests.support.tensor_memory import trained
-from zeropp.comm.events import Event
+from zeropp.comm.streams import Event
 from zeropp.params.unit import Unit
 
 

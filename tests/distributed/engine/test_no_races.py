@@ -16,11 +16,11 @@ import torch.distributed as dist
 from tests.support.parity import Recipe, Trained, build, train_zero
 from tests.support.rank_pool import run_ranks, some
 from tests.support.text_models import Block
-from zeropp.comm import events, streams
+from zeropp.comm import streams
 from zeropp.comm.hops import Comm, Hop
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.unit import FlatBuffer
 from zeropp.wire import paths
 from zeropp.wire.codecs import PlainCodec
 from zeropp.wire.paths import GatherPath
@@ -212,7 +212,7 @@ def train_impatiently(recipe: Recipe) -> list[str]:
     def run(self: streams.ThreadStream, *works: Callable[[], object], **more: Any) -> Any:
         event = original(self, *works, **more)
         if self._thread.name.startswith("zeropp reduce"):
-            return events.DONE  # sabotage: as if the reduction had been waited for
+            return streams.DONE  # sabotage: as if the reduction had been waited for
         return event
 
     with mock.patch.object(streams.ThreadStream, "run", run), slowed(["reduce hop"], [0, 1], 0, 0.5, 1.0):

@@ -20,8 +20,8 @@ from tests.support.fsdp2_models import PLAIN, buffers, gradients, hooks, sharded
 from tests.support.fsdp2_reference import tokens
 from tests.support.rank_pool import run_ranks
 from zeropp import fsdp2
-from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.hops import Hop
+from zeropp.comm.process_groups import CollectiveError
 from zeropp.fsdp2.shards import parameter_groups
 from zeropp.wire import paths
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
-from zeropp.comm import hops, members
+from zeropp.comm import hops, process_groups
 
 
 def received(count: int, odd: dict[int, tuple[str, int]]) -> tuple[int, int, str]:
@@ -38,9 +38,9 @@ def received(count: int, odd: dict[int, tuple[str, int]]) -> tuple[int, int, str
         texts += 1
         return send_to_all(*args)
 
-    gather_rows, send_to_all = members.gather_rows, members.send_to_all
+    gather_rows, send_to_all = process_groups.gather_rows, process_groups.send_to_all
     said = ""
-    with patch.object(members, "gather_rows", counted), patch.object(hops, "send_to_all", noted):
+    with patch.object(process_groups, "gather_rows", counted), patch.object(hops, "send_to_all", noted):
         try:
             zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
         except ValueError as error:

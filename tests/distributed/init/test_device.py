@@ -19,7 +19,7 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.staged_worlds import over
 from tests.support.tensor_memory import storages
-from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import FlatBuffer
 
 KEPT: list[object] = []  # what refers to a parameter weakly must live while it does
 

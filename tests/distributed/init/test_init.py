@@ -21,7 +21,7 @@ from tests.support.branching_models import make_config, worst
 from tests.support.rank_pool import run_ranks
 from tests.support.zero_init_model import Odd, limits, same_as, seeded
 from zeropp import zero
-from zeropp.comm.carrier import Carrier
+from zeropp.comm.collective import Carrier
 from zeropp.params import spread
 from zeropp.params.guard import is_guarded
 

@@ -26,8 +26,8 @@ from zeropp.offload import homes
 from zeropp.offload.home import PLACES, HostMemory, Place
 from zeropp.offload.swap import SwapFile
 from zeropp.params.gradient import Gradient
-from zeropp.params.source import Source
-from zeropp.partition.layout import BLOCK
+from zeropp.params.wire_copy import Source
+from zeropp.partition.levels import BLOCK
 from zeropp.setup import build
 
 SMALL = {"block_size": 1024}

@@ -15,7 +15,7 @@ from tests.support.branching_models import make_config
 from tests.support.offload_pairs import Run, compare, host_apart, run, same
 from tests.support.rank_pool import run_ranks
 from tests.support.small_models import MODELS
-from zeropp.wire import report
+from zeropp.wire import codecs
 
 BF16 = {"bf16": {"enabled": True}}
 CODED = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
@@ -187,7 +187,7 @@ def by_one_kernel(how: dict[str, Any], folder: str) -> tuple[list[str], float, i
     """What differs where the kernel brings sums to the host, how far norms are apart, and how often it ran."""
     plain, called = run(Run(**how)), 0
     block = {"offload_optimizer": on_disk(Path(folder)), **SMALL_BLOCKS, "sub_group_size": 1024}
-    kernel = report.gather_
+    kernel = codecs.gather_
 
     def counted(*arguments: Any, **named: Any) -> None:
         nonlocal called
@@ -196,8 +196,8 @@ def by_one_kernel(how: dict[str, Any], folder: str) -> tuple[list[str], float, i
 
     with (
         host_apart(),
-        mock.patch.object(report, "_leaves_by_kernel", lambda values, staged: True),
-        mock.patch.object(report, "gather_", counted),
+        mock.patch.object(codecs, "_leaves_by_kernel", lambda values, staged: True),
+        mock.patch.object(codecs, "gather_", counted),
     ):
         other = run(Run(**{**how, "settings": block}))
     apart = max(abs(a - b) / b for a, b in zip(other.norms, plain.norms, strict=True) if a is not None and b)

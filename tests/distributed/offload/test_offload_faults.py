@@ -24,7 +24,7 @@ from tests.support.offload_pairs import host_apart
 from tests.support.rank_pool import run_ranks
 from tests.support.small_models import MODELS
 from tests.support.tmpfs import tmpfs
-from zeropp.offload import calls
+from zeropp.offload import swap
 
 SOON = 15.0  # seconds; less than hang_timeout, which must not be what ends a wait
 STEPS, FAULTY = 6, 3
@@ -60,7 +60,7 @@ def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, step: int) -> float
 @contextlib.contextmanager
 def faulty(which: str, number: int, after: int) -> Iterator[None]:
     """Calls of a kind fail, or come to the end of the file if ``number`` is 0, once there have been so many."""
-    plain: Callable[..., int] = getattr(calls, which)
+    plain: Callable[..., int] = getattr(swap, which)
     left = [after]
 
     def call(*arguments: Any) -> int:
@@ -71,7 +71,7 @@ def faulty(which: str, number: int, after: int) -> Iterator[None]:
             raise OSError(number, os.strerror(number))
         return 0
 
-    with mock.patch.object(calls, which, call):
+    with mock.patch.object(swap, which, call):
         yield
 
 

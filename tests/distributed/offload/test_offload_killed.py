@@ -17,7 +17,7 @@ PROGRAM = """
 import json, signal, sys, time, torch, zeropp
 from tests.support.small_models import MODELS
 from tests.support.branching_models import make_config
-from zeropp.offload import calls
+from zeropp.offload import swap
 # Ignored where whoever started the tests runs them in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 folder, slow = sys.argv[1], sys.argv[2] == "slow"
@@ -38,7 +38,7 @@ def say(text):
     # At once: several threads speak.
     sys.stdout.write(text + "\\n")
     sys.stdout.flush()
-write = calls.write_at
+write = swap.write_at
 def written(*arguments):
     # Said once the step after a checkpoint writes back, half of which has been written by then.
     count = write(*arguments)
@@ -46,7 +46,7 @@ def written(*arguments):
         say("writing")
         time.sleep(0.05)
     return count
-calls.write_at = written
+swap.write_at = written
 while step < 8:
     loss = kind.loss(model, kind.batch(torch.Generator().manual_seed(31 * step)))
     optimizer.backward(loss)

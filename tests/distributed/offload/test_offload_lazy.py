@@ -27,8 +27,8 @@ from tests.support.offload_pairs import delayed, host_apart, states_of
 from tests.support.rank_pool import run_ranks
 from tests.support.small_models import MODELS
 from zeropp.comm import threads
-from zeropp.offload import calls
-from zeropp.offload.errors import SwapError
+from zeropp.offload import swap
+from zeropp.offload.swap import SwapError
 from zeropp.optimizer import host_step
 from zeropp.optimizer.host_step import HostStep
 
@@ -399,7 +399,7 @@ def test_float64_in_files_is_clipped(world: int, where: str, tmp_path: Path) -> 
 def refused(where: str, folder: str, which: str, short: bool, use: str) -> tuple[str, BaseException | None]:
     """What a use right after a step raises where the last rank's disk has failed in it, and the cause of that."""
     failure: dict[str, Any] = {"return_value": 0} if short else {"side_effect": OSError(errno.EIO, "of the test")}
-    bad = mock.patch.object(calls, which, **failure) if dist.get_rank() == dist.get_world_size() - 1 else None
+    bad = mock.patch.object(swap, which, **failure) if dist.get_rank() == dist.get_world_size() - 1 else None
     # A lane of another rank stands still in a collective, which need not be waited for at the end.
     with mock.patch.object(threads, "_CLOSING", 0.1), training(where, folder) as (model, optimizer):
         with bad or contextlib.nullcontext():

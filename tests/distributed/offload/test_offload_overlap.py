@@ -14,9 +14,8 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Hop
-from zeropp.offload.read_ahead import Arriving
-from zeropp.offload.straight import Straight
-from zeropp.wire.report import Report
+from zeropp.offload.read_ahead import Arriving, Straight
+from zeropp.wire.codecs import Report
 
 LONG = 20.0  # seconds
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import Block, make_config
 from tests.support.two_memories import Memories, two_memories
-from zeropp.offload.ring import Ring
-from zeropp.params import source
+from zeropp.offload.read_ahead import Ring
+from zeropp.params import wire_copy
 
 WIDTH = 24  # of which a block of elements is no multiple, so that borders lie anywhere
 BF16 = {"bf16": {"enabled": True}}
@@ -202,7 +202,7 @@ def test_new_weights_are_in_use_where_they_are_sent_on(tmp_path: Path) -> None:
     """They are forgotten when that is queued, and their memory would be another tensor's before it is read."""
     named: list[int] = []
     with (
-        mock.patch.object(source, "used_here", lambda tensor: named.append(tensor.numel())),
+        mock.patch.object(wire_copy, "used_here", lambda tensor: named.append(tensor.numel())),
         two_memories() as memories,
     ):
         training = Training(memories, SETTINGS["stage 1, bf16"], tmp_path)

@@ -18,8 +18,8 @@ from tests.support.branching_models import logged, make_config, worst
 from tests.support.offload_pairs import host_apart
 from tests.support.parity import Recipe, build, make_optimizer
 from tests.support.rank_pool import run_ranks
-from zeropp.params.source import Source
 from zeropp.params.unit import UnitState
+from zeropp.params.wire_copy import Source
 
 NOTHING_KEPT = {"prefetch": 0, "live": 0, "reuse": 0}
 

@@ -16,8 +16,7 @@ from tests.support.parity import assert_close, build
 from tests.support.rank_pool import run_ranks, some
 from zeropp.params import gradient
 from zeropp.wire import codecs
-from zeropp.wire.codecs import PlainCodec
-from zeropp.wire.report import Report
+from zeropp.wire.codecs import PlainCodec, Report
 
 
 def normed(settings: dict[str, object], clip: float | None) -> tuple[dict[str, float], float | None, dict[str, float]]:

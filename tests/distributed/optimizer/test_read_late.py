@@ -19,7 +19,7 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.sums_read_late import ADAM, STATIC, Leaning, backward, numbers, wrapped
-from zeropp.engine.hash_sums import differ, differ_on_device, spread
+from zeropp.optimizer.step_sync import differ, differ_on_device, spread
 
 
 def alike(settings: dict[str, object], poisoned: int | None, by_hand: bool) -> list[str]:
@@ -289,7 +289,7 @@ def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
 
 def test_on_a_card_sums_are_read_late() -> None:
     """By the device's type, which no other test here goes by."""
-    from zeropp.engine.boundary import Boundary
+    from zeropp.optimizer.step_sync import Boundary
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))
     assert Boundary(engine, mock.Mock()).reads_late
@@ -299,7 +299,7 @@ def test_on_a_card_sums_are_read_late() -> None:
 
 def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ``torch.cuda.set_device`` another one is current, where asking makes a context of half a gigabyte."""
-    from zeropp.engine.unread import Unread
+    from zeropp.optimizer.step_sync import Unread
 
     current: list[torch.device] = []
     seen: list[list[torch.device]] = []

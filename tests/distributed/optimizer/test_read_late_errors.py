@@ -22,7 +22,7 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.sums_read_late import ADAM, STATIC, Leaning, backward, numbers, wrapped
 from zeropp import checkpoint
-from zeropp.engine.unread import Unread
+from zeropp.optimizer.step_sync import Unread
 
 
 def left_over() -> tuple[str, bool]:

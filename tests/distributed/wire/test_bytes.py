@@ -14,8 +14,8 @@ from tests.support.branching_models import make_config
 from tests.support.network_namespace import ROOT, UNDER, beside, private_network
 from tests.support.rank_pool import run_ranks
 from tests.support.uneven_units import Uneven
-from zeropp.comm.ledger import Ledger
-from zeropp.partition.layout import BLOCK
+from zeropp.comm.hops import Ledger
+from zeropp.partition.levels import BLOCK
 
 SCRIPT = ROOT / "tests" / "support" / "step_bytes_job.py"
 Traffic = dict[tuple[str, str, str, str], tuple[int, int]]  # unit, kind, hop, link -> calls, bytes sent

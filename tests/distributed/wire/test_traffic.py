@@ -10,7 +10,7 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.uneven_units import Uneven
-from zeropp.comm.ledger import TrafficKey
+from zeropp.comm.hops import TrafficKey
 
 HPZ = {"zero_hpz_partition_size": 2}
 BF16 = {"bf16": {"enabled": True}}

@@ -13,7 +13,7 @@ from torch import nn
 
 import zeropp
 from tests.support.owned_memory import owned_bytes
-from zeropp.partition.layout import BLOCK
+from zeropp.partition.levels import BLOCK
 
 GIB = 2**30
 TWO = zeropp.estimate_zero2_model_states_mem_needs

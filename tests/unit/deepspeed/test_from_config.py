@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.config import ConfigError
-from zeropp.config.foreign import ARGUMENTS
-from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.config.blocks import OptimizerConfig, SchedulerConfig
+from zeropp.config.foreign_keys import ARGUMENTS
 from zeropp.deepspeed.json_optimizers import Lion, UncorrectedAdam, make_optimizer, make_scheduler
 from zeropp.deepspeed.schedulers import SCHEDULERS, WarmupLR
-from zeropp.optimizer.elementwise import check_elementwise
+from zeropp.optimizer.checks import check_elementwise
 
 
 def made(kind: str | None, **params: Any) -> torch.optim.Optimizer:

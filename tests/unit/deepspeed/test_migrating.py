@@ -18,9 +18,9 @@ from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.support import SUPPORT, Kind
-from zeropp.config.zero import ZeroConfig
-from zeropp.deepspeed import attributes
-from zeropp.deepspeed.refusals import MODULES
+from zeropp.config.zero_block import ZeroConfig
+from zeropp.deepspeed import extension
+from zeropp.deepspeed.refused_modules import MODULES
 from zeropp.deepspeed.stand_in_path import STAND_IN
 from zeropp.deepspeed.training_optimizer import TrainingOptimizer
 from zeropp.engine.hooks import EXTERNAL_AS
@@ -190,7 +190,7 @@ def test_no_other_calls_are_named() -> None:
 
 ENGINE = inspect.getsource(zeropp.training.Engine)
 OPTIMIZER = inspect.getsource(TrainingOptimizer)
-CARRIED = inspect.getsource(attributes)
+CARRIED = inspect.getsource(extension)
 OWNERS = {
     "engine": lambda name: hasattr(zeropp.training.Engine, name) or re.search(rf"self\.{name}\b", ENGINE),
     "optimizer": lambda name: hasattr(TrainingOptimizer, name) or re.search(rf"self\.{name} = ", OPTIMIZER),

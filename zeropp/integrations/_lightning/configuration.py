@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeropp.config import ConfigError
-from zeropp.config.jsonc import parse
+from zeropp.config.loading import parse
 
 __all__ = ["ENVIRONMENT", "choose_config", "for_inference", "for_training", "stage_of", "with_precision"]
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import nn
 
-from zeropp.access.state import engine_of
 from zeropp.deepspeed.training_engine import Engine
 from zeropp.engine.engine import Engine as Core
+from zeropp.engine.engine import engine_of
 
 __all__ = ["Owner", "claim", "core_of", "current_engine"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.checkpoint import CheckpointError
-from zeropp.checkpoint.values import encode
+from zeropp.checkpoint.metadata import encode
 from zeropp.config.base import notify
 from zeropp.params.guard import is_managed
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from zeropp.checkpoint.metadata import METADATA, Metadata
+from zeropp.checkpoint.metadata import METADATA, Metadata, decode
 from zeropp.checkpoint.source import Source
-from zeropp.checkpoint.values import decode
 from zeropp.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeropp.integrations._lightning.saving import FOREIGN, require_folder, unpack
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from zeropp.deepspeed.refusals import (
+from zeropp.deepspeed.refused_modules import (
     NO_KERNELS,
     NO_PIPELINES,
     RefusingFinder,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import storage_id
-from zeropp.deepspeed.engine_checkpoints import MODULE_STATES
+from zeropp.deepspeed.training_engine import MODULE_STATES
 
 __all__ = ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"]
 

@@ -1,6 +1,6 @@
 """The layer."""
 
-from zeropp.deepspeed.refusals import NO_EXPERTS, refused
+from zeropp.deepspeed.refused_modules import NO_EXPERTS, refused
 
 __all__ = ["MoE"]
 

@@ -1,6 +1,6 @@
 """Pipelines, which zeropp has not: classes that scripts import, and derive others from, and cannot make."""
 
-from zeropp.deepspeed.refusals import NO_PIPELINES, refused
+from zeropp.deepspeed.refused_modules import NO_PIPELINES, refused
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeropp.config import ConfigError, load_config
-from zeropp.config.batch import resolve_batch
+from zeropp.config.top import resolve_batch
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
 

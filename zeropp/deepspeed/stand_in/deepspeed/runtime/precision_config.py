@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeropp.config import load_config
-from zeropp.config.precision import Bf16Config
+from zeropp.config.blocks import Bf16Config
 
 __all__ = ["get_bfloat16_config"]
 

@@ -1,6 +1,6 @@
 """DeepSpeed's notes on parameters under autocast: zeropp keeps none on them."""
 
-from zeropp.deepspeed.refusals import refused
+from zeropp.deepspeed.refused_modules import refused
 
 __all__ = ["get_comm_dtype", "has_comm_dtype"]
 

@@ -27,7 +27,7 @@ from zeropp.deepspeed.parameter_values import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from zeropp.deepspeed.refusals import refuse_attribute, refused
+from zeropp.deepspeed.refused_modules import refuse_attribute, refused
 
 from . import groups
 from .gradients import safe_update_full_grad_vectorized

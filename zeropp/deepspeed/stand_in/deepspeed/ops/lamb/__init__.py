@@ -1,6 +1,6 @@
 """LAMB, which zeropp has not."""
 
-from zeropp.deepspeed.refusals import refused
+from zeropp.deepspeed.refused_modules import refused
 
 __all__ = ["FusedLamb"]
 

@@ -1,7 +1,7 @@
 """Activation checkpointing, as a module of functions: ``deepspeed.checkpointing``."""
 
 from zeropp.deepspeed.checkpointing import checkpoint, configure, is_configured, non_reentrant_checkpoint, reset
-from zeropp.deepspeed.refusals import refused
+from zeropp.deepspeed.refused_modules import refused
 
 __all__ = [
     "checkpoint",

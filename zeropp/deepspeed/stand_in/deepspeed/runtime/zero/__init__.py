@@ -1,8 +1,7 @@
 """ZeRO: ``deepspeed.zero``."""
 
-from zeropp.access.external import register_external_parameter
-from zeropp.access.gathered import GatheredParameters
-from zeropp.deepspeed.attributes import ZeroParamStatus
+from zeropp.access.gathered import GatheredParameters, register_external_parameter
+from zeropp.deepspeed.extension import ZeroParamStatus
 from zeropp.init.context import Init, MiCS_Init
 
 from . import offload_config, partition_parameters, stage3, stage_1_and_2, tiling

@@ -6,9 +6,13 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from zeropp.config.leaf import SPARSE_BLOCKS, LeafModuleConfig
-from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.config.zero import ZeroConfig
+from zeropp.config.zero_block import (
+    SPARSE_BLOCKS,
+    LeafModuleConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    ZeroConfig,
+)
 
 __all__ = [
     "DeepSpeedZeroConfig",

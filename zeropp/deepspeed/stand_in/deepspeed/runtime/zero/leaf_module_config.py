@@ -1,6 +1,6 @@
 """Modules that are units without being named."""
 
-from zeropp.config.leaf import SPARSE_BLOCKS
+from zeropp.config.zero_block import SPARSE_BLOCKS
 
 __all__ = ["DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"]
 

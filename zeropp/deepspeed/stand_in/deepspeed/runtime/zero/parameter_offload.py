@@ -1,6 +1,6 @@
 """The object behind ``engine.optimizer.parameter_offload``."""
 
-from zeropp.deepspeed.refusals import refused
+from zeropp.deepspeed.refused_modules import refused
 from zeropp.deepspeed.training_optimizer import ParameterOffload
 
 __all__ = ["DeepSpeedZeRoOffload", "ZeROOrderedDict", "ensure_zero_ordered_dict"]

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from zeropp.access.external import register_external_parameter
-from zeropp.access.gathered import GatheredParameters
-from zeropp.deepspeed.attributes import ZeroParamStatus
-from zeropp.deepspeed.refusals import refused
+from zeropp.access.gathered import GatheredParameters, register_external_parameter
+from zeropp.deepspeed.extension import ZeroParamStatus
+from zeropp.deepspeed.refused_modules import refused
 from zeropp.init.context import Init
 
 from ...accelerator import get_accelerator

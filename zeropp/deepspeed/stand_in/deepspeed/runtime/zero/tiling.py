@@ -1,6 +1,6 @@
 """Linear layers in tiles."""
 
-from zeropp.deepspeed.refusals import refused
+from zeropp.deepspeed.refused_modules import refused
 from zeropp.deepspeed.tiled import TiledLinear
 
 __all__ = ["TiledLinear", "TiledLinearReturnBias"]
