@@ -62,7 +62,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "states, stage 1, no lanes": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],
     "both, asked": [
-        "deepspeed/extension.py LocalPart._place 1", "optimizer/host_step.py _wait 1",
+        "optimizer/host_step.py _wait 1",
         "optimizer/wrapper.py ZeroOptimizer.state 1",
     ],
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
@@ -97,6 +97,7 @@ REDUNDANT = {
 }
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
+    "access/state.py cached_values 1": "called by zeropp.deepspeed alone while a step may be under way",
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
     "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
     "offload/read_ahead.py StraightReads.read 1": "needs kvikio",

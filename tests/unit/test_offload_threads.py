@@ -327,7 +327,7 @@ def tell():
 # Before all others, so that it is called behind them.
 atexit.register(tell)
 import torch
-from zeropp.config.runtime import AioConfig
+from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import SwapFile
 from zeropp.offload.transfer import Transfers

@@ -23,7 +23,8 @@ import zeropp.fsdp2
 from bench.common import staged
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import RankFailure, run_ranks, some
-from zeropp.comm import process_groups
+from tests.support.using_page import check_page
+from zeropp.comm import process_groups as groups
 from zeropp.comm.process_groups import HOST, find_members, is_fake, send_to_all
 
 
@@ -124,16 +125,14 @@ def sockets() -> int:
 
 def connections(many: int) -> tuple[int, list[int], str]:
     """Sockets that a group for rows takes if more than ``many`` ranks are many; its rows; what one rank gives all."""
-    with patch.object(process_groups, "_MANY", many):
+    with patch.object(groups, "_MANY", many):
         before, timeout = sockets(), timedelta(seconds=60)
-        group = process_groups.make_group(
-            range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True
-        )
+        group = groups.make_group(range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True)
         made = sockets() - before
-        rows = process_groups.gather_rows(torch.tensor([dist.get_rank()]), group, timeout)
+        rows = groups.gather_rows(torch.tensor([dist.get_rank()]), group, timeout)
         assert sockets() - before == made, "members that gather rows had not connected"
         said = send_to_all(f"rank {dist.get_rank()}", 5, group, 60.0)
-        process_groups.free_groups([group])
+        groups.free_groups([group])
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     return made, rows.view(-1).tolist(), said
 
@@ -151,11 +150,11 @@ def test_sockets_of_many_ranks_fit_the_process() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        process_groups.allow_files(8)
+        groups.allow_files(8)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, before[1]), "raised without need"
-        process_groups.allow_files(1023)
+        groups.allow_files(1023)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1023 + len(os.listdir("/proc/self/fd"))
-        process_groups.allow_files(2 * before[1])
+        groups.allow_files(2 * before[1])
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

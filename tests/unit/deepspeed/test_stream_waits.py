@@ -55,7 +55,7 @@ RUNS: dict[str, Run] = {
 # The run that shows the need of each wait.
 SHOWN = {
     "access/state.py cached_values 1": "weights are read",
-    "deepspeed/attributes.py LocalPart._place 1": "parts are read, offloaded",
+    "deepspeed/extension.py LocalPart._place 1": "parts are read, offloaded",
     "deepspeed/parameter_values.py safe_set_full_fp32_param 1": "weights are set",
     "deepspeed/parameter_values.py safe_set_local_fp32_param 1": "weights are set",
 }
