@@ -54,5 +54,5 @@ else:  # a type checker would take any name for one that this function has
         """A name of DeepSpeed's, whose module is imported at its first use."""
         if name not in __all__:
             raise AttributeError(f"module 'zeropp.zero' has no attribute {name!r}")
-        place = "attributes" if name == "ZeroParamStatus" else "leaf_modules"
+        place = "extension" if name == "ZeroParamStatus" else "leaf_modules"
         return getattr(importlib.import_module(f"zeropp.deepspeed.{place}"), name)

@@ -1,4 +1,4 @@
-"""docs/offload.md: its numbers are those the code gives, its formulas hold, and its settings are accepted."""
+"""docs/offload.md: its formulas hold, and its settings are accepted; tests/unit/deepspeed has its printed numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import pytest
 
 import zeropp
-from docs.sizing import DOCUMENT, LADDER, SHAPES, Shape, build, device_bytes, render
+from docs.sizing import DOCUMENT, LADDER, SHAPES, Shape, build, device_bytes
 from zeropp.config import load_config, require_supported
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks
@@ -22,12 +22,6 @@ TEXT = DOCUMENT.read_text()
 def plan(name: str, setting: str, ranks: int) -> MemoryPlan:
     config = {"zero_optimization": {"stage": 3, **LADDER[setting]}, "bf16": {"enabled": True}}
     return zeropp.plan.memory(build(SHAPES[name]), config, ranks)
-
-
-def test_the_numbers_are_current() -> None:
-    """Else run ``python -m docs.sizing``. An old one is noticed."""
-    old = TEXT.replace("| 7B, nothing | 1", "| 7B, nothing | 2", 1)
-    assert old != TEXT and render(old) == TEXT
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -73,7 +73,7 @@ class Agreement:
         self._step_stopped = False  # whether an exception has ended the last step
         self._stepped = False  # whether stepped weights are being queued for where they are cached
         self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
-        self.edits = 0  # follows from this rank's edits of whole weights: see [Note: edits of frozen weights]
+        self.edits = 0  # follows from this rank's edits of frozen weights that all ranks hold; ranks compare it
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost: list[Callable[[], None]] = []

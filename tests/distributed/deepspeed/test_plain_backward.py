@@ -6,12 +6,14 @@ import contextlib
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zeropp
 from tests.support.branching_models import worst
 from tests.support.deepspeed_engine import MICRO, STEPS, loss_of, model_of, settings
 from tests.support.rank_pool import run_ranks, some
+from tests.support.two_models import LOSSES, models, rows
 
 
 def trained(how: str, zero: dict[str, Any]) -> tuple[dict[str, Any], float]:
@@ -74,3 +76,33 @@ def by_hand() -> float:
 
 def test_the_division_is_the_engines() -> None:
     assert run_ranks(2, by_hand) == [pytest.approx(MICRO)] * 2
+
+
+def two_engines(name: str, stage: int) -> float:
+    """Distance of weights from plain torch on all ranks' batches; a loss leads through two engines' models."""
+    steps, micros, loss_of, own, twins = 3, 2, LOSSES[name], models(), models()
+    config = {"gradient_accumulation_steps": micros, "zero_optimization": {"stage": stage}}
+    first, second = (
+        zeropp.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2), config=config)[0]
+        for model in own
+    )
+    plain = torch.optim.SGD([p for twin in twins for p in twin.parameters()], lr=0.2)
+    for step in range(steps):
+        plain.zero_grad()
+        for number in range(step * micros, (step + 1) * micros):
+            # The second engine takes the loss to backward; the first one only steps.
+            second.backward(loss_of(first, second, rows(number, dist.get_rank())))
+            second.step()
+            first.step()
+            for rank in range(2):
+                (loss_of(*twins, rows(number, rank)) / (2 * micros)).backward()
+        plain.step()
+    return max(worst(zeropp.full_state(model), twin.state_dict()) for model, twin in zip(own, twins, strict=True))
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
+    """In windows of two; float32 adds up in another order, which is 1e-6 here."""
+    assert max(run_ranks(2, two_engines, name, stage)) < 1e-6

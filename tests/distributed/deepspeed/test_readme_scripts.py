@@ -1,18 +1,76 @@
-"""README's blocks for scripts that are written for DeepSpeed, and for transformers' Trainer."""
+"""README's first script, which calls ``init_distributed``, and those for DeepSpeed and transformers' Trainer."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import zeropp
 from tests.support.deepspeed_stand_in import standing_in
 from tests.support.rank_pool import run_ranks
-from tests.support.readme import DEEPSPEED, ROOT, STEPS, TRAINER, Data, Losses, Model, block, every, run, sides
+from tests.support.readme import (
+    DEEPSPEED,
+    FIRST,
+    ROOT,
+    STEPS,
+    TEXT,
+    TRAINER,
+    Data,
+    Losses,
+    Model,
+    block,
+    every,
+    run,
+    sides,
+)
+
+
+def trained(program: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """Run the script of README's first screen; this rank's losses, and the weights in the end."""
+    given: dict[str, Any] = {"Model": lambda: Model().to(dtype), "data": Data(dtype), "loss_fn": Losses()}
+    exec(program, given)
+    if isinstance(given["optimizer"], zeropp.ZeroOptimizer):
+        # Stage 3: between steps a rank has no values of large weights.
+        assert type(given["model"].head.weight) is not nn.Parameter
+        return given["loss_fn"].values, zeropp.full_state(given["model"])
+    return given["loss_fn"].values, given["model"].state_dict()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-6), ("bf16", 2e-2)])
+def test_the_first_diff_trains_like_the_script_that_it_changes(dtype: str, tolerance: float) -> None:
+    plain, ours = sides(FIRST)
+    # In order, so that ranks together have the plain script's batches.
+    plain = every(plain, ("batch_size=8, shuffle=True", "batch_size=16"))
+    ours = every(ours, ("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"))
+    given = torch.float32
+    if dtype == "fp64":  # in fewer bits the last ones of small gradients decide steps of Adam's
+        given = torch.float64
+        ours = every(ours, ('"bf16": {"enabled": True}', '"bf16": {"enabled": False}'))
+    expected, weights = trained(plain, given)
+    ranks = run_ranks(2, trained, ours, given)
+    assert len(expected) == STEPS
+    losses = [sum(each) / 2 for each in zip(*(losses for losses, _ in ranks), strict=True)]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    if dtype == "fp64":
+        for _, found in ranks:
+            for name, weight in weights.items():
+                torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+
+
+def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
+    """As a file of its own: it ends well, although nothing is closed and units may still be on their way."""
+    (command,) = re.findall(r"`(torchrun --nproc-per-node 8 train\.py)`", TEXT)
+    source = "from tests.support.readme import Data, Losses, Model\ndata, loss_fn = Data(), Losses()\n"
+    (tmp_path / "train.py").write_text(f"{source}{sides(FIRST)[1]}\nprint('trained', flush=True)\n")
+    assert run(every(command, ("node 8", "node 2 --standalone")), tmp_path).count("trained") == 2
 
 
 def engine_losses(program: str, folder: str) -> list[float]:

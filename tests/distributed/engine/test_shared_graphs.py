@@ -8,38 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zeropp
 from tests.support.rank_pool import run_ranks
+from tests.support.two_models import LOSSES, models, rows
 
-WIDTH, MICRO, STEPS = 6, 2, 3
-
-
-def models() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 1)
+MICRO, STEPS = 2, 3
 
 
 def wrapped(models: Sequence[nn.Module], config: dict[str, Any]) -> list[zeropp.ZeroOptimizer]:
     return [zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), model, config) for model in models]
-
-
-def rows(number: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
-def chain(first: Any, second: Any, x: Tensor) -> Tensor:
-    """An encoder's outputs are a decoder's inputs."""
-    return second(first(x)).float().square().mean()
-
-
-def joint(first: Any, second: Any, x: Tensor) -> Tensor:
-    """An actor's loss and a critic's, added up."""
-    return first(x).float().square().mean() + 0.5 * second(x).float().square().mean()
-
-
-LOSSES = {"chain": chain, "joint": joint}
 
 
 def together(name: str, config: dict[str, Any]) -> float:

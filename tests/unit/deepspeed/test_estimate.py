@@ -12,6 +12,7 @@ from gpt import GPT, GPTConfig
 from torch import nn
 
 import zeropp
+from docs.sizing import DOCUMENT, render
 from tests.support.owned_memory import owned_bytes
 from zeropp.partition.levels import BLOCK
 
@@ -201,3 +202,10 @@ def test_a_layer_larger_than_the_model(function: Callable[..., object]) -> None:
         ValueError, match="largest_layer_params is 2,000; expected at most total_params, which is 1,000"
     ):
         function(1000, 2000)
+
+
+def test_the_numbers_of_offload_md_are_current() -> None:
+    """Its program calls an estimator. Else run ``python -m docs.sizing``. An old one is noticed."""
+    text = DOCUMENT.read_text()
+    old = text.replace("| 7B, nothing | 1", "| 7B, nothing | 2", 1)
+    assert old != text and render(old) == text
