@@ -35,11 +35,11 @@ from bench.checkpoint.ranks import WIDTH, layers
 from bench.common import results
 from bench.common.machine import machine
 from zeropp import checkpoint
-from zeropp.checkpoint import save
+from zeropp.checkpoint import saving
 from zeropp.checkpoint.boxes import Box, Part
 from zeropp.checkpoint.files import Written, write_files
 from zeropp.checkpoint.metadata import Checksums
-from zeropp.checkpoint.save import background_of, backgrounds
+from zeropp.checkpoint.saving import background_of, backgrounds
 from zeropp.checkpoint.together import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,11 +153,11 @@ class Bench:
     def writer(self, way: str) -> Iterator[None]:
         own = way == "process"
         self.background._memory = self.process.memory if own else self.of_threads
-        save.write_files = self.process.write if own else write_files  # type: ignore[assignment]
+        saving.write_files = self.process.write if own else write_files  # type: ignore[assignment]
         try:
             yield
         finally:
-            save.write_files = write_files
+            saving.write_files = write_files
 
     def once(self, way: str) -> dict[str, Any]:
         """A save by one way, and what the steps beside it took."""

@@ -8,7 +8,7 @@ from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.export import consolidate, export, save_16bit_model
 from zeropp.checkpoint.load import Loaded, load, load_foreign, load_safetensors
 from zeropp.checkpoint.reader import Reader
-from zeropp.checkpoint.save import save, wait
+from zeropp.checkpoint.saving import save, wait
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.stateful import state
 

@@ -19,7 +19,7 @@ from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
-from zeropp.checkpoint.save import require_files
+from zeropp.checkpoint.saving import require_files
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, Progress, common_path, together
 from zeropp.config.base import notify

@@ -44,7 +44,7 @@ from zeropp.checkpoint.contents import (
 )
 from zeropp.checkpoint.foreign import foreign_source
 from zeropp.checkpoint.metadata import DTYPES, Metadata, decode, tensors_in
-from zeropp.checkpoint.save import require_ours, unfreeze, wait_together
+from zeropp.checkpoint.saving import require_ours, unfreeze, wait_together
 from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source, Verify
 from zeropp.checkpoint.together import Progress, common_path, telling, together
 from zeropp.config.base import notify, notify_once

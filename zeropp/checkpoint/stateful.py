@@ -29,7 +29,7 @@ from zeropp.checkpoint.boxes import (
     whole,
 )
 from zeropp.checkpoint.contents import model_names
-from zeropp.checkpoint.save import require_ours, unfreeze
+from zeropp.checkpoint.saving import require_ours, unfreeze
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.checks import Twin
 from zeropp.optimizer.rank_state import load_carried

@@ -20,7 +20,7 @@ from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
-from zeropp.checkpoint.save import begin
+from zeropp.checkpoint.saving import begin
 from zeropp.checkpoint.together import absolute, path_of_rank_0
 from zeropp.config import Config
 from zeropp.config.base import notify

@@ -23,7 +23,7 @@ from tests.support.checkpoint_training import CONFIGS, train, wrap
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import ROOT, run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint import save
+from zeropp.checkpoint import saving
 
 
 class Gate:
@@ -171,7 +171,7 @@ def drops_meanwhile(path: Path, fails: bool) -> tuple[str, bool]:
     assert (path / "metadata.json").exists() is not fails
     checkpoint.wait()  # told once
     gc.collect()
-    return told, comm() is None and not save._unfinished
+    return told, comm() is None and not saving._unfinished
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -197,13 +197,13 @@ def meets_others(folder: Path) -> float:
         threading.Timer(2.5 * second, gate.opened.set).start()
         checkpoint.wait()
     assert (folder / "slow" / "metadata.json").exists()
-    gone, gather = threading.Event(), save.gather_rows
+    gone, gather = threading.Event(), saving.gather_rows
 
     def never(*_: Any) -> Any:
         gone.wait(30)
         raise RuntimeError("it was lost")
 
-    save.gather_rows = never if second else gather
+    saving.gather_rows = never if second else gather
     checkpoint.save(folder / "lost", model, optimizer, asynchronous=True)
     start = time.monotonic()
     if not second:
@@ -215,7 +215,7 @@ def meets_others(folder: Path) -> float:
     if second:
         with pytest.raises(checkpoint.CheckpointError, match="it was lost"):
             checkpoint.wait()
-    save.gather_rows = gather
+    saving.gather_rows = gather
     assert not (folder / "lost").exists()
     return seconds
 
@@ -230,13 +230,13 @@ def closes_after_a_loss(path: Path) -> bool:
     second = dist.get_rank() == 1
     with Gate() as gate:
         if not second:
-            save._AFTER_LOSS = 0.5
+            saving._AFTER_LOSS = 0.5
             gate.opened.set()
         checkpoint.save(path, model, optimizer, asynchronous=True)
         if not second:
             optimizer.engine.comm.abort()  # as when a pass waits in vain
             optimizer.close()
-            save._AFTER_LOSS = 30.0
+            saving._AFTER_LOSS = 30.0
         dist.barrier()
         gate.opened.set()
         with pytest.raises(checkpoint.CheckpointError):
@@ -259,7 +259,7 @@ def test_an_error_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.
             if asks:
                 with pytest.raises(checkpoint.CheckpointError):
                     checkpoint.wait()
-            save._tell()
+            saving._tell()
             if not asks:
                 with pytest.raises(checkpoint.CheckpointError):
                     checkpoint.wait()
@@ -310,8 +310,8 @@ def test_copies_are_waited_for_on_the_device_they_come_from(monkeypatch: pytest.
     room = mock.MagicMock()
     room.__getitem__().view().view().copy_ = lambda values, non_blocking: events.append("copy")
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    monkeypatch.setattr(save, "replace", lambda part, values: part)
-    made = save.Background(mock.Mock(world=1), None)
+    monkeypatch.setattr(saving, "replace", lambda part, values: part)
+    made = saving.Background(mock.Mock(world=1), None)
     monkeypatch.setattr(made, "_room", lambda nbytes, parts: room)
     made._copied([part("cuda:1"), part("cpu"), part("cuda:1"), part("cuda:2")])
     assert events == ["copy"] * 4 + [torch.device("cuda", 1), torch.device("cuda", 2)]

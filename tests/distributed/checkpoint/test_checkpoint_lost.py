@@ -22,10 +22,9 @@ from tests.support.checkpoint_training import CONFIGS, train
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
-from zeropp.checkpoint import save
-from zeropp.checkpoint import save as saving
+from zeropp.checkpoint import saving
 from zeropp.checkpoint.metadata import Metadata
-from zeropp.checkpoint.save import Background
+from zeropp.checkpoint.saving import Background
 from zeropp.checkpoint.together import in_threads
 from zeropp.comm.agreement import SAVED
 
@@ -83,7 +82,7 @@ def loses_at_the_end(path: Path) -> str:
         return instead
 
     slow = replaced(Metadata, "write", late(TIMEOUT + 0.5)), replaced(os, "unlink", late(0.3))
-    lost = replaced(save.Attempt, "_together", goes if second else lambda function: function)
+    lost = replaced(saving.Attempt, "_together", goes if second else lambda function: function)
     try:
         with slow[0], slow[1], lost:
             checkpoint.save(path, model, optimizer, asynchronous=True, file_nbytes=1 << 16)
