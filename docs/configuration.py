@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from zeropp.config.base import Block, spellings
 from zeropp.config.describe import blocks, bounds_text, nested_block, type_text, value_text
-from zeropp.config.inert import OutsideKeys
-from zeropp.config.support import SUPPORT, Kind, Support, accepted_values
+from zeropp.config.ignored_keys import OutsideKeys
+from zeropp.config.supported import SUPPORT, Kind, Support, accepted_values
 from zeropp.config.top import Config
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -39,8 +39,8 @@ from zeropp.checkpoint import saving
 from zeropp.checkpoint.boxes import Box, Part
 from zeropp.checkpoint.files import Written, write_files
 from zeropp.checkpoint.metadata import Checksums
+from zeropp.checkpoint.rank_sync import Progress
 from zeropp.checkpoint.saving import background_of, backgrounds
-from zeropp.checkpoint.together import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = 200  # modules of a few elements, which cost Python's time and nobody else's

@@ -20,8 +20,8 @@ from zeropp.comm.hops import Hop, Ledger
 from zeropp.comm.process_groups import HOST
 from zeropp.comm.streams import InlineStream, Lanes
 from zeropp.config import Config
-from zeropp.offload.home import MemoryRow
-from zeropp.offload.homes import at_device
+from zeropp.offload.storage_tiers import MemoryRow
+from zeropp.offload.tier_choice import at_device
 from zeropp.optimizer.rank_state import CarriedErrors
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.unit import FlatBuffer

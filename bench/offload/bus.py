@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import zeropp
 from bench.common.machine import describe, machine
-from zeropp.offload import homes
-from zeropp.offload.home import HostMemory
+from zeropp.offload import tier_choice
+from zeropp.offload.storage_tiers import HostMemory
 
 ROUNDS = 7
 RAW = {"to host": "bare copy, to host", "to device": "bare copy, to device"}
@@ -138,7 +138,7 @@ def main() -> None:
     found = {}
     with contextlib.ExitStack() as opened, torch.no_grad():
         if device == "cpu":
-            opened.enter_context(mock.patch.object(homes, "host_memory", lambda _: HostMemory()))
+            opened.enter_context(mock.patch.object(tier_choice, "host_memory", lambda _: HostMemory()))
         ways = bare(numel, device)
         for pinned in (True, False):
             ways |= offloaded(numel, device, pinned=pinned, opened=opened)

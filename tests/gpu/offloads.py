@@ -14,7 +14,7 @@ import zeropp
 from tests.gpu.delays import Block, Trained
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
-from zeropp.offload import homes
+from zeropp.offload import tier_choice
 from zeropp.offload.read_ahead import Ring
 
 __all__ = ["STEPS", "config_of", "counted_rings", "make_model", "page_locked", "train_fused"]
@@ -75,7 +75,7 @@ def train_fused(
 def counted_rings(device: str) -> Iterator[list[int]]:
     """Bytes of each ring that is to be page-locked; on a CPU, where nothing is, as if a card trained."""
     asked: list[int] = []
-    make, choose = Ring.__init__, homes.choose_staging
+    make, choose = Ring.__init__, tier_choice.choose_staging
 
     def counted(ring: Ring, count: int, nbytes: int, *, pinned: bool) -> None:
         asked.extend([count * nbytes] * pinned)
@@ -87,7 +87,7 @@ def counted_rings(device: str) -> Iterator[list[int]]:
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(Ring, "__init__", counted))
         if device == "cpu":
-            patched.enter_context(mock.patch.object(homes, "choose_staging", as_for_a_card))
+            patched.enter_context(mock.patch.object(tier_choice, "choose_staging", as_for_a_card))
         yield asked
 
 

@@ -108,7 +108,7 @@ ELSEWHERE = {
     "optimizer/rank_state.py Outcome.count 1": "asks for a step's result: Unread.read waits for it",
     "optimizer/rank_state.py Outcome.pass_over 1": "asks for a step's result: Unread.read waits for it",
     "optimizer/rank_state.py told 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/slices.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
+    "optimizer/sharded_params.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
     "optimizer/host_step.py _Slot.wait 2": "after an error",
     "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks for a step's result: Unread.read waits for it",
     "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks for a step's result: Unread.read waits for it",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import zeropp
 from tests.support.disk_faults import open_files
 from zeropp.integrations.lightning import ZeroStrategy
-from zeropp.params.spread import piece_of
+from zeropp.params.sharded_build import piece_of
 
 WIDTH, SAMPLES = 8, 20
 # Five batches of two on each of two ranks: windows of two leave one batch over.

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from tests.support.small_models import MODELS
-from zeropp.offload import homes, swap
-from zeropp.offload.home import HostMemory, MemoryRow
+from zeropp.offload import swap, tier_choice
 from zeropp.offload.read_ahead import Arriving
+from zeropp.offload.storage_tiers import HostMemory, MemoryRow
 from zeropp.optimizer import host_step
 from zeropp.params.wire_copy import Source
 
@@ -221,7 +221,7 @@ def host_apart(apart: bool = True) -> Iterator[None]:
         return
     at_hand = property(lambda row: row.place == "host")
     with (
-        mock.patch.object(homes, "host_memory", lambda _: HostMemory()),
+        mock.patch.object(tier_choice, "host_memory", lambda _: HostMemory()),
         mock.patch.object(MemoryRow, "at_hand", at_hand),
     ):
         yield

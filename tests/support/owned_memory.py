@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeropp import ZeroOptimizer
-from zeropp.offload.home import Place
+from zeropp.offload.storage_tiers import Place
 from zeropp.params.unit import TERMS, Unit, UnitState
 
 __all__ = ["live_numel", "owned_bytes"]

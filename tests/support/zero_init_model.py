@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from zeropp.params import spread
+from zeropp.params import sharded_build
 
 __all__ = ["Odd", "limits", "same_as", "seeded"]
 
@@ -112,7 +112,7 @@ def same_as(model: nn.Module, plain: nn.Module) -> list[str]:
 @contextlib.contextmanager
 def limits(nbytes: int, small: int) -> Iterator[None]:
     """Other sizes from which parameters are cut; the models here are small."""
-    with mock.patch.object(spread, "LIMIT_NBYTES", nbytes), mock.patch.object(spread, "SMALL", small):
+    with mock.patch.object(sharded_build, "LIMIT_NBYTES", nbytes), mock.patch.object(sharded_build, "SMALL", small):
         yield
 
 

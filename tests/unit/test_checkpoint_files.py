@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zeropp.checkpoint import together
+from zeropp.checkpoint import rank_sync
 from zeropp.checkpoint.boxes import Box, CheckpointError, Part, as_bytes, whole
 from zeropp.checkpoint.files import Wanted, read_blocks, write_blocks, write_files
 from zeropp.checkpoint.metadata import DTYPES, STRETCH, Checksums, FileEntry, write_synced
-from zeropp.checkpoint.together import in_threads
+from zeropp.checkpoint.rank_sync import in_threads
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -143,7 +143,7 @@ def late():
 tasks["Task"](late, "late").start()
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, together.__file__], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, rank_sync.__file__], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("0 1 2 3 4\n", "")
 

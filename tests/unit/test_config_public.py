@@ -15,7 +15,7 @@ from zeropp.config.blocks import NamedBlock
 from zeropp.config.describe import blocks, bounds_text, nested_block
 from zeropp.config.foreign_keys import FOREIGN, MOVED, REMOVED
 from zeropp.config.loading import parse
-from zeropp.config.support import is_accepted, is_recommended
+from zeropp.config.supported import is_accepted, is_recommended
 
 STAGE = {"zero_optimization": {"stage": 2}}
 

@@ -10,8 +10,8 @@ import pytest
 
 from zeropp.config import Config, ConfigError, load_config, require_stage_for_offload, require_supported
 from zeropp.config.base import UnsupportedConfigError
-from zeropp.config.inert import OutsideKeys
-from zeropp.config.support import SUPPORT, Kind
+from zeropp.config.ignored_keys import OutsideKeys
+from zeropp.config.supported import SUPPORT, Kind
 
 STAGE = {"zero_optimization": {"stage": 3}}
 # what is tested here seldom depends on the stage

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from zeropp.config import Config, ConfigError, UnsupportedConfigError, load_config, require_supported
 from zeropp.config.base import Block, spellings
 from zeropp.config.describe import blocks, nested_block
-from zeropp.config.support import SUPPORT, Kind, uncovered
+from zeropp.config.supported import SUPPORT, Kind, uncovered
 from zeropp.config.zero_block import OffloadParamConfig, ZeroConfig
 
 # what is tested here seldom depends on the stage

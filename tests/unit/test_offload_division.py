@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zeropp.config import load_config
-from zeropp.offload.home import HostMemory, Memory
-from zeropp.offload.homes import ALL, Division, Homes, at_device
+from zeropp.offload.storage_tiers import HostMemory, Memory
+from zeropp.offload.tier_choice import ALL, Division, Homes, at_device
 
 NEAR, FAR = Memory(torch.device("cpu")), HostMemory()
 

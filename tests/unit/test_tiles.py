@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from zeropp.comm.streams import Event, ThreadStream
-from zeropp.offload.home import Place
 from zeropp.offload.read_ahead import Ring
+from zeropp.offload.storage_tiers import Place
 from zeropp.optimizer import host_step
 from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
 from zeropp.optimizer.host_step import BufferStep, Cores, Tiles, step_slices

@@ -29,7 +29,7 @@ from zeropp.engine.hooks import tensors_in
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.guard import handler_of, is_guarded
-from zeropp.params.spread import Piece, Spread, piece_of
+from zeropp.params.sharded_build import Piece, Spread, piece_of
 from zeropp.params.unit import FlatBuffer
 
 __all__ = [

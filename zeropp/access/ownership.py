@@ -22,7 +22,7 @@ from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.guard import handler_of, is_managed, unguard, unregister
-from zeropp.params.spread import is_whole, piece_of, take_over
+from zeropp.params.sharded_build import is_whole, piece_of, take_over
 from zeropp.params.unit import FlatBuffer
 
 __all__ = ["Former", "cached_whole", "former_engines", "give_back", "give_to_modules"]

@@ -24,7 +24,7 @@ from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.guard import is_guarded
-from zeropp.params.spread import piece_of
+from zeropp.params.sharded_build import piece_of
 from zeropp.params.unit import FlatBuffer, Unit
 from zeropp.wire.paths import GatherPath
 

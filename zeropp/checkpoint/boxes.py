@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.slices import Slice
+from zeropp.optimizer.sharded_params import Slice
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import Fragment, Slot

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zeropp.checkpoint.boxes import MODEL, Box, CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.source import Built, Source, StridedBox
+from zeropp.checkpoint.tensor_reader import Built, Source, StridedBox
 
 __all__ = ["Outgoing", "convert_source"]
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from zeropp.access.state import gather_computed, gather_main, require_values
 from zeropp.checkpoint.boxes import MODEL, CheckpointError
-from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
+from zeropp.checkpoint.rank_sync import Left, Progress, common_path, together
+from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.saving import require_files
-from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import Left, Progress, common_path, together
+from zeropp.checkpoint.tensor_reader import Source, Verify
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING

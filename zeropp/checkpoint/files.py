@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeropp.checkpoint.boxes import Box, Part, as_bytes
 from zeropp.checkpoint.metadata import STRETCH, BoxEntry, Checksums, FileEntry, dtype_code, sync_folder, write_synced
-from zeropp.checkpoint.together import Progress, in_threads
+from zeropp.checkpoint.rank_sync import Progress, in_threads
 
 __all__ = [
     "FILE_NBYTES",

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from zeropp._extensions import extensions
 from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError, row_major
-from zeropp.checkpoint.contents import model_names
 from zeropp.checkpoint.conversions import convert_source
 from zeropp.checkpoint.metadata import (
     DTYPES,
@@ -40,7 +39,8 @@ from zeropp.checkpoint.metadata import (
     dtype_code,
     encode,
 )
-from zeropp.checkpoint.source import Source, StridedBox
+from zeropp.checkpoint.save_plan import model_names
+from zeropp.checkpoint.tensor_reader import Source, StridedBox
 from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file, refused
 from zeropp.config.base import notify
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -174,7 +174,7 @@ class Found:
         folder: that they are in.
         files: with their sizes.
         entries: tensors, values, and values that are read later, by path.
-        locate: as in :class:`~zeropp.checkpoint.source.Source`.
+        locate: as in :class:`~zeropp.checkpoint.tensor_reader.Source`.
     """
 
     place: Path

@@ -28,7 +28,10 @@ from zeropp.checkpoint.boxes import (
     state_parts,
     whole,
 )
-from zeropp.checkpoint.contents import (
+from zeropp.checkpoint.foreign import foreign_source
+from zeropp.checkpoint.metadata import DTYPES, Metadata, decode, tensors_in
+from zeropp.checkpoint.rank_sync import Progress, common_path, telling, together
+from zeropp.checkpoint.save_plan import (
     average_parts,
     averages_of,
     coded_parts,
@@ -42,15 +45,12 @@ from zeropp.checkpoint.contents import (
     prefix_of,
     restore_random_state,
 )
-from zeropp.checkpoint.foreign import foreign_source
-from zeropp.checkpoint.metadata import DTYPES, Metadata, decode, tensors_in
 from zeropp.checkpoint.saving import require_ours, unfreeze, wait_together
-from zeropp.checkpoint.source import CODES, SCALES, Encoded, Source, Verify
-from zeropp.checkpoint.together import Progress, common_path, telling, together
+from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, Source, Verify
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.rank_state import layout_id, load_carried, load_optimizer
-from zeropp.optimizer.slices import Slice
+from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["IN_PART", "KINDS", "Loaded", "Restore", "load", "load_foreign", "load_safetensors", "require_equal"]

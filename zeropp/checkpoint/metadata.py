@@ -439,7 +439,7 @@ class Metadata(_Entry):
         stretch: bytes that one checksum covers; the last of a file may be shorter.
         files, tensors: what is there.
         aliases: other names of tensors, of tied parameters.
-        coded: tensors of the model that are there in codes, by name; see `zeropp.checkpoint.source`.
+        coded: tensors of the model that are there in codes, by name; see `zeropp.checkpoint.tensor_reader`.
         values: what is no tensor and one for all ranks, by name; see `zeropp.checkpoint.metadata`.
         ranks: what each rank has for itself, likewise.
     """

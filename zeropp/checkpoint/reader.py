@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from zeropp.checkpoint.boxes import MODEL, STATE, Box, CheckpointError, Part
 from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata, decode
-from zeropp.checkpoint.source import Source, Verify, require_verify
+from zeropp.checkpoint.tensor_reader import Source, Verify, require_verify
 
 __all__ = ["Reader"]
 

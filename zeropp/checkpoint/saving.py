@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 
 from zeropp.access.state import require_values
 from zeropp.checkpoint.boxes import CheckpointError, Part
-from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.files import FILE_NBYTES, Written, require_file_nbytes, write_files
 from zeropp.checkpoint.metadata import (
     FORMAT,
@@ -49,7 +48,17 @@ from zeropp.checkpoint.metadata import (
     sync_folder,
     written_first,
 )
-from zeropp.checkpoint.together import EngineMeeting, Meeting, Progress, Task, absolute, path_of_rank_0, together, tried
+from zeropp.checkpoint.rank_sync import (
+    EngineMeeting,
+    Meeting,
+    Progress,
+    Task,
+    absolute,
+    path_of_rank_0,
+    together,
+    tried,
+)
+from zeropp.checkpoint.save_plan import Contents, add_extra, contents
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.engine.engine import Engine, engine_of

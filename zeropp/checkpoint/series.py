@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.metadata import METADATA, Checksums, write_synced, written_first
+from zeropp.checkpoint.rank_sync import Progress, together
 from zeropp.checkpoint.saving import begin, is_under_way, is_unfinished, remove, wait_together
-from zeropp.checkpoint.source import Verify
-from zeropp.checkpoint.together import Progress, together
+from zeropp.checkpoint.tensor_reader import Verify
 from zeropp.config.base import notify
 from zeropp.engine.engine import engine_of
 

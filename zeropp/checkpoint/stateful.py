@@ -28,12 +28,12 @@ from zeropp.checkpoint.boxes import (
     state_parts,
     whole,
 )
-from zeropp.checkpoint.contents import model_names
+from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.saving import require_ours, unfreeze
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.checks import Twin
 from zeropp.optimizer.rank_state import load_carried
-from zeropp.optimizer.slices import Slice
+from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
 

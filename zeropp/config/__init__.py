@@ -7,7 +7,7 @@ Start with `top`, then `loading`; `support` says of each field how far it reache
 from zeropp.config.base import ConfigError, UnsupportedConfigError
 from zeropp.config.blocks import Bf16Config, ExtensionConfig, Fp16Config
 from zeropp.config.loading import ConfigSource, load_config
-from zeropp.config.support import require_stage_for_offload, require_supported
+from zeropp.config.supported import require_stage_for_offload, require_supported
 from zeropp.config.top import Config
 from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 

@@ -33,7 +33,7 @@ from zeropp.config.foreign_keys import (
     place,
     without_comments,
 )
-from zeropp.config.support import SUPPORT, Kind, is_accepted, is_recommended, switched_on
+from zeropp.config.supported import SUPPORT, Kind, is_accepted, is_recommended, switched_on
 from zeropp.config.top import Config
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None

@@ -20,7 +20,7 @@ from zeropp.config.blocks import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from zeropp.config.inert import CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
+from zeropp.config.ignored_keys import CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
 from zeropp.config.zero_block import ZeroConfig
 
 

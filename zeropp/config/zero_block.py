@@ -23,7 +23,7 @@ from zeropp.config.base import (
     is_auto,
     notify_once,
 )
-from zeropp.config.inert import LaterZero, NeedlessZero
+from zeropp.config.ignored_keys import LaterZero, NeedlessZero
 
 Stage = Annotated[Integer, Ge(0), Le(3)]
 # DeepSpeed writes -1 for no MiCS.

@@ -24,7 +24,7 @@ from zeropp.access.refusals import replace_in
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import EXTERNAL_AS
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.spread import Piece
+from zeropp.params.sharded_build import Piece
 from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import Fragment
 from zeropp_kernels.wire import BLOCK

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeropp.access.state import gather_main, gather_row
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
-from zeropp.optimizer.slices import Slice
+from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.guard import handler_of

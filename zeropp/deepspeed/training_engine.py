@@ -20,8 +20,8 @@ from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
+from zeropp.checkpoint.rank_sync import absolute, path_of_rank_0
 from zeropp.checkpoint.saving import begin
-from zeropp.checkpoint.together import absolute, path_of_rank_0
 from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration

@@ -26,7 +26,7 @@ from zeropp.checkpoint.files import WholeFiles
 from zeropp.checkpoint.foreign import TORCH_INDEX, TORCH_SINGLE, metadata_of
 from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata, sync_folder, write_synced
 from zeropp.checkpoint.series import Series
-from zeropp.checkpoint.source import Source
+from zeropp.checkpoint.tensor_reader import Source
 from zeropp.deepspeed.zero_checkpoints import ZeroFolder, zero_folder
 from zeropp.engine.engine import engine_of
 

@@ -23,7 +23,7 @@ from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
 from zeropp.offload.swap import SwapFile
-from zeropp.params.spread import Spread
+from zeropp.params.sharded_build import Spread
 
 __all__ = ["Init", "MiCS_Init"]
 

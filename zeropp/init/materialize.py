@@ -12,7 +12,7 @@ from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource
 from zeropp.init.context import make_spread
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
-from zeropp.params.spread import Piece, Spread, piece_of
+from zeropp.params.sharded_build import Piece, Spread, piece_of
 from zeropp.setup.placing import give_memory, without_weak_weights
 
 __all__ = ["materialize"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, ThreadStream, issued_here
-from zeropp.offload.home import FileRow, Row
+from zeropp.offload.storage_tiers import FileRow, Row
 from zeropp.offload.swap import Descriptors, SwapError, aligned
 
 __all__ = ["Arriving", "ReadAhead", "Ring", "Straight", "StraightReads"]

@@ -37,11 +37,11 @@ from torch.optim import AdamW, Optimizer
 from zeropp._compat import one_intra_op_thread
 from zeropp.comm.streams import Event, ThreadStream, make_stream
 from zeropp.engine.engine import Engine
-from zeropp.offload import home
+from zeropp.offload import storage_tiers
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.fused import CUT, Rule, Settings, SliceStep, rule_of
-from zeropp.optimizer.slices import Slice, Slices
+from zeropp.optimizer.sharded_params import Slice, Slices
 from zeropp.order.refresh import Refresh
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import FlatBuffer
@@ -69,7 +69,7 @@ class HostStep:
         # A thread for all of it, so that units are stepped one after another: the first ones are wanted first. Copies
         # have a stream of their own: on the model's they would wait for the forward that they are to be hidden behind.
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
-        self._states: dict[FlatBuffer, dict[str, home.Row]] = {}
+        self._states: dict[FlatBuffer, dict[str, storage_tiers.Row]] = {}
         engine.agreement.on_loss(self._stream.abandon)
         # Somebody may ask the wrapped optimizer itself for its states.
         waits = partial(_wait, weakref.ref(engine), Refresh.wait_stepped)
@@ -182,7 +182,7 @@ class HostStep:
             if part.buffer is not None and part.buffer in elsewhere and state:
                 self._bring_home(part, part.buffer, state)
 
-    def _bring_home(self, part: Slice, buffer: FlatBuffer, state: dict[str, object]) -> dict[str, home.Row]:
+    def _bring_home(self, part: Slice, buffer: FlatBuffer, state: dict[str, object]) -> dict[str, storage_tiers.Row]:
         """Keep states of one value an element in their home, unless they are made there; their rows."""
         first = buffer.homes.device_numel
         if buffer.main.in_memory and (not first or buffer.homes.states.serves(buffer.device)):
@@ -441,7 +441,7 @@ class BufferStep:
 
     buffer: FlatBuffer
     slices: list[tuple[int, SliceStep]] = field(default_factory=list)
-    states: dict[str, home.Row] = field(default_factory=dict)
+    states: dict[str, storage_tiers.Row] = field(default_factory=dict)
 
     @property
     def gradient(self) -> Gradient:
@@ -455,7 +455,7 @@ class BufferStep:
         return any(each.grad_scale is not None for _, each in self.slices)
 
     @property
-    def rows(self) -> dict[str, home.Row]:
+    def rows(self) -> dict[str, storage_tiers.Row]:
         """All that a step reads."""
         return {_MAIN: self.buffer.main, _GRADIENT: self.gradient.row, **self.states}
 

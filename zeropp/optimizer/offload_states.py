@@ -18,7 +18,7 @@ from zeropp._compat import is_aliased
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import COMPUTING, EVERYTHING, KINDS, NOTHING, TRAINING
-from zeropp.optimizer.slices import Slice, Slices
+from zeropp.optimizer.sharded_params import Slice, Slices
 from zeropp.params.unit import FlatBuffer
 
 __all__ = ["chosen_kinds", "offload_states", "reload_states"]

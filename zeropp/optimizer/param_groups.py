@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zeropp.comm.agreement import ADDED, Agreement
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
-from zeropp.optimizer.slices import Slices
+from zeropp.optimizer.sharded_params import Slices
 from zeropp.params.unit import FlatBuffer, UnitState
 
 __all__ = ["GroupSettings", "add_group", "fold", "switch_mode", "take_weight_edits"]

@@ -24,7 +24,7 @@ from zeropp.comm.threads import within
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import weakly
-from zeropp.optimizer.slices import SliceStates
+from zeropp.optimizer.sharded_params import SliceStates
 from zeropp.optimizer.step_sync import Boundary, Verdict
 from zeropp.params.gradient import LossScale
 from zeropp.wire.codecs import Feedback

@@ -38,6 +38,7 @@ from zeropp.optimizer.checks import (
 )
 from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload_states
+from zeropp.optimizer.optimizer_step import GradientNorms, Update, gradient_norms, scale_gradients
 from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
 from zeropp.optimizer.rank_state import (
     CarriedErrors,
@@ -50,9 +51,8 @@ from zeropp.optimizer.rank_state import (
     told,
     warn_if_alone,
 )
-from zeropp.optimizer.slices import Slices
+from zeropp.optimizer.sharded_params import Slices
 from zeropp.optimizer.step_sync import Boundary, Verdict
-from zeropp.optimizer.update import GradientNorms, Update, gradient_norms, scale_gradients
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]

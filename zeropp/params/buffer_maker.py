@@ -10,8 +10,8 @@ from torch import nn
 
 from zeropp.comm.hops import Comm, Groups, Hop
 from zeropp.config import Config
-from zeropp.offload.home import Memory
-from zeropp.offload.homes import Division, Homes
+from zeropp.offload.storage_tiers import Memory
+from zeropp.offload.tier_choice import Division, Homes
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
 from zeropp.params.gradient import Gradient, GradientPaths

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeropp.offload.home import Row
-from zeropp.offload.homes import Homes
+from zeropp.offload.storage_tiers import Row
+from zeropp.offload.tier_choice import Homes
 from zeropp.params.unit import FlatBuffer, WeightPaths
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.paths import CodedGatherPath

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled, unguarded
 from zeropp.comm.streams import BUS, Work, issued_here, used_here
 from zeropp.config.blocks import Fp16Config
-from zeropp.offload.homes import Homes
+from zeropp.offload.tier_choice import Homes
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec, Report, summed_by_kernels
 from zeropp.wire.paths import GatherPath, ReducePath

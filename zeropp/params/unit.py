@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
 from zeropp.comm.streams import Event, Lanes, Work
-from zeropp.offload.home import Home, MemoryRow, Place, Row
-from zeropp.offload.homes import Homes
+from zeropp.offload.storage_tiers import Home, MemoryRow, Place, Row
 from zeropp.offload.swap import aligned
+from zeropp.offload.tier_choice import Homes
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.wire_copy import Source

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, copy, used_here
-from zeropp.offload.home import Row
 from zeropp.offload.read_ahead import Arriving, ReadAhead, Straight
+from zeropp.offload.storage_tiers import Row
 from zeropp.wire.codecs import Codec
 
 __all__ = ["Source"]

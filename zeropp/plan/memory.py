@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zeropp.config import Config, ConfigSource
-from zeropp.offload.home import PLACES, Place, Row
-from zeropp.offload.homes import Division, Homes, Staging, choose_staging
+from zeropp.offload.storage_tiers import PLACES, Place, Row
+from zeropp.offload.tier_choice import Division, Homes, Staging, choose_staging
 from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
 from zeropp.params.unit import TERMS, make_source
 from zeropp.partition.levels import BufferLayout, choose_mode
@@ -30,7 +30,7 @@ from zeropp.wire.codecs import report_nbytes
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 
-_MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.slices
+_MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.sharded_params
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import nn
 from zeropp.comm.communicators import WORLD, Ctas, Sharing, choose_ctas, kind_of
 from zeropp.comm.hops import Groups, Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
-from zeropp.offload.home import Files, Home, Memory, MemoryRow, Row
-from zeropp.offload.homes import ALL, Homes, choose_homes
+from zeropp.offload.storage_tiers import Files, Home, Memory, MemoryRow, Row
 from zeropp.offload.swap import ALIGNED
+from zeropp.offload.tier_choice import ALL, Homes, choose_homes
 from zeropp.params.buffer_maker import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
 from zeropp.partition.levels import BufferLayout, HopSpec, Placement, choose_mode, ranks_per_node
@@ -205,7 +205,7 @@ def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_cta
 
 
 def plan_homes(config: Config, device: torch.device) -> Homes:
-    """Homes as :func:`zeropp.offload.homes.open_homes` would open them, without staging buffers."""
+    """Homes as :func:`zeropp.offload.tier_choice.open_homes` would open them, without staging buffers."""
     # Rows say where they would be by their place; their tensors are all on the meta device.
     memory = PlannedMemory(device)
     # A CPU that trains has its memory in common with the host.
@@ -224,7 +224,7 @@ class PlannedMemory(Memory):
     """Memory of which nothing is taken."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """See :class:`zeropp.offload.home.Home`."""
+        """See :class:`zeropp.offload.storage_tiers.Home`."""
         # Sizes are all that is asked of it.
         return MemoryRow(torch.empty(numel, dtype=dtype, device=_META), self.place)
 
@@ -243,5 +243,5 @@ class PlannedExtent(MemoryRow):
 
     @property
     def nbytes(self) -> int:
-        """See :class:`zeropp.offload.home.Row`."""
+        """See :class:`zeropp.offload.storage_tiers.Row`."""
         return -(-self.tensor.nbytes // ALIGNED) * ALIGNED

@@ -36,13 +36,13 @@ from zeropp.engine.engine import Engine, Window
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
-from zeropp.offload.homes import Homes, open_homes
+from zeropp.offload.tier_choice import Homes, open_homes
 from zeropp.order.prefetch import Limits
 from zeropp.params.buffer_maker import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
 from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register
-from zeropp.params.spread import Spread, piece_of
+from zeropp.params.sharded_build import Spread, piece_of
 from zeropp.params.unit import Unit
 from zeropp.partition.levels import Mode, choose_mode, dense_strides
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.hooks import tensors_in
 from zeropp.params.guard import is_managed
-from zeropp.params.spread import is_whole
+from zeropp.params.sharded_build import is_whole
 
 __all__ = ["find_device", "give_memory", "place", "require_values", "without_weak_weights"]
 

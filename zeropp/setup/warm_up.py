@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeropp.comm.hops import Hop, Ledger
 from zeropp.config import Config
-from zeropp.offload.homes import at_device
+from zeropp.offload.tier_choice import at_device
 from zeropp.params.buffer_maker import BufferKey, buffer_layouts, gradient_paths, weight_paths
 from zeropp.params.dtypes import computed_with
 from zeropp.params.gradient import Gradient

@@ -15,7 +15,7 @@ from tests.support.checkpoint_training import train, wrap
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint import source
+from zeropp.checkpoint import tensor_reader
 
 
 def small_ones(count: int) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
@@ -33,13 +33,13 @@ def test_many_small_tensors_are_read_at_once(tmp_path: Path, monkeypatch: pytest
     checkpoint.save(tmp_path / "here", model, optimizer)
     nbytes = sum(each.stat().st_size for each in (tmp_path / "here").glob("*.safetensors"))
     calls: list[int] = []
-    read = source.read_blocks
+    read = tensor_reader.read_blocks
 
     def counted(*arguments: Any) -> int:
         calls.append(1)
         return read(*arguments)
 
-    monkeypatch.setattr(source, "read_blocks", counted)
+    monkeypatch.setattr(tensor_reader, "read_blocks", counted)
     other, state = small_ones(100)
     found = checkpoint.load(tmp_path / "here", other, state)
     # One for what is wanted, one for what is left to verify.

@@ -24,8 +24,8 @@ from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
 from zeropp.checkpoint import saving
 from zeropp.checkpoint.metadata import Metadata
+from zeropp.checkpoint.rank_sync import in_threads
 from zeropp.checkpoint.saving import Background
-from zeropp.checkpoint.together import in_threads
 from zeropp.comm.agreement import SAVED
 
 TIMEOUT = 1.0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.checkpoint_training import train, wrap
 from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
-from zeropp.checkpoint import together as bars
+from zeropp.checkpoint import rank_sync as bars
 
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 

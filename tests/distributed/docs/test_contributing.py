@@ -17,7 +17,7 @@ import pytest
 import zeropp
 from tests.support.branching_models import make_config
 from zeropp.config.blocks import Bits, ExtensionConfig
-from zeropp.config.support import SUPPORT, Kind
+from zeropp.config.supported import SUPPORT, Kind
 from zeropp.config.zero_block import ZeroConfig
 from zeropp.partition.levels import choose_mode
 from zeropp_kernels.wire import GROUPS
@@ -58,7 +58,7 @@ def replace(path: Path, old: str, new: str) -> None:
 def insert_key(tree: Path, name: str, field: str) -> None:
     insert(tree / "zeropp/config/blocks.py", "    unit_numel: Bound", field)
     insert(
-        tree / "zeropp/config/support.py",
+        tree / "zeropp/config/supported.py",
         '        **_each(BLOCK, "gradient_bits max_ctas"),',
         f'        "{name}": EFFECT,\n',
     )
@@ -170,11 +170,11 @@ def test_a_key_by_its_recipe(tree: Path) -> None:
     field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
     insert(tree / "zeropp/config/blocks.py", "    unit_numel: Bound", field)
     forgotten = (
-        "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
+        "from zeropp.config.supported import uncovered; from zeropp.config import Config; print(uncovered(Config))"
     )
     assert python(tree, "-c", forgotten).strip() == "['ExtensionConfig.patience']"
     insert(
-        tree / "zeropp/config/support.py",
+        tree / "zeropp/config/supported.py",
         '        **_each(BLOCK, "gradient_bits max_ctas"),',
         '        "patience": EFFECT,\n',
     )

@@ -22,7 +22,7 @@ from tests.support.rank_pool import run_ranks
 from tests.support.zero_init_model import Odd, limits, same_as, seeded
 from zeropp import zero
 from zeropp.comm.collective import Carrier
-from zeropp.params import spread
+from zeropp.params import sharded_build
 from zeropp.params.guard import is_guarded
 
 
@@ -153,9 +153,9 @@ def test_override_module_apply() -> None:
 def fetched(apply: bool) -> int:
     """Parameters that are brought together by a function that sets the weight of a layer."""
     count = 0
-    plain = spread.Spread.gather
+    plain = sharded_build.Spread.gather
 
-    def gather(own: spread.Spread, parameters: list[nn.Parameter], **options: bool) -> None:
+    def gather(own: sharded_build.Spread, parameters: list[nn.Parameter], **options: bool) -> None:
         nonlocal count
         count += len(parameters)
         plain(own, parameters, **options)
@@ -163,7 +163,7 @@ def fetched(apply: bool) -> int:
     config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
     with limits(0, 0), zero.Init(config_dict_or_path=config):
         model = nn.Sequential(nn.Linear(30, 30))
-        with mock.patch.object(spread.Spread, "gather", gather):
+        with mock.patch.object(sharded_build.Spread, "gather", gather):
             model.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
     return count
 

@@ -14,7 +14,7 @@ import zeropp
 from tests.support.rank_pool import run_ranks
 from tests.support.zero_init_model import limits
 from zeropp import zero
-from zeropp.params import spread
+from zeropp.params import sharded_build
 
 
 def other(kind: str) -> str:
@@ -120,7 +120,9 @@ def fails(kind: str) -> str:
                 model = nn.Sequential(nn.Linear(30, 30))
                 if kind == "end" and last:
                     # As where there is no memory for a message.
-                    stack.enter_context(mock.patch.object(spread, "dense_row", side_effect=ArithmeticError("no more")))
+                    stack.enter_context(
+                        mock.patch.object(sharded_build, "dense_row", side_effect=ArithmeticError("no more"))
+                    )
             with zero.GatheredParameters(model):
                 if kind == "loan" and last:
                     raise ArithmeticError("no more")

@@ -19,7 +19,7 @@ from tests.support.peak_memory import Peak
 from tests.support.rank_pool import run_ranks, some
 from tests.support.zero_init_model import same_as
 from zeropp import checkpoint, zero
-from zeropp.params import spread
+from zeropp.params import sharded_build
 from zeropp.params.guard import is_guarded
 
 
@@ -73,7 +73,7 @@ def initialised() -> list[str]:
     with torch.device("meta"):
         model = Model()
     before = dict(model.named_parameters())
-    with mock.patch.object(spread, "LIMIT_NBYTES", 0), mock.patch.object(spread, "SMALL", 100):
+    with mock.patch.object(sharded_build, "LIMIT_NBYTES", 0), mock.patch.object(sharded_build, "SMALL", 100):
         zero.materialize(model, reset)
     wrong = [] if is_guarded(model.embedding.weight) else ["whole"]
     wrong += [name for name, parameter in model.named_parameters() if parameter is not before[name]]
@@ -151,7 +151,7 @@ def test_what_is_left_without_values_is_named() -> None:
 def pretrained(kind: str, path: Path) -> list[str]:
     """What differs from plain transformers: built inside, loaded inside, and logits of the wrapped model."""
     plain = make(kind, 1)
-    with mock.patch.object(spread, "LIMIT_NBYTES", 0), mock.patch.object(spread, "SMALL", 200):
+    with mock.patch.object(sharded_build, "LIMIT_NBYTES", 0), mock.patch.object(sharded_build, "SMALL", 200):
         with zero.Init():
             model: Any = make(kind, 1 + dist.get_rank())
         with zero.GatheredParameters(model.parameters()):
@@ -203,7 +203,7 @@ def peak(count: int, width: int, way: str, path: Path, limit: int) -> tuple[int,
     """
     nbytes_read = 0
     with Peak() as whole:
-        with Peak() as building, mock.patch.object(spread, "LIMIT_NBYTES", limit):
+        with Peak() as building, mock.patch.object(sharded_build, "LIMIT_NBYTES", limit):
             if way == "Init":
                 with zero.Init():
                     model = Large(count, width)
@@ -227,7 +227,7 @@ def write(path: Path, count: int, width: int) -> None:
 
 SIZES = [
     (44, 1024, 1 << 23, 60),
-    pytest.param(60, 4096, spread.LIMIT_NBYTES, 300, marks=[pytest.mark.campaign, pytest.mark.timeout(900)]),
+    pytest.param(60, 4096, sharded_build.LIMIT_NBYTES, 300, marks=[pytest.mark.campaign, pytest.mark.timeout(900)]),
 ]
 
 

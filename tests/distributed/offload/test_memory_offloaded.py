@@ -22,8 +22,8 @@ from tests.support.all_parameter_kinds import CODED, Mixed
 from tests.support.branching_models import Routed, make_config
 from tests.support.owned_memory import owned_bytes
 from tests.support.rank_pool import run_ranks
-from zeropp.offload import homes
-from zeropp.offload.home import PLACES, HostMemory, Place
+from zeropp.offload import tier_choice
+from zeropp.offload.storage_tiers import PLACES, HostMemory, Place
 from zeropp.offload.swap import SwapFile
 from zeropp.params.gradient import Gradient
 from zeropp.params.wire_copy import Source
@@ -41,7 +41,7 @@ def elsewhere() -> Iterator[None]:
     def planned(model: nn.Module, config: Any, world: int, local: int, **asked: Any) -> zeropp.plan.MemoryPlan:
         return zeropp.plan.memory(model, config, world, local, **{**asked, "device": "cuda"})
 
-    host = mock.patch.object(homes, "host_memory", lambda device: HostMemory())
+    host = mock.patch.object(tier_choice, "host_memory", lambda device: HostMemory())
     with host, mock.patch.object(build, "memory", planned):
         yield
 

@@ -18,7 +18,7 @@ from tests.support.branching_models import apart, make_config
 from tests.support.offload_pairs import Run, compare, host_apart, run
 from tests.support.rank_pool import run_ranks
 from tests.support.small_models import MODELS
-from zeropp.optimizer.update import Update
+from zeropp.optimizer.optimizer_step import Update
 
 KIND = MODELS["gpt"]
 

@@ -12,7 +12,7 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.parity import assert_close
 from tests.support.rank_pool import run_ranks
-from zeropp.optimizer import update
+from zeropp.optimizer import optimizer_step
 
 BOUND, STEPS = 0.05, 4
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -46,10 +46,10 @@ def clipped_steps(
     config = make_config(gradient_clipping=BOUND, stage=1 if late_weights else 3)
     inner = kind(model.parameters(), fused=fused, **settings)
     optimizer = zeropp.ZeroOptimizer(inner, model, config)
-    scaled, scale = [], update.scale_gradients
+    scaled, scale = [], optimizer_step.scale_gradients
     before, after = [], []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(update, "scale_gradients", lambda *given: [scaled.append(1), scale(*given)][1])
+        monkeypatch.setattr(optimizer_step, "scale_gradients", lambda *given: [scaled.append(1), scale(*given)][1])
         for step in range(STEPS):
             optimizer.backward(loss(model, step, torch.distributed.get_rank(), dtype))
             optimizer.step()

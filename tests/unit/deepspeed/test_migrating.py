@@ -17,7 +17,7 @@ import zeropp
 from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, nested_block
-from zeropp.config.support import SUPPORT, Kind
+from zeropp.config.supported import SUPPORT, Kind
 from zeropp.config.zero_block import ZeroConfig
 from zeropp.deepspeed import extension
 from zeropp.deepspeed.refused_modules import MODULES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeropp.checkpoint.metadata import METADATA, Metadata, decode
-from zeropp.checkpoint.source import Source
+from zeropp.checkpoint.tensor_reader import Source
 from zeropp.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeropp.integrations._lightning.checkpoint_io import FOREIGN, require_folder, unpack
 

@@ -31,7 +31,7 @@ __all__ = ["Fetcher", "Piece", "Spread", "dense_row", "is_whole", "piece_of", "t
 
 
 class Fetcher(Protocol):
-    """Who brings the pieces of a parameter together: `zeropp.params.spread`, seen from here."""
+    """Who brings the pieces of a parameter together: `zeropp.params.sharded_build`, seen from here."""
 
     rank: int
     world: int
@@ -295,7 +295,7 @@ class Spread:
         self._bound = self._waiting_nbytes + self._limit
 
     def touch(self, parameter: nn.Parameter, piece: Piece) -> None:
-        """A use of a parameter in pieces; see :class:`zeropp.params.spread.Fetcher`.
+        """A use of a parameter in pieces; see :class:`zeropp.params.sharded_build.Fetcher`.
 
         Raises:
             RuntimeError: the model is built, so that ranks need not be at the same place.

@@ -43,10 +43,10 @@ from zeropp.checkpoint.metadata import (
     comparable,
     encode,
 )
-from zeropp.checkpoint.source import CODES, SCALES, Source
+from zeropp.checkpoint.tensor_reader import CODES, SCALES, Source
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.slices import Slice
+from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp_kernels.wire import BLOCK

@@ -23,7 +23,7 @@ from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import treats_each_alone
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
-from zeropp.optimizer.slices import Slice, Slices
+from zeropp.optimizer.sharded_params import Slice, Slices
 from zeropp.optimizer.step_sync import Verdict
 from zeropp.order.refresh import portion_of
 from zeropp.params.unit import FlatBuffer

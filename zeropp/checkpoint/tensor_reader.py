@@ -31,7 +31,7 @@ from zeropp.checkpoint.boxes import (
 )
 from zeropp.checkpoint.files import Wanted, read_blocks
 from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, CodedEntry, Metadata
-from zeropp.checkpoint.together import Progress
+from zeropp.checkpoint.rank_sync import Progress
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.unit import FlatBuffer

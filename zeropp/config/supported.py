@@ -25,7 +25,7 @@ from zeropp.config.blocks import (
 )
 from zeropp.config.describe import nested_block, value_text
 from zeropp.config.foreign_keys import meant_type
-from zeropp.config.inert import (
+from zeropp.config.ignored_keys import (
     CompileConfig,
     NeedlessTop,
     NeedlessZero,

@@ -16,8 +16,8 @@ import torch
 
 from zeropp.config import Config
 from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.offload.home import FileRow, Files, Home, Memory, PartlyInMemory, Row, host_memory
 from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
+from zeropp.offload.storage_tiers import FileRow, Files, Home, Memory, PartlyInMemory, Row, host_memory
 from zeropp.offload.swap import ALIGNED, SwapFile
 from zeropp.offload.transfer import Transfers
 from zeropp.partition.levels import BLOCK
