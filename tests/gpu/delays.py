@@ -155,7 +155,7 @@ def train(
     with on_lanes, delays.in_force() if delays is not None else contextlib.nullcontext():
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
     if late is not None:
-        optimizer.boundary.reads_late = late
+        optimizer.step_sync.reads_late = late
     if delays is not None:
         for block in model:
             block.register_forward_pre_hook(delays.hook)
@@ -172,7 +172,7 @@ def train(
         if late is None:
             norms.append(optimizer.grad_norm)
     if late is not None:
-        assert (optimizer.boundary.reads == 0) is late, "whether the host has waited"
+        assert (optimizer.step_sync.reads == 0) is late, "whether the host has waited"
         norms += [optimizer.grad_norm, float(optimizer.skipped_steps)]
     found = Trained(torch.stack(losses).tolist(), norms, zeropp.full_state(model))
     optimizer.close()

@@ -110,7 +110,7 @@ def test_forward_backward_and_a_fused_step_never_wait_for_the_device() -> None:
             optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.boundary.reads == 0 and optimizer.skipped_steps == 0
+    assert optimizer.step_sync.reads == 0 and optimizer.skipped_steps == 0
 
 
 def test_a_step_that_the_host_decides_waits_once() -> None:
@@ -121,7 +121,7 @@ def test_a_step_that_the_host_decides_waits_once() -> None:
         optimizer.backward(model(tokens))
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.boundary.reads == STEPS
+    assert optimizer.step_sync.reads == STEPS
 
 
 def allocated() -> int:

@@ -334,7 +334,7 @@ class Rank:
         return ("backward", self.reductions.holding, self._trained_set, *outstanding, *later)
 
     def step(self) -> None:
-        """What ranks agree on before weights change, as :class:`zeropp.optimizer.step_sync.Boundary` does it."""
+        """What ranks agree on before weights change, as :class:`zeropp.optimizer.step_sync.StepSync` does it."""
         while late := self._late():
             for index in late:
                 self.reductions.send_unsent(index)

@@ -56,7 +56,7 @@ class Refusals:
     def _asks_in_vain(self, when: _When, kind: str) -> bool:
         """Whether ranks differ in this pass, one uses a unit once more than ever, and nobody listens.
 
-        Who has used one so before has asked for it, or found it still there and told of it at the boundary.
+        Who has used one so before has asked for it, or found it still there and told of it at the step sync.
         """
         ways = {rank: self._way(rank, when, kind) for rank in range(self._program.ranks)}
         part = self._program.steps[when[0]].passes[when[1]]

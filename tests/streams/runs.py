@@ -181,7 +181,7 @@ def wrapped_again(t: Training) -> None:
 
 def compared(t: Training) -> None:
     """Ranks compare what they cache, right after a step has begun to renew it."""
-    t.optimizer.boundary.cache_checksum.every = 1
+    t.optimizer.step_sync.cache_checksum.every = 1
     t.backward()
     t.optimizer.step()
     t.optimizer.clip_grad_norm_(1.0)

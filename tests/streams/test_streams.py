@@ -37,7 +37,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "abandoned": ["order/schedule.py LiveUnits.release_if_unused 1"],
     "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
-    "compared": ["optimizer/step_sync.py Boundary._assemble 1"],
+    "compared": ["optimizer/step_sync.py StepSync._assemble 1"],
     "dropped": ["comm/streams.py CudaStream.__init__ 1"],
     "edited, hpZ": ["access/gathered.py _Loan.finish 1"],
     "failed": ["order/reductions.py Reductions.forget 1"],

@@ -258,7 +258,7 @@ def _summed_in_main_dtype(engine: Engine) -> Iterator[None]:
     narrow = [(p, g.dtype) for g in engine.gradients for p in g.parameters if p.dtype != g.dtype]
     with unguarded():
         for parameter, dtype in narrow:
-            # Strays wait there for the boundary, and must be of one dtype with what is added to them.
+            # Strays wait there for the step sync, and must be of one dtype with what is added to them.
             if parameter.grad is None:
                 parameter.grad_dtype = dtype
     try:

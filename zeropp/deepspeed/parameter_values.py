@@ -254,8 +254,8 @@ def _note_edit(place: _Place) -> None:
     """Norms and flags are of other values."""
     assert place.optimizer is not None  # it has the gradient
     # In this order: to forget the sum is to forget doubts, too.
-    place.optimizer.boundary.invalidate()
-    place.optimizer.boundary.doubt()
+    place.optimizer.step_sync.invalidate()
+    place.optimizer.step_sync.doubt()
 
 
 def _states(place: _Place, key: str) -> list[tuple[Slice, Tensor]]:

@@ -25,7 +25,7 @@ from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.sharded_params import SliceStates
-from zeropp.optimizer.step_sync import Boundary, Verdict
+from zeropp.optimizer.step_sync import StepSync, Verdict
 from zeropp.params.gradient import LossScale
 from zeropp.wire.codecs import Feedback
 
@@ -312,7 +312,7 @@ class Outcome:
     """The result of the last step: taken, skipped, or not known yet; and counts. See [Note: sums read late].
 
     Args:
-        boundary: has the sum of a step that no host has waited for.
+        step_sync: has the sum of a step that no host has waited for.
         loss_scale: follows the results of steps.
 
     Attributes:
@@ -322,8 +322,8 @@ class Outcome:
         step_was_taken: since the last backward.
     """
 
-    def __init__(self, boundary: Boundary, loss_scale: LossScale) -> None:
-        self._boundary = boundary
+    def __init__(self, step_sync: StepSync, loss_scale: LossScale) -> None:
+        self._step_sync = step_sync
         self._loss_scale = loss_scale
         # The engine has the scale, and must not keep its wrapper alive.
         loss_scale.wait_for_last = weakly(self.wait)
@@ -348,7 +348,7 @@ class Outcome:
     def load(self, skipped_steps: int, loss_scale: dict[str, Any] | None = None) -> None:
         """Go on from a saved count; what is wrong with the step before is of no interest any more."""
         # On every rank, whether it has asked or not: one alone would raise at the next step, or read a sum.
-        self._boundary.forget_unread()
+        self._step_sync.forget_unread()
         self._error = None
         self._unread = False
         self.step_was_skipped = self.step_was_taken = False
@@ -366,7 +366,7 @@ class Outcome:
             self.wait()
         except RuntimeError:
             # Settings that differ the next step tells of.
-            if self._boundary.engine.agreement.lost is not None:
+            if self._step_sync.engine.agreement.lost is not None:
                 raise
         return self.skipped_steps
 
@@ -385,7 +385,7 @@ class Outcome:
         found = None
         if self._error is None and self._unread:
             try:
-                found = self._boundary.read_unread()
+                found = self._step_sync.read_unread()
             except RuntimeError as caught:
                 self._error = str(caught)
                 self.step_was_taken = False

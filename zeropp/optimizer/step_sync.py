@@ -39,9 +39,9 @@ from zeropp.wire.codecs import Report
 from zeropp_kernels.reference import squared_norm
 
 __all__ = [
-    "Boundary",
     "CacheChecksum",
     "Settings",
+    "StepSync",
     "Unread",
     "Verdict",
     "differ",
@@ -105,7 +105,7 @@ class Settings(Protocol):
         ...
 
 
-class Boundary:
+class StepSync:
     """Assembles, sums and reads the vector.
 
     Attributes:
@@ -400,7 +400,7 @@ class Boundary:
                 "a link; they are renewed from the main weights. Up to %d steps were computed with them",
                 self.cache_checksum.every,
             )
-            self.engine.comm.ledger.note("<boundary>", "cached weights differ between ranks")
+            self.engine.comm.ledger.note("<step sync>", "cached weights differ between ranks")
             self.engine.refresh.invalidate()
         self.cache_checksum.count_step()
 

@@ -52,7 +52,7 @@ from zeropp.optimizer.rank_state import (
     warn_if_alone,
 )
 from zeropp.optimizer.sharded_params import Slices
-from zeropp.optimizer.step_sync import Boundary, Verdict
+from zeropp.optimizer.step_sync import StepSync, Verdict
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
@@ -124,7 +124,7 @@ class ZeroOptimizer(Optimizer):
         self.engine: Engine = build_engine(
             model, self.config, process_group, self, gradient_scale, device, alike, partial(count_states, optimizer)
         )
-        self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
+        self.step_sync = StepSync(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
         self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_main_weights(self.engine))
         self._update = Update(self.engine, optimizer, self.slices)
@@ -139,7 +139,7 @@ class ZeroOptimizer(Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._zero_by_inner))  # type: ignore[method-assign]
-        self.outcome = Outcome(self.boundary, self.engine.reductions.loss_scale)
+        self.outcome = Outcome(self.step_sync, self.engine.reductions.loss_scale)
         self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
@@ -210,7 +210,7 @@ class ZeroOptimizer(Optimizer):
         if self.engine.window.unfinished:
             refuse_scaler(self.engine.window)
         # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
-        self.boundary.doubt()
+        self.step_sync.doubt()
         return self.inner.param_groups
 
     @property
@@ -252,7 +252,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("add_param_group")
         add_group(param_group, self.engine, self.inner, self.slices, self.apply_requires_grad)
-        self.boundary.invalidate()
+        self.step_sync.invalidate()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -287,11 +287,11 @@ class ZeroOptimizer(Optimizer):
         if self.engine.window.unfinished and not now:
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self.slices.take_edits(self.engine.pending)
-        self.boundary.invalidate()  # the user may have edited gradients since
+        self.step_sync.invalidate()  # the user may have edited gradients since
         verdict = self._decide()  # gradients held by no_sync must be in first
-        norm = self.boundary.norm_tensor()
-        if not self.boundary.spoiled:
-            self.boundary.accept_scaling(scale_gradients(self.engine, norm, max_norm))
+        norm = self.step_sync.norm_tensor()
+        if not self.step_sync.spoiled:
+            self.step_sync.accept_scaling(scale_gradients(self.engine, norm, max_norm))
         self._show_sent(verdict)
         return norm
 
@@ -307,7 +307,7 @@ class ZeroOptimizer(Optimizer):
         if not self.engine.window.unfinished:
             self.outcome.wait()  # of the step before: the verdict would read over it
             self.slices.take_edits(self.engine.pending)
-            verdict = self.boundary.keep_verdict()
+            verdict = self.step_sync.keep_verdict()
             self._norms = gradient_norms(self.engine, verdict)
             self._show_sent(verdict)
         return GradientNorms(self._norms)
@@ -368,16 +368,16 @@ class ZeroOptimizer(Optimizer):
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
         self.weights_wanted()
         if rest := self.slices.take_rest():
-            self.boundary.missed += rest
+            self.step_sync.missed += rest
             self.engine.note_storages()
         self.slices.take_edits(self.engine.pending)
-        self.boundary.recheck()
+        self.step_sync.recheck()
         verdict = self._decide()
-        norm = self.boundary.norm_tensor()
+        norm = self.step_sync.norm_tensor()
         # The host has not read this sum: the device leaves the step out if a gradient is not finite.
-        left_out = self.boundary.left_out() if verdict.late else None
-        self.boundary.invalidate()  # a second step asks again: every rank must come to it
-        self.boundary.forget_early_edits()
+        left_out = self.step_sync.left_out() if verdict.late else None
+        self.step_sync.invalidate()  # a second step asks again: every rank must come to it
+        self.step_sync.forget_early_edits()
         # First, since the loss scale may raise: whoever catches that finds a new window.
         if verdict.skips:
             self.carried.clear()
@@ -413,7 +413,7 @@ class ZeroOptimizer(Optimizer):
     def _decide(self) -> Verdict:
         """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
         self.outcome.wait(stepping=True)
-        return self.boundary.verdict(late=self._update.may_leave_out)
+        return self.step_sync.verdict(late=self._update.may_leave_out)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:
@@ -558,7 +558,7 @@ class ZeroOptimizer(Optimizer):
 
     def forward_begins(self) -> None:
         """Weights may have been edited through the groups."""
-        self.boundary.note_missed(take_weight_edits(self.engine, self.slices))
+        self.step_sync.note_missed(take_weight_edits(self.engine, self.slices))
 
     def weights_wanted(self) -> None:
         """Main weights are about to be read, or to be loaded."""
@@ -581,14 +581,14 @@ class ZeroOptimizer(Optimizer):
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
             self._forget_removed()
-        self.boundary.take_early_edits()
+        self.step_sync.take_early_edits()
         self.carried.follow(self.grad_scaler)
 
     @torch.no_grad()
     def backward_ended(self) -> None:
         """Show gradients in the groups."""
         self.slices.refuse_accumulated()
-        self.boundary.invalidate()
+        self.step_sync.invalidate()
         self.outcome.step_was_taken = False
         # Nothing was reduced, so the shards have nothing new to show.
         if self.engine.reductions.holding:
@@ -596,7 +596,7 @@ class ZeroOptimizer(Optimizer):
         shown = self.slices.show_arrived(self.engine.pending)
         # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
         if not self.engine.window.unfinished:
-            self.boundary.spread_overflow(shown.gradient, shown.source)
+            self.step_sync.spread_overflow(shown.gradient, shown.source)
 
     def _forget_removed(self) -> None:
         """Begin anew without gradients of earlier backwards, which the user has set to None.
@@ -606,7 +606,7 @@ class ZeroOptimizer(Optimizer):
         self.slices.show_markers(False)  # or the next backward would take it for a removal of its own
         kept = {part.source for part in self.slices.stepped if part.shown and part.source is not None}
         self.engine.pending.forget_removed(kept)
-        self.boundary.forget_early_edits()
+        self.step_sync.forget_early_edits()
         if self.engine.window.count:
             self.carried.clear()
 
@@ -621,8 +621,8 @@ class ZeroOptimizer(Optimizer):
 
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
-        self.boundary.invalidate()
-        self.boundary.forget_early_edits()
+        self.step_sync.invalidate()
+        self.step_sync.forget_early_edits()
         if self.engine.window.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.window.restart()
@@ -635,6 +635,6 @@ class ZeroOptimizer(Optimizer):
         changed = bool(self.engine.flipped)
         if self._trainability.apply():
             self.slices.put()
-            self.boundary.invalidate()
+            self.step_sync.invalidate()
         if changed:
             self.slices.show_trained()

@@ -5,7 +5,7 @@ another would wait for each other for ever. So a reduction has its place among t
 
 [Note: stray gradients] A rank that comes to the next use first sends what is due before it, complete or not. Gradients
 that come later stay in ``.grad`` as strays, and are found at the end of a phase that ends with a round, or at the
-boundary: all ranks send that unit again, and from then on expect it at the end of such phases.
+step sync: all ranks send that unit again, and from then on expect it at the end of such phases.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Reductions:
         return {index: self._trained[index] for index in units}
 
     def send_unsent(self, index: int) -> None:
-        """Send what a unit still has, held or stray, at the boundary, on every rank."""
+        """Send what a unit still has, held or stray, at the step sync, on every rank."""
         self._issue(index, self._uses, hold=False)
         self.wait(0)
 

@@ -114,7 +114,7 @@ class Schedule:
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
         self._in_backward: set[int] = set()  # units this rank's next backward may use, by the running forward
-        self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
+        self._recent: set[PhaseKey] = set()  # kinds of phases since the last step sync
         # Whether this rank has passed over units in one of them, or run modules that are not known to be run there.
         self.passed_over = False
 
@@ -347,15 +347,15 @@ class Schedule:
         return self._brings_more or self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:
-        """At the boundary: whether any rank has passed over units since the last one."""
-        # All of them: the vector of the boundary has one flag, and says not in which phase it was.
+        """At the step sync: whether any rank has passed over units since the last one."""
+        # All of them: the vector of the step sync has one flag, and says not in which phase it was.
         for key in self._recent if anywhere else ():
             self.known.note_variation(key)
         self._recent.clear()
         self.passed_over = False
 
     def postpone(self, units: list[int], *, held: bool) -> None:
-        """At the boundary: gradients of these units came after they had been sent; or were all ``held`` until then.
+        """At the step sync: gradients of these units came after they had been sent; or were all ``held`` until then.
 
         Held ones were due with the last backward, which from now on sends them at its end.
         """

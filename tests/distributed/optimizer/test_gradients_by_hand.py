@@ -119,7 +119,7 @@ def numbers_waited_for(how: str) -> int:
         CLEARS[how](model, inner, optimizer)
         model(share(batch, rank)).backward()
         optimizer.step()
-    return optimizer.boundary.reads
+    return optimizer.step_sync.reads
 
 
 @pytest.mark.parametrize("how", some(["by_groups", *(how for how in CLEARS if how != "by_groups")], len(CLEARS)))

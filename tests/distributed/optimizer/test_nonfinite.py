@@ -80,10 +80,10 @@ def skip_one(
         else:
             train(model, optimizer, step, torch_dtype, micro)
             train(twin, twin_optimizer, step, torch_dtype, micro)
-        reads = optimizer.boundary.reads
+        reads = optimizer.step_sync.reads
         optimizer.step()
-        if optimizer.boundary.reads != reads + 1:
-            wrong.append(f"step {step}: {optimizer.boundary.reads - reads} host reads")
+        if optimizer.step_sync.reads != reads + 1:
+            wrong.append(f"step {step}: {optimizer.step_sync.reads - reads} host reads")
         if not bad:
             twin_optimizer.step()
         if optimizer.step_was_skipped != bad:
@@ -195,7 +195,7 @@ def loop_reads() -> list[int]:
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     counts = []
     for how in ("plain", "clipped", "edited", "no_sync"):
-        before = optimizer.boundary.reads
+        before = optimizer.step_sync.reads
         train(model, optimizer, 0, torch.float32)
         if how == "clipped":
             optimizer.clip_grad_norm_(0.1)
@@ -208,7 +208,7 @@ def loop_reads() -> list[int]:
                 model(torch.randn(3, 8)).square().mean().backward()
             model(torch.randn(3, 8)).square().mean().backward()
         optimizer.step()
-        counts.append(optimizer.boundary.reads - before)
+        counts.append(optimizer.step_sync.reads - before)
     return counts
 
 

@@ -42,7 +42,7 @@ def alike(settings: dict[str, object], poisoned: int | None, by_hand: bool) -> l
             wrong.append(f"step {step}: {seen[0][0]} late, {seen[1][0]} waiting")
         if not all(map(torch.equal, seen[0][1], seen[1][1])):
             wrong.append(f"step {step}: weights or states differ")
-    reads = [optimizer.boundary.reads for optimizer in pair]
+    reads = [optimizer.step_sync.reads for optimizer in pair]
     if reads != [0, 5]:
         wrong.append(f"hosts waited {reads} times")
     return wrong
@@ -91,7 +91,7 @@ def waits(settings: dict[str, object], kind: Any, unfused: bool) -> int:
         backward(optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.boundary.reads
+    return optimizer.step_sync.reads
 
 
 WAITING: dict[str, tuple[dict[str, object], Any, bool]] = {
@@ -116,13 +116,13 @@ def partly_used() -> tuple[int, bool]:
     torch.manual_seed(0)
     model = Partly()
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config())
-    optimizer.boundary.reads_late = True
+    optimizer.step_sync.reads_late = True
     for both in (True, False):
         before = zeropp.full_state(model)["layers.1.weight"]
         model(torch.ones(2, 8), both).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.boundary.reads, torch.equal(before, zeropp.full_state(model)["layers.1.weight"])
+    return optimizer.step_sync.reads, torch.equal(before, zeropp.full_state(model)["layers.1.weight"])
 
 
 def test_a_parameter_that_no_rank_uses_is_not_stepped() -> None:
@@ -137,7 +137,7 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
         model = Leaning()
         inner = torch.optim.AdamW(model.parameters(), **ADAM)
         pair.append((model, zeropp.ZeroOptimizer(inner, model, make_config(**STATIC, **settings))))
-        pair[-1][1].boundary.reads_late = late
+        pair[-1][1].step_sync.reads_late = late
     for step in range(4):
         seen: list[Any] = []
         for model, optimizer in pair:
@@ -150,7 +150,7 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
             seen.append((repr(told), numbers(optimizer)))
         if seen[0][0] != seen[1][0] or not all(map(torch.equal, seen[0][1], seen[1][1])):
             wrong.append(f"step {step}: {seen[0][0]} late, {seen[1][0]} waiting")
-    return wrong, [optimizer.boundary.reads for _, optimizer in pair]
+    return wrong, [optimizer.step_sync.reads for _, optimizer in pair]
 
 
 @pytest.mark.every(8)
@@ -229,7 +229,7 @@ def unfreezes(adds: bool) -> list[float]:
     groups = model[2].parameters() if adds else model.parameters()
     optimizer: Any = zeropp.ZeroOptimizer(torch.optim.AdamW(groups, **ADAM), model, make_config(static_graph=True))
     optimizer.model = model
-    optimizer.boundary.reads_late = True
+    optimizer.step_sync.reads_late = True
     norms = []
     for step in range(4):
         if step == 2:
@@ -262,7 +262,7 @@ def too_large() -> tuple[list[bool], int]:
         optimizer.step()
         found.append(optimizer.step_was_skipped)
         optimizer.zero_grad()
-    return found, optimizer.boundary.reads
+    return found, optimizer.step_sync.reads
 
 
 def test_finite_gradients_whose_squares_are_not_cost_one_step_and_are_waited_for_then() -> None:
@@ -289,12 +289,12 @@ def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
 
 def test_on_a_card_sums_are_read_late() -> None:
     """By the device's type, which no other test here goes by."""
-    from zeropp.optimizer.step_sync import Boundary
+    from zeropp.optimizer.step_sync import StepSync
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))
-    assert Boundary(engine, mock.Mock()).reads_late
+    assert StepSync(engine, mock.Mock()).reads_late
     engine.device = torch.device("cpu")
-    assert not Boundary(engine, mock.Mock()).reads_late
+    assert not StepSync(engine, mock.Mock()).reads_late
 
 
 def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def some_wait_apart() -> list[str]:
     torch.manual_seed(3)
     model, found = Leaning(), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
-    optimizer.boundary.reads_late = True
+    optimizer.step_sync.reads_late = True
     for step in range(4):
         if step < 2 and dist.get_rank() == 1:
             optimizer.inner.param_groups[0]["lr"] = 0.05 if step else 0.01
@@ -81,7 +81,7 @@ def clips_twice(measures: str) -> list[str]:
     torch.manual_seed(3)
     model, found = Leaning(), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
-    optimizer.boundary.reads_late = True
+    optimizer.step_sync.reads_late = True
     for step in range(3):
         if step < 2 and dist.get_rank() == 1:
             optimizer.inner.param_groups[0]["lr"] = 0.05 if step else 0.01
@@ -267,7 +267,7 @@ def saves_after_a_loss(how: str) -> str:
         Unread.read = read  # type: ignore[method-assign]
     if how == "interrupted":
         # The sum is still there: this rank goes on with the others.
-        assert optimizer.boundary._unread is not None and optimizer.step_was_taken
+        assert optimizer.step_sync._unread is not None and optimizer.step_was_taken
     return told
 
 

@@ -82,7 +82,7 @@ def test_first_use_after_several_steps(known: str, persist: str) -> None:
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_late_gradient_on_one_rank(known: str) -> None:
-    """Whole weights need no gather, so one rank may use them first; its gradient is found at the boundary."""
+    """Whole weights need no gather, so one rank may use them first; its gradient is found at the step sync."""
     steps = [[KNOWN[known]]] * 3 + [[KNOWN[known], ALL]] * 2 + [[ALL]]
     run_ranks(2, follow, steps, {"persist": 1000})
 

@@ -92,10 +92,10 @@ def eventful(settings: dict[str, object], steps: int) -> tuple[list[float], dict
     """Losses and weights of a run with everything in it that touches weights; how they were renewed; buffers."""
     model, optimizer = wrapped(settings, lr=1e-3)
     engine, losses, faults = optimizer.engine, [], 0
-    optimizer.boundary.cache_checksum.every = steps // 3
+    optimizer.step_sync.cache_checksum.every = steps // 3
     skipped, evaluated, loaded, edited, resumed = (steps * k // 10 for k in range(1, 6))
     for step in range(steps):
-        fault = step > steps // 2 and faults == 0 and optimizer.boundary.cache_checksum.due
+        fault = step > steps // 2 and faults == 0 and optimizer.step_sync.cache_checksum.due
         faults += fault
         losses.append(train(model, optimizer, step, spoilt=step == skipped, fault=fault))
         if step == evaluated:
@@ -147,7 +147,7 @@ def test_exact_differences_change_no_bit(name: str, steps: int) -> None:
 def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
     """Steps after which faults were counted, of a bit that flips long before anyone compares; what ranks keep then."""
     model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3)
-    engine, checksum = optimizer.engine, optimizer.boundary.cache_checksum
+    engine, checksum = optimizer.engine, optimizer.step_sync.cache_checksum
     checksum.every = 10
     faults, seen = [], 0
     for step in range(30):
@@ -175,7 +175,7 @@ def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
     model, optimizer = wrapped({**HPZ, "weight_codec": "lossless", "live": 0}, lr=1e-3)
     train(model, optimizer, 2)
     optimizer.zero_grad()
-    optimizer.boundary.cache_checksum.every = 1
+    optimizer.step_sync.cache_checksum.every = 1
     first, second = (model(tokens(micro, dist.get_rank())) for micro in range(2))
     first.backward()
     if fault:
