@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zeropp.config import Config
 from zeropp.engine.engine import Engine, Window
-from zeropp.optimizer.step_sync import Verdict
+from zeropp.optimizer.step_sync import StepStats
 
 __all__ = [
     "Twin",
@@ -337,7 +337,7 @@ class Twin:
 # Checks, and stand-ins for methods, after wrapping.
 
 
-def refuse_unused(engine: Engine, verdict: Verdict) -> None:
+def refuse_unused(engine: Engine, stats: StepStats) -> None:
     """Refuse a step in which a trained parameter had no gradient anywhere.
 
     Raises:
@@ -347,10 +347,10 @@ def refuse_unused(engine: Engine, verdict: Verdict) -> None:
         name
         for unit in engine.units
         for name, trained, used in zip(
-            # In the order of Unit.trained and of the verdict: buffer by buffer.
+            # In the order of Unit.trained and of the step's statistics: buffer by buffer.
             (n for buffer in unit.trainable_buffers for n in buffer.names),
             unit.trained,
-            verdict.used[unit.index],
+            stats.used[unit.index],
             strict=True,
         )
         if trained and not used

@@ -24,7 +24,7 @@ from zeropp.optimizer.checks import treats_each_alone
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.sharded_params import Slice, Slices
-from zeropp.optimizer.step_sync import Verdict
+from zeropp.optimizer.step_sync import StepStats
 from zeropp.order.refresh import portion_of
 from zeropp.params.unit import FlatBuffer
 
@@ -308,12 +308,12 @@ def clipping(
                 gradient.doubt()
 
 
-def gradient_norms(engine: Engine, verdict: Verdict) -> GradientNorms:
+def gradient_norms(engine: Engine, stats: StepStats) -> GradientNorms:
     """Norm of each parameter's gradient by its name, for those that have one. Collective: one sum of 8 bytes each."""
     names: list[str] = []
     squares: list[Tensor] = []
     for unit in engine.units:
-        used = iter(verdict.used[unit.index])
+        used = iter(stats.used[unit.index])
         for buffer in unit.trainable_buffers:
             gradient = buffer.gradient
             assert gradient is not None  # the buffer is trainable

@@ -25,7 +25,7 @@ from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.sharded_params import SliceStates
-from zeropp.optimizer.step_sync import StepSync, Verdict
+from zeropp.optimizer.step_sync import StepStats, StepSync
 from zeropp.params.gradient import LossScale
 from zeropp.wire.codecs import Feedback
 
@@ -334,14 +334,14 @@ class Outcome:
         self.skipped_steps = 0
         self.step_was_skipped = self.step_was_taken = False
 
-    def decided(self, verdict: Verdict) -> None:
+    def decided(self, stats: StepStats) -> None:
         """A step is over, or is going to be."""
-        self._unread = verdict.norm is None
-        self.step_was_skipped = verdict.skips
+        self._unread = stats.norm is None
+        self.step_was_skipped = stats.skips
         self.step_was_taken = False
         self.skipped_steps += self.step_was_skipped
         if not self._unread:
-            self.grad_norm = verdict.norm
+            self.grad_norm = stats.norm
             # Last, since it may raise.
             self._loss_scale.update(overflow=self.step_was_skipped)
 

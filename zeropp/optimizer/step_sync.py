@@ -5,7 +5,7 @@ In ``step`` one vector carries the squared gradient norm, which parameters were 
 unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, whether some
 rank has computed without the user's edits of weights, and now and then whether they cache the same weights.
 
-This file owns that vector: it is assembled, summed, read and judged here. :class:`Verdict` is the result.
+This file owns that vector: it is assembled, summed, read and judged here. :class:`StepStats` is the result.
 
 [Note: sums read late] Where nothing that the vector says changes what the host queues next, the host does not wait for
 it: the device leaves a step out, and the host reads the vector at the next step, or when somebody asks what became of
@@ -41,9 +41,9 @@ from zeropp_kernels.reference import squared_norm
 __all__ = [
     "CacheChecksum",
     "Settings",
+    "StepStats",
     "StepSync",
     "Unread",
-    "Verdict",
     "differ",
     "differ_on_device",
     "norm_of",
@@ -70,7 +70,7 @@ _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepStats:
     """The result of the step sync, the same on every rank.
 
     Attributes:
@@ -131,10 +131,13 @@ class StepSync:
         self._edited_early = False  # edits were accepted as a backward began; late gradients may have missed them
         self._unread: Unread | None = None
         self._vector: Tensor | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: StepStats | None = None
         self._doubts = False  # all gradients that have arrived are in doubt
-        self._kept = False  # the verdict was asked for before the step, and the user may have edited gradients since
-        # Of the gradients that have arrived, as the verdict knows them; None unless it is to last until the step.
+        self._kept = (
+            False  # the statistics were asked for before the step, and the user may have edited gradients since
+        )
+        # Of the gradients that have arrived, as the step's statistics have them; None unless it is to last until the
+        # step.
         self._versions: list[int] | None = None
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
         # gradients, one for strays among these, one that counts ranks that passed over units, and _REMOVED times those
@@ -199,7 +202,7 @@ class StepSync:
             # Where the NaN comes from, the report says so, and one rank's is enough for all.
             source.accept_edits()
 
-    def verdict(self, *, late: bool = False) -> Verdict:
+    def reduce_stats(self, *, late: bool = False) -> StepStats:
         """The result, once per step; all that waits for the device is in here.
 
         Args:
@@ -248,16 +251,16 @@ class StepSync:
             if self.spoiled and self._vector is not None:
                 values[0] = self._vector[0] = math.nan
             checked = self._checks or self.spoiled
-            self._verdict = Verdict(norm_of(values[0]), self._flags(values), checked=checked, sent=sent)
+            self._verdict = StepStats(norm_of(values[0]), self._flags(values), checked=checked, sent=sent)
         return self._verdict
 
-    def keep_verdict(self) -> Verdict:
+    def keep_verdict(self) -> StepStats:
         """The result, which lasts until the step unless gradients are edited before; see :meth:`recheck`."""
         self.recheck()  # it may have been kept before
-        verdict = self.verdict()
+        stats = self.reduce_stats()
         self._note_versions()
         self._kept = True
-        return verdict
+        return stats
 
     def _note_versions(self) -> None:
         """Remember that the vector describes the gradients as they are now."""
@@ -292,19 +295,19 @@ class StepSync:
             and all(flag or not trained for unit, own in used for flag, trained in zip(own, unit.trained, strict=True))
         )
 
-    def _sum_unread(self) -> Verdict:
+    def _sum_unread(self) -> StepStats:
         self._unread = Unread(self._sum(self._measure_doubted(), late=True))
         if (monitor := self.engine.agreement.monitor) is not None:
             monitor.note(self._unread, "the sum of norms and flags")
         self._go_on_late()
-        return Verdict(None, [[used > 0 for used in flags] for flags in self.engine.pending.used], late=True)
+        return StepStats(None, [[used > 0 for used in flags] for flags in self.engine.pending.used], late=True)
 
     def _go_on_late(self) -> None:
         self.engine.agreement.unconfirmed = True
         self.engine.schedule.note_passed_over(False)
         self.cache_checksum.count_step()
 
-    def _follow_late(self, values: list[float]) -> Verdict:
+    def _follow_late(self, values: list[float]) -> StepStats:
         """Other ranks have gone on without these numbers: so does this one, which has them."""
         assert self._vector is not None
         # What is wrong with them it raises where the others see it.
@@ -313,11 +316,13 @@ class StepSync:
         flags = self._flags(values)
         for unit, position in self.engine.pending.untold():
             flags[unit][position] = False  # ranks that go on late do the same in every step, so none has used it since
-        self._verdict = Verdict(None, flags, late=True)
+        self._verdict = StepStats(None, flags, late=True)
         return self._verdict
 
     def left_out(self) -> Tensor:
-        """float32 scalar on the model's device: 1 if the step, whose verdict has no norm, must not change a weight."""
+        """float32 scalar on the model's device: 1 if the step, whose statistics have no norm, must not change a
+        weight.
+        """
         assert self._vector is not None
         bad = self._vector[0].isfinite().logical_not() | (self._vector[self._unsent : self._stray].sum() > 0)
         bad = bad | (self._vector[_LATE] >= _MISSED)
@@ -326,7 +331,7 @@ class StepSync:
                 bad = bad | differ_on_device(self._vector[place], self.engine.comm.world)
         return bad.to(torch.float32)
 
-    def read_unread(self) -> Verdict | None:
+    def read_unread(self) -> StepStats | None:
         """Read the sum that no host has waited for, and judge its step by it; None if there is no such sum.
 
         Raises:
@@ -337,7 +342,7 @@ class StepSync:
         values = self._unread.read(self.engine.agreement)
         self.forget_unread()  # not before: an error of a signal would take it from this rank alone
         self._check_late(values)
-        return Verdict(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
+        return StepStats(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
 
     def forget_unread(self) -> None:
         """Drop such a sum; every rank does."""
@@ -357,9 +362,10 @@ class StepSync:
             _log.warning("squares of gradients pass float32: a step was left out, and from now on norms are waited for")
 
     def recheck(self) -> None:
-        """Check, before a step, that a verdict made earlier still holds, as after clipping. Collective if there is one.
+        """Check, before a step, that statistics made earlier still hold, as after clipping. Collective if there is one.
 
-        Settings may have changed since, and so may gradients: if any rank's have, all ranks forget the verdict.
+        Settings may have changed since, and so may gradients: if any rank's have, all ranks forget the step's
+        statistics.
 
         Raises:
             RuntimeError: the settings differ between ranks.
@@ -437,7 +443,7 @@ class StepSync:
         return found
 
     def accept_scaling(self, factor: Tensor) -> None:
-        """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
+        """The wrapper multiplied all gradients by ``factor``: the norm follows, the other statistics stay."""
         assert self._vector is not None
         # The vector holds the square. A step that clips by the configuration, too, reads the norm from here.
         self._vector[0] *= factor.square()
@@ -464,7 +470,7 @@ class StepSync:
         return [gradient for gradient in self.engine.gradients if gradient.arrived]
 
     def norm_tensor(self) -> Tensor:
-        """The norm as a scalar on the model's device; after :meth:`verdict`."""
+        """The norm as a scalar on the model's device; after :meth:`reduce_stats`."""
         assert self._vector is not None
         return rounded(self._vector[0].sqrt())
 

@@ -52,7 +52,7 @@ from zeropp.optimizer.rank_state import (
     warn_if_alone,
 )
 from zeropp.optimizer.sharded_params import Slices
-from zeropp.optimizer.step_sync import StepSync, Verdict
+from zeropp.optimizer.step_sync import StepStats, StepSync
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
@@ -288,11 +288,11 @@ class ZeroOptimizer(Optimizer):
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self.slices.take_edits(self.engine.pending)
         self.step_sync.invalidate()  # the user may have edited gradients since
-        verdict = self._decide()  # gradients held by no_sync must be in first
+        stats = self._decide()  # gradients held by no_sync must be in first
         norm = self.step_sync.norm_tensor()
         if not self.step_sync.spoiled:
             self.step_sync.accept_scaling(scale_gradients(self.engine, norm, max_norm))
-        self._show_sent(verdict)
+        self._show_sent(stats)
         return norm
 
     @torch.no_grad()
@@ -305,16 +305,18 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("grad_norms")
         if not self.engine.window.unfinished:
-            self.outcome.wait()  # of the step before: the verdict would read over it
+            self.outcome.wait()  # of the step before: the new statistics would overwrite it
             self.slices.take_edits(self.engine.pending)
-            verdict = self.step_sync.keep_verdict()
-            self._norms = gradient_norms(self.engine, verdict)
-            self._show_sent(verdict)
+            stats = self.step_sync.keep_verdict()
+            self._norms = gradient_norms(self.engine, stats)
+            self._show_sent(stats)
         return GradientNorms(self._norms)
 
-    def _show_sent(self, verdict: Verdict) -> None:
-        """Show gradients that were reduced for a verdict, such as those that no_sync() held: the user may edit them."""
-        if verdict.sent:
+    def _show_sent(self, stats: StepStats) -> None:
+        """Show gradients that were reduced for the step's statistics, such as those that no_sync() held: the user may
+        edit them.
+        """
+        if stats.sent:
             self.slices.show_arrived(self.engine.pending)
 
     @uncompiled
@@ -372,22 +374,22 @@ class ZeroOptimizer(Optimizer):
             self.engine.note_storages()
         self.slices.take_edits(self.engine.pending)
         self.step_sync.recheck()
-        verdict = self._decide()
+        stats = self._decide()
         norm = self.step_sync.norm_tensor()
         # The host has not read this sum: the device leaves the step out if a gradient is not finite.
-        left_out = self.step_sync.left_out() if verdict.late else None
+        left_out = self.step_sync.left_out() if stats.late else None
         self.step_sync.invalidate()  # a second step asks again: every rank must come to it
         self.step_sync.forget_early_edits()
         # First, since the loss scale may raise: whoever catches that finds a new window.
-        if verdict.skips:
+        if stats.skips:
             self.carried.clear()
             self.engine.window.restart()
-        self.outcome.decided(verdict)
-        if verdict.skips:
+        self.outcome.decided(stats)
+        if stats.skips:
             return loss
         if not self.config.zero_optimization.ignore_unused_parameters:
-            refuse_unused(self.engine, verdict)
-        self.slices.show_used(verdict.used)
+            refuse_unused(self.engine, stats)
+        self.slices.show_used(stats.used)
         self._steps = True
         try:
             self._update.run(norm, left_out)
@@ -403,17 +405,17 @@ class ZeroOptimizer(Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
         # Not where nothing had a gradient, as after batches that were all thrown away.
-        self.outcome.step_was_taken = any(map(any, verdict.used))
+        self.outcome.step_was_taken = any(map(any, stats.used))
         zero = self._zero_after
         self._zero_after = None
         if zero is not None:
             self.zero_grad(set_to_none=zero)
         return loss
 
-    def _decide(self) -> Verdict:
+    def _decide(self) -> StepStats:
         """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
         self.outcome.wait(stepping=True)
-        return self.step_sync.verdict(late=self._update.may_leave_out)
+        return self.step_sync.reduce_stats(late=self._update.may_leave_out)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:

@@ -266,7 +266,7 @@ def edited_after_a_look(look: str, edit: Callable[[Tensor], None], stage: int) -
                 if piece.name == "blocks.0.lin.bias":
                     piece.parameter.grad.fill_(math.nan)
         LOOKS[look](pair.optimizer)
-        if step:  # of the first step the verdict stands
+        if step:  # of the first step the step's statistics stands
             # Edits through .data are noticed where the groups have been asked for since.
             asked = step == 1 or edit is scale_down_unseen
             for group in pair.optimizer.param_groups if asked else groups:
