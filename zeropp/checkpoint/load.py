@@ -426,7 +426,7 @@ class Restore:
             load_optimizer(inner, {"state": state, "param_groups": groups})
         for parameter, found in read.items():
             self._keep_kinds(inner.state.get(parameter, {}), found, names[parameter], parameter.dtype)
-        optimizer.outcome.load(self.metadata.values["skipped_steps"], self.metadata.values.get("loss_scale"))
+        optimizer.step_result.load(self.metadata.values["skipped_steps"], self.metadata.values.get("loss_scale"))
 
     def _keep_kinds(self, state: dict[str, Any], read: dict[str, Any], name: str, dtype: torch.dtype) -> None:
         """Undo what torch makes of states that are not of the parameter's dtype when it loads them.

@@ -604,7 +604,7 @@ class Engine(nn.Module):
         for name, count in found.counts.items() if counts else ():
             setattr(self, name, count)
         if states and self.optimizer is not None:
-            self.optimizer.outcome.load(found.skipped_steps, found.loss_scale)
+            self.optimizer.step_result.load(found.skipped_steps, found.loss_scale)
         if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(found.lr_scheduler)
         if found.left_out:

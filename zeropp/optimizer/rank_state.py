@@ -31,7 +31,7 @@ from zeropp.wire.codecs import Feedback
 
 __all__ = [
     "CarriedErrors",
-    "Outcome",
+    "StepResult",
     "check_state",
     "describe_rank",
     "layout_id",
@@ -308,7 +308,7 @@ class CarriedErrors:
             feedback.fresh = False
 
 
-class Outcome:
+class StepResult:
     """The result of the last step: taken, skipped, or not known yet; and counts. See [Note: sums read late].
 
     Args:
@@ -404,8 +404,8 @@ def told(name: str) -> Any:
     """Make a property of the optimizer that waits for its last step's result and returns the attribute of that name."""
 
     def ask(optimizer: Any) -> Any:
-        optimizer.outcome.wait()
-        return getattr(optimizer.outcome, name)
+        optimizer.step_result.wait()
+        return getattr(optimizer.step_result, name)
 
     return property(ask)
 

@@ -42,7 +42,7 @@ from zeropp.optimizer.optimizer_step import GradientNorms, Update, gradient_norm
 from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
 from zeropp.optimizer.rank_state import (
     CarriedErrors,
-    Outcome,
+    StepResult,
     check_state,
     describe_rank,
     load_carried,
@@ -139,7 +139,7 @@ class ZeroOptimizer(Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._zero_by_inner))  # type: ignore[method-assign]
-        self.outcome = Outcome(self.step_sync, self.engine.reductions.loss_scale)
+        self.step_result = StepResult(self.step_sync, self.engine.reductions.loss_scale)
         self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
@@ -149,7 +149,7 @@ class ZeroOptimizer(Optimizer):
     def loss_scale(self) -> float:
         """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
         # The last step may move it, and may not be known yet: on a card its sum is read late.
-        self.outcome.wait()
+        self.step_result.wait()
         return self.engine.reductions.loss_scale.value
 
     @property
@@ -305,7 +305,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("grad_norms")
         if not self.engine.window.unfinished:
-            self.outcome.wait()  # of the step before: the new statistics would overwrite it
+            self.step_result.wait()  # of the step before: the new statistics would overwrite it
             self.slices.take_edits(self.engine.pending)
             stats = self.step_sync.keep_verdict()
             self._norms = gradient_norms(self.engine, stats)
@@ -349,7 +349,7 @@ class ZeroOptimizer(Optimizer):
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
             notify(warning)
         if not taken:
-            self.outcome.pass_over()
+            self.step_result.pass_over()
             return loss
         place = self.engine.schedule.begin_step()
         with self.engine.agreement.telling("step()", step=place):
@@ -384,7 +384,7 @@ class ZeroOptimizer(Optimizer):
         if stats.skips:
             self.carried.clear()
             self.engine.window.restart()
-        self.outcome.decided(stats)
+        self.step_result.decided(stats)
         if stats.skips:
             return loss
         if not self.config.zero_optimization.ignore_unused_parameters:
@@ -405,7 +405,7 @@ class ZeroOptimizer(Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
         # Not where nothing had a gradient, as after batches that were all thrown away.
-        self.outcome.step_was_taken = any(map(any, stats.used))
+        self.step_result.step_was_taken = any(map(any, stats.used))
         zero = self._zero_after
         self._zero_after = None
         if zero is not None:
@@ -414,7 +414,7 @@ class ZeroOptimizer(Optimizer):
 
     def _decide(self) -> StepStats:
         """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
-        self.outcome.wait(stepping=True)
+        self.step_result.wait(stepping=True)
         return self.step_sync.reduce_stats(late=self._update.may_leave_out)
 
     @uncompiled
@@ -459,7 +459,7 @@ class ZeroOptimizer(Optimizer):
                 **describe_rank(self.engine),
                 "waiting": self.slices.frozen_states(),
                 "carried": self.carried.state_dict(),
-                "skipped_steps": self.outcome.count(),
+                "skipped_steps": self.step_result.count(),
             },
         }
 
@@ -483,7 +483,7 @@ class ZeroOptimizer(Optimizer):
             load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
-        self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))
+        self.step_result.load(saved["skipped_steps"], saved.get("loss_scale"))
 
     # Memory between phases of training; see [Note: states off the device].
 
@@ -591,7 +591,7 @@ class ZeroOptimizer(Optimizer):
         """Show gradients in the groups."""
         self.slices.refuse_accumulated()
         self.step_sync.invalidate()
-        self.outcome.step_was_taken = False
+        self.step_result.step_was_taken = False
         # Nothing was reduced, so the shards have nothing new to show.
         if self.engine.reductions.holding:
             return

@@ -223,17 +223,17 @@ def asks_often() -> tuple[int, bool]:
     if dist.get_rank() == 1:
         _set_rate(optimizer)
     optimizer.step()
-    outcome, depths = optimizer.outcome, set[int]()
+    step_result, depths = optimizer.step_result, set[int]()
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
             try:
-                outcome.wait()
+                step_result.wait()
             except RuntimeError as raised:
                 depths.add(len(traceback.extract_tb(raised.__traceback__)))
-        held = weakref.ref(outcome)
-        del outcome, optimizer.outcome
+        held = weakref.ref(step_result)
+        del step_result, optimizer.step_result
         return len(depths), held() is None
     finally:
         gc.enable()

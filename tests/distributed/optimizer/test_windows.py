@@ -306,7 +306,7 @@ def observed() -> list[str]:
         if whole and not 0 < float(optimizer.clip_grad_norm_(1e9)) <= 1e-3 * (1 + 1e-6) < norm:
             wrong.append(f"{number}: norm {norm} was not clipped")
         before = list(hooks)
-        optimizer.outcome.step_was_taken = True  # of an earlier step; a failed batch would leave it so
+        optimizer.step_result.step_was_taken = True  # of an earlier step; a failed batch would leave it so
         loop.step()
         if hooks[len(before) :] != (["before", "after"] if whole else []):
             wrong.append(f"{number}: hooks {hooks[len(before) :]}")
