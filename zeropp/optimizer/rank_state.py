@@ -34,11 +34,11 @@ __all__ = [
     "StepResult",
     "check_state",
     "describe_rank",
+    "from_step_result",
     "layout_id",
     "load_carried",
     "load_main_weights",
     "load_optimizer",
-    "told",
     "warn_if_alone",
 ]
 
@@ -400,7 +400,7 @@ class StepResult:
             self.step_was_taken = taken and not found.skips
 
 
-def told(name: str) -> Any:
+def from_step_result(name: str) -> Any:
     """Make a property of the optimizer that waits for its last step's result and returns the attribute of that name."""
 
     def ask(optimizer: Any) -> Any:

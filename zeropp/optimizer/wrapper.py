@@ -45,10 +45,10 @@ from zeropp.optimizer.rank_state import (
     StepResult,
     check_state,
     describe_rank,
+    from_step_result,
     load_carried,
     load_main_weights,
     load_optimizer,
-    told,
     warn_if_alone,
 )
 from zeropp.optimizer.sharded_params import Slices
@@ -74,10 +74,10 @@ class ZeroOptimizer(Optimizer):
             its scale. Without it a change of the scale disturbs them for a step.
     """
 
-    grad_norm: float | None = told("grad_norm")
-    skipped_steps: int = told("skipped_steps")
-    step_was_skipped: bool = told("step_was_skipped")
-    step_was_taken: bool = told("step_was_taken")
+    grad_norm: float | None = from_step_result("grad_norm")
+    skipped_steps: int = from_step_result("skipped_steps")
+    step_was_skipped: bool = from_step_result("step_was_skipped")
+    step_was_taken: bool = from_step_result("step_was_taken")
 
     _steps = False  # the wrapped optimizer's step runs
     _zero_after: bool | None = None  # that has called zero_grad, with this set_to_none
