@@ -16,7 +16,7 @@ from zeropp.order import reductions
 
 # The run that shows what each wait is for.
 SHOWN_BY: dict[str, list[str]] = {
-    "stage 0": ["optimizer/step_sync.py Unread.__init__ 1", "optimizer/step_sync.py Unread.read 1"],
+    "stage 0": ["optimizer/step_sync.py PendingSum.__init__ 1", "optimizer/step_sync.py PendingSum.read_sum 1"],
     "stage 2, overlapped": [
         "access/state.py _gather_whole 1", "comm/streams.py CudaStream.run 1",
         "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
@@ -103,15 +103,15 @@ ELSEWHERE = {
     "offload/read_ahead.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
-    "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
-    "optimizer/rank_state.py StepResult.count 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/rank_state.py StepResult.pass_over 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/rank_state.py told 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/rank_state.py StepResult.count 1": "asks for a step's result: PendingSum.read_sum waits for it",
+    "optimizer/rank_state.py StepResult.pass_over 1": "asks for a step's result: PendingSum.read_sum waits for it",
+    "optimizer/rank_state.py told 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/sharded_params.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
     "optimizer/host_step.py _Slot.wait 2": "after an error",
-    "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks for a step's result: Unread.read waits for it",
-    "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks for a step's result: Unread.read waits for it",
+    "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks for a step's result: PendingSum.read_sum waits for it",
+    "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "order/reductions.py Reductions._make_room 1": "is in a loop that ends when it has waited",
     "order/reductions.py Reductions.send_strays 1": "as end_learning 1, for gradients that came late",
 }

@@ -40,10 +40,10 @@ from zeropp_kernels.reference import squared_norm
 
 __all__ = [
     "CacheChecksum",
+    "PendingSum",
     "Settings",
     "StepStats",
     "StepSync",
-    "Unread",
     "differ",
     "differ_on_device",
     "norm_of",
@@ -129,7 +129,7 @@ class StepSync:
         self.missed: list[str] = []
         self.spoiled = False
         self._edited_early = False  # edits were accepted as a backward began; late gradients may have missed them
-        self._unread: Unread | None = None
+        self._pending_sum: PendingSum | None = None
         self._vector: Tensor | None = None
         self._verdict: StepStats | None = None
         self._doubts = False  # all gradients that have arrived are in doubt
@@ -296,9 +296,9 @@ class StepSync:
         )
 
     def _sum_unread(self) -> StepStats:
-        self._unread = Unread(self._sum(self._measure_doubted(), late=True))
+        self._pending_sum = PendingSum(self._sum(self._measure_doubted(), late=True))
         if (monitor := self.engine.agreement.monitor) is not None:
-            monitor.note(self._unread, "the sum of norms and flags")
+            monitor.note(self._pending_sum, "the sum of norms and flags")
         self._go_on_late()
         return StepStats(None, [[used > 0 for used in flags] for flags in self.engine.pending.used], late=True)
 
@@ -311,7 +311,7 @@ class StepSync:
         """Other ranks have gone on without these numbers: so does this one, which has them."""
         assert self._vector is not None
         # What is wrong with them it raises where the others see it.
-        self._unread = Unread(self._vector)
+        self._pending_sum = PendingSum(self._vector)
         self._go_on_late()
         flags = self._flags(values)
         for unit, position in self.engine.pending.untold():
@@ -337,16 +337,16 @@ class StepSync:
         Raises:
             RuntimeError: the ranks did not issue the same collectives, or had other settings. They left the step out.
         """
-        if self._unread is None:
+        if self._pending_sum is None:
             return None
-        values = self._unread.read(self.engine.agreement)
+        values = self._pending_sum.read_sum(self.engine.agreement)
         self.forget_unread()  # not before: an error of a signal would take it from this rank alone
         self._check_late(values)
         return StepStats(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
 
     def forget_unread(self) -> None:
         """Drop such a sum; every rank does."""
-        self._unread = None
+        self._pending_sum = None
         self.engine.agreement.unconfirmed = False
 
     def _check_late(self, values: list[float]) -> None:
@@ -525,7 +525,7 @@ class StepSync:
     def _read(self, vector: Tensor) -> list[float]:
         """The one place that waits for numbers on the host."""
         self.reads += 1
-        return Unread(vector).read(self.engine.agreement)
+        return PendingSum(vector).read_sum(self.engine.agreement)
 
     def _unsent_units(self, values: list[float], *, late: bool = False) -> list[int]:
         self._check_in_step(values, late=late)
@@ -582,7 +582,7 @@ class StepSync:
 # Numbers on their way from the device to the host.
 
 
-class Unread:
+class PendingSum:
     """A sum over ranks, as it is when this is made.
 
     Args:
@@ -601,7 +601,7 @@ class Unread:
         else:
             self._host = vector.clone()  # it is scaled when gradients are
 
-    def read(self, agreement: Agreement) -> list[float]:
+    def read_sum(self, agreement: Agreement) -> list[float]:
         """The numbers; waits until they have come.
 
         Raises:

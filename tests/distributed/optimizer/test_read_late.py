@@ -299,7 +299,7 @@ def test_on_a_card_sums_are_read_late() -> None:
 
 def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ``torch.cuda.set_device`` another one is current, where asking makes a context of half a gigabyte."""
-    from zeropp.optimizer.step_sync import Unread
+    from zeropp.optimizer.step_sync import PendingSum
 
     current: list[torch.device] = []
     seen: list[list[torch.device]] = []
@@ -316,5 +316,5 @@ def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device", entered)
     card = torch.device("cuda", 1)
     vector = mock.Mock(device=card, to=lambda *_, **__: torch.ones(2))
-    assert Unread(vector).read(mock.Mock(wait=lambda arrives, _: arrives(5.0))) == [1.0, 1.0]
+    assert PendingSum(vector).read_sum(mock.Mock(wait=lambda arrives, _: arrives(5.0))) == [1.0, 1.0]
     assert seen == [[card], [card]] and not current

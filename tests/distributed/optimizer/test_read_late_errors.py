@@ -22,7 +22,7 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.sums_read_late import ADAM, STATIC, Leaning, backward, numbers, wrapped
 from zeropp import checkpoint
-from zeropp.optimizer.step_sync import Unread
+from zeropp.optimizer.step_sync import PendingSum
 
 
 def left_over() -> tuple[str, bool]:
@@ -249,25 +249,25 @@ def saves_after_a_loss(how: str) -> str:
     for step in range(3):
         backward(optimizer, step)
         optimizer.step()
-    agreement, read = optimizer.engine.agreement, Unread.read
+    agreement, read = optimizer.engine.agreement, PendingSum.read_sum
 
-    def in_vain(unread: Unread, _: object) -> list[float]:
+    def in_vain(unread: PendingSum, _: object) -> list[float]:
         if how == "interrupted":
             raise KeyboardInterrupt
         agreement.hang_timeout = 2.0  # it never comes
         agreement.wait(lambda seconds: False, "waiting for the sum of norms and flags")
         return []
 
-    Unread.read = in_vain  # type: ignore[method-assign]
+    PendingSum.read_sum = in_vain  # type: ignore[method-assign]
     try:
         optimizer.state_dict()
     except (KeyboardInterrupt, RuntimeError) as error:
         told = str(error)
     finally:
-        Unread.read = read  # type: ignore[method-assign]
+        PendingSum.read_sum = read  # type: ignore[method-assign]
     if how == "interrupted":
         # The sum is still there: this rank goes on with the others.
-        assert optimizer.step_sync._unread is not None and optimizer.step_was_taken
+        assert optimizer.step_sync._pending_sum is not None and optimizer.step_was_taken
     return told
 
 
