@@ -1,7 +1,8 @@
 """A backward's side of the engine: the units that it uses, and the gradients that it leaves for the optimizer.
 
 :class:`BackwardUses`, :class:`Touched` and :class:`Kept` have uses of units that no forward of their modules brackets:
-by a backward, by code outside, by forwards that repeat. :class:`Pending` knows which parameters have gradients.
+by a backward, by code outside, by forwards that repeat. :class:`PendingGradients` knows which parameters have
+gradients.
 
 [Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
 later backward uses it. Here only ranks with a slice of the parameter see the None, and others may have used it before.
@@ -31,7 +32,7 @@ from zeropp.order.schedule import Schedule
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 
-__all__ = ["TOLD_APART", "BackwardUses", "Kept", "Pending", "Touched"]
+__all__ = ["TOLD_APART", "BackwardUses", "Kept", "PendingGradients", "Touched"]
 
 
 # Uses of units.
@@ -322,7 +323,7 @@ def _trainable(unit: Unit) -> list[nn.Parameter]:
 # Gradients that wait for the optimizer.
 
 
-class Pending:
+class PendingGradients:
     """Gradients that backwards have brought since the last step, and how they are forgotten.
 
     Attributes:

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import Lanes, make_lanes
-from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Pending, Touched
+from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, PendingGradients, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return, cast_inputs
 from zeropp.engine.listener import Listener
 from zeropp.engine.preconditions import (
@@ -303,7 +303,7 @@ class Engine(GuardHandler):
         self.note_storages()
         self.phase = Phase.IDLE
         agreement.watch.on_look(self._look_for_interrupt)
-        self.pending = Pending(self.units, self._listener)
+        self.pending = PendingGradients(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.

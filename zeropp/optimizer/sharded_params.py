@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zeropp._compat import unguarded
 from zeropp.config.base import notify
-from zeropp.engine.backward import Pending
+from zeropp.engine.backward import PendingGradients
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import trial_states
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING, as_partial
@@ -392,7 +392,7 @@ class Slices:
                 if not buffer.trainable:
                     yield from zip(buffer.names, buffer.parameters, strict=True)
 
-    def take_edits(self, pending: Pending) -> bool:
+    def take_edits(self, pending: PendingGradients) -> bool:
         """Take over gradients that the user has replaced or removed since they were shown.
 
         Args:
@@ -424,7 +424,7 @@ class Slices:
             pending.learn_removed(())  # every rank has found the same
         return all(mark.shown and mark.parameter.grad is None for mark in self.markers)
 
-    def show_arrived(self, pending: Pending) -> Slice:
+    def show_arrived(self, pending: PendingGradients) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
         self._return_markers()  # a state that could not be loaded has left them away
         for part in self.stepped:
@@ -442,11 +442,11 @@ class Slices:
         for part in self._cut.get(id(parameter), []):
             part.show_gradient(False)
 
-    def _is_gone(self, part: Slice, pending: Pending) -> bool:
+    def _is_gone(self, part: Slice, pending: PendingGradients) -> bool:
         """Tell whether the user has taken a gradient away that no rank has brought since, as far as can be seen."""
         return pending.is_gone(part.unit, part.position) and not bool(part.gradient.any())
 
-    def show_zeros(self, pending: Pending) -> None:
+    def show_zeros(self, pending: PendingGradients) -> None:
         """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
         self.accumulated.clear()
         zeros = False
