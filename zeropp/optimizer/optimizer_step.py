@@ -28,13 +28,13 @@ from zeropp.optimizer.step_sync import StepStats
 from zeropp.order.refresh import portion_of
 from zeropp.params.unit import FlatBuffer
 
-__all__ = ["GradientNorms", "Update", "gradient_norms", "scale_gradients"]
+__all__ = ["GradientNorms", "OptimizerStep", "gradient_norms", "scale_gradients"]
 
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
-class Update:
+class OptimizerStep:
     """Steps what has a gradient, and lets new weights travel to where they are cached."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer, slices: Slices) -> None:
@@ -50,7 +50,7 @@ class Update:
         """True if the device can leave a step out by itself, so that the host need not know of it yet."""
         return self._host is None and may_leave_out(self._engine, self._optimizer)
 
-    def run(self, norm: Tensor, left_out: Tensor | None) -> None:
+    def run_step(self, norm: Tensor, left_out: Tensor | None) -> None:
         """Step all that has a gradient.
 
         Args:

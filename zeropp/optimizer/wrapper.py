@@ -38,7 +38,7 @@ from zeropp.optimizer.checks import (
 )
 from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload_states
-from zeropp.optimizer.optimizer_step import GradientNorms, Update, gradient_norms, scale_gradients
+from zeropp.optimizer.optimizer_step import GradientNorms, OptimizerStep, gradient_norms, scale_gradients
 from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
 from zeropp.optimizer.rank_state import (
     CarriedErrors,
@@ -127,7 +127,7 @@ class ZeroOptimizer(Optimizer):
         self.step_sync = StepSync(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
         self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_main_weights(self.engine))
-        self._update = Update(self.engine, optimizer, self.slices)
+        self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
         self.carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
@@ -392,7 +392,7 @@ class ZeroOptimizer(Optimizer):
         self.slices.show_used(stats.used)
         self._steps = True
         try:
-            self._update.run(norm, left_out)
+            self._optimizer_step.run_step(norm, left_out)
         except BaseException:
             self._zero_after = None  # no later step is to do what this one has asked for
             raise
@@ -415,7 +415,7 @@ class ZeroOptimizer(Optimizer):
     def _decide(self) -> StepStats:
         """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
         self.step_result.wait(stepping=True)
-        return self.step_sync.reduce_stats(late=self._update.may_leave_out)
+        return self.step_sync.reduce_stats(late=self._optimizer_step.may_leave_out)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:

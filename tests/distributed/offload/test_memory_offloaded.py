@@ -133,7 +133,7 @@ def states_of(optimizer: zeropp.ZeroOptimizer) -> tuple[dict[Place, int], dict[P
     """
     found: dict[Place, int] = dict.fromkeys(PLACES, 0)
     slack = found.copy()
-    host = optimizer._update._host
+    host = optimizer._optimizer_step._host
     for buffer in optimizer.engine.trainable_buffers:
         parts = [part for part in optimizer.slices.stepped if part.buffer is buffer and optimizer.state[part.parameter]]
         place = buffer.main.place

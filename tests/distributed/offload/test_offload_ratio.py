@@ -18,7 +18,7 @@ from tests.support.branching_models import apart, make_config
 from tests.support.offload_pairs import Run, compare, host_apart, run
 from tests.support.rank_pool import run_ranks
 from tests.support.small_models import MODELS
-from zeropp.optimizer.optimizer_step import Update
+from zeropp.optimizer.optimizer_step import OptimizerStep
 
 KIND = MODELS["gpt"]
 
@@ -195,13 +195,13 @@ def failing_step(ratio: float) -> list[str]:
     settings = make_config(**offload, persist=10**6, bf16={"enabled": True})
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), model, settings)
     train(model, optimizer, range(1))
-    before, plain = zeropp.full_state(model), Update._step
+    before, plain = zeropp.full_state(model), OptimizerStep._step
 
-    def fails(update: Update) -> None:
+    def fails(update: OptimizerStep) -> None:
         plain(update)
         raise ValueError("of the optimizer's own")
 
-    with mock.patch.object(Update, "_step", fails), pytest.raises(ValueError, match="of the optimizer's own"):
+    with mock.patch.object(OptimizerStep, "_step", fails), pytest.raises(ValueError, match="of the optimizer's own"):
         train(model, optimizer, range(1, 2))
     after, used = zeropp.full_state(model), dict[str, Tensor]()
     assert any(not torch.equal(after[name], value) for name, value in before.items()), "some have been stepped"
