@@ -1,7 +1,7 @@
 """The update of weights in a step that is taken, the norms that it clips by, and the results of steps.
 
 The wrapped optimizer steps on the device, or the host's cores do (`zeropp.optimizer.host_step`). Where weights that are
-cached between uses have to travel after a step, the wrapped optimizer is called portion by portion, so that the first
+cached between uses have to travel after a step, the wrapped optimizer is called chunk by chunk, so that the first
 new weights are on their way while the last are computed. That takes an optimizer known to treat each parameter by
 itself: parameters without a gradient are passed over, as torch's optimizers do.
 """
@@ -25,7 +25,7 @@ from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.sharded_params import Slice, Slices
 from zeropp.optimizer.step_sync import StepStats
-from zeropp.order.refresh import portion_of
+from zeropp.order.refresh import chunk_of
 from zeropp.params.unit import FlatBuffer
 
 __all__ = ["GradientNorms", "OptimizerStep", "gradient_norms", "scale_gradients"]
@@ -67,8 +67,8 @@ class OptimizerStep:
                 self._engine.weights_changed(self._engine.trainable_buffers, stepped=True, for_now=later)
             return
         with clipping(self._engine, self._optimizer, norm, self._max_norm, left_out):
-            step_by_portions(
-                choose_portions(self._engine, self._slices.stepped, elementwise=self._elementwise),
+            step_by_chunks(
+                choose_chunks(self._engine, self._slices.stepped, elementwise=self._elementwise),
                 self._step,
                 lambda buffers: self._changed(buffers, for_now=later),
             )
@@ -126,77 +126,77 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True)
-class Portion:
+class StepChunk:
     """Slices that are stepped in one call, and the buffers that have new weights after it."""
 
     slices: list[Slice]
     buffers: list[FlatBuffer]
 
 
-def choose_portions(engine: Engine, slices: Sequence[Slice], *, elementwise: bool) -> list[Portion]:
+def choose_chunks(engine: Engine, slices: Sequence[Slice], *, elementwise: bool) -> list[StepChunk]:
     """Units in the order of the next forward: one, one, two, four, ...; all at once where little travels after a step.
 
     All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
     rank but for the slices.
     """
     # The first unit that forward wants goes alone: it travels while the others are stepped. Later ones have time, and
-    # every portion costs a call of step().
+    # every chunk costs a call of step().
     units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable_buffers]
     buffers = engine.trainable_buffers
     travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
     # Several calls of a fused step cost more than one: they pay only where something is hidden behind them.
     little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
     if little or engine.refresh.is_put_off or not elementwise:
-        return [Portion(list(slices), engine.trainable_buffers)]
+        return [StepChunk(list(slices), engine.trainable_buffers)]
     by_unit: dict[int, list[Slice]] = {}
     for part in slices:
         by_unit.setdefault(part.unit, []).append(part)
-    portions = []
-    for _, numbered in groupby(enumerate(units), lambda each: portion_of(each[0])):
+    chunks = []
+    for _, numbered in groupby(enumerate(units), lambda each: chunk_of(each[0])):
         chosen = [unit for _, unit in numbered]
         found = [part for unit in chosen for part in by_unit.get(unit.index, [])]
-        portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
+        chunks.append(StepChunk(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
     # A stand-in, which belongs to no unit.
-    portions[0].slices.extend(by_unit.get(-1, []))
-    return portions
+    chunks[0].slices.extend(by_unit.get(-1, []))
+    return chunks
 
 
-def step_by_portions(
-    portions: Sequence[Portion], step: Callable[[], None], changed: Callable[[Sequence[FlatBuffer]], None]
+def step_by_chunks(
+    chunks: Sequence[StepChunk], step: Callable[[], None], changed: Callable[[Sequence[FlatBuffer]], None]
 ) -> None:
-    """Step portion by portion.
+    """Step chunk by chunk.
 
     Args:
-        portions: all there is to step.
+        chunks: all there is to step.
         step: of the optimizer, over what has a gradient.
         changed: told of buffers with new weights; of all that are left if a step fails, which may have changed them.
     """
-    waiting = list(portions)
+    waiting = list(chunks)
     # torch's optimizers pass over parameters whose .grad is None: so one portion is stepped, and the groups stay
     # whole.
-    gradients = [(part.parameter, part.parameter.grad) for portion in portions for part in portion.slices]
+    gradients = [(part.parameter, part.parameter.grad) for chunk in chunks for part in chunk.slices]
     try:
-        if len(portions) > 1:
+        if len(chunks) > 1:
             for parameter, _ in gradients:
                 parameter.grad = None
         own = iter(gradients)
-        for portion in portions:
-            shown = [next(own) for _ in portion.slices]
+        for chunk in chunks:
+            shown = [next(own) for _ in chunk.slices]
             for parameter, gradient in shown:
                 parameter.grad = gradient
             step()
-            if len(portions) > 1:
+            if len(chunks) > 1:
                 for parameter, _ in shown:
                     parameter.grad = None
             # Only after the step: one that fails half-way may have changed weights, and they are told of below.
-            waiting.remove(portion)
-            changed(portion.buffers)
+            waiting.remove(chunk)
+            changed(chunk.buffers)
     finally:
         # Gradients stay until zero_grad(), as in torch, also after an error.
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for portion in waiting:
-            changed(portion.buffers)
+        for chunk in waiting:
+            changed(chunk.buffers)
 
 
 def begin_momentum(optimizer: Optimizer, markers: int) -> list[list[nn.Parameter]]:

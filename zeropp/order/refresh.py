@@ -22,13 +22,13 @@ from zeropp.order.schedule import Schedule
 from zeropp.params.unit import FlatBuffer, Unit
 from zeropp.params.wire_copy import Source
 
-__all__ = ["Refresh", "portion_of"]
+__all__ = ["Refresh", "chunk_of"]
 
 _REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
 
 
-def portion_of(position: int) -> int:
-    """The number of a unit's portion: one unit, one, two, four, ... are stepped and renewed at a time.
+def chunk_of(position: int) -> int:
+    """The number of a unit's chunk: one unit, one, two, four, ... are stepped and renewed at a time.
 
     Args:
         position: among trainable units, in the order of the next forward.
@@ -94,14 +94,14 @@ class Refresh:
             yield from (buffer.source for buffer in unit.trainable_buffers if buffer.source is not None)
 
     def start(self) -> None:
-        """Start renewing all that is stale, portion by portion; so a rank may start several at once, and others not."""
+        """Start renewing all that is stale, chunk by chunk; so a rank may start several at once, and others not."""
         self.is_put_off = False
-        # Portions double, so that the first units travel at once and the last cost few agreements.
+        # Chunks double, so that the first units travel at once and the last cost few agreements.
         position, stale = 0, []
-        # Counted over all trainable units, stale or not: so these are the portions of a step, too.
+        # Counted over all trainable units, stale or not: so these are the chunks of a step, too.
         for unit in self._schedule.in_forward_order():
             if unit.stale:
-                stale.append((portion_of(position), unit))
+                stale.append((chunk_of(position), unit))
             position += bool(unit.trainable_buffers)
         for _, numbered in groupby(stale, lambda each: each[0]):
             self._start([unit for _, unit in numbered])
