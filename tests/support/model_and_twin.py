@@ -55,7 +55,7 @@ class Both(Pair):
     def backward(self, *routes: object) -> float:
         for _ in range(self.micros):
             loss = super().backward(*routes)
-            if self.optimizer.engine.window.unfinished:
+            if self.optimizer.engine.accumulation.unfinished:
                 self.optimizer.step()
         return loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.engine.engine import Window
+from zeropp.engine.engine import GradAccumulation
 
 
 def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
@@ -12,7 +12,7 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
 
     Returns one letter for each s and z: T a step that is taken, z gradients that are forgotten, "." neither.
     """
-    window, said = Window(steps, managed=managed), ""
+    window, said = GradAccumulation(steps, managed=managed), ""
     for call in calls.replace(" ", ""):
         if call in "fp":
             window.note_forward("" if call == "f" else "head")
@@ -70,7 +70,7 @@ def test_where_every_step_is_taken() -> None:
 )
 def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
     """Asked before the backward begins."""
-    window = Window(4, managed=True)
+    window = GradAccumulation(4, managed=True)
     for call in calls:
         window.note_forward("") if call == "f" else window.note_backward()
     if not calls.endswith("f"):
@@ -80,7 +80,7 @@ def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
 
 
 def test_what_is_said() -> None:
-    window, said = Window(4, managed=True), []
+    window, said = GradAccumulation(4, managed=True), []
     for call in "fbsfbsfbfbs":
         if call == "s":
             window.ask()
@@ -91,7 +91,7 @@ def test_what_is_said() -> None:
     assert first is not None and "after 1 of gradient_accumulation_steps 4" in first and "step_was_taken" in first
     assert second is None, "said twice"
     assert third is None, "the window is whole"
-    window = Window(4, managed=True)
+    window = GradAccumulation(4, managed=True)
     for call in "fbsfbfb":
         if call == "s":
             window.ask()
@@ -108,7 +108,7 @@ def test_what_is_said() -> None:
 )
 def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, divided: bool, said: bool) -> None:
     """If losses were divided by the smaller number. A caller who divides them himself may do as he likes."""
-    window = Window(steps, managed=True)
+    window = GradAccumulation(steps, managed=True)
     told = []
     for _ in range(2):
         for _ in range(count):

@@ -65,7 +65,7 @@ def accumulate(
     """
     engine = _engine_of(model)
     pairs, order = _agree(engine, lambda: _check(engine, model, micro_batches, loss_fn, stages))
-    window, targets = engine.window, [target for _, target in pairs]
+    window, targets = engine.accumulation, [target for _, target in pairs]
     divisor = window.steps if window.steps > 1 else len(pairs)
     losses: list[Tensor] = []
 
@@ -162,7 +162,7 @@ def _check(
             )
     if not pairs:
         raise ValueError("accumulate got no micro-batches; expected one or more pairs (inputs, target)")
-    steps, count = engine.window.steps, engine.window.count
+    steps, count = engine.accumulation.steps, engine.accumulation.count
     if steps > 1 and count + len(pairs) > steps:
         raise ValueError(
             f"accumulate got {len(pairs)} micro-batches, and the window of gradient_accumulation_steps {steps} has "

@@ -689,7 +689,7 @@ def begin(
         background.meet_anew()
     checks, meeting = Checksums.common(names), EngineMeeting(engine)
     collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)
-    refused = 0 if in_window else engine.window.count
+    refused = 0 if in_window else engine.accumulation.count
     found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)
     shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
     attempt = Attempt(target, token, found, checks, file_nbytes, shown, completed)

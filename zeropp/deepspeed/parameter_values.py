@@ -236,7 +236,7 @@ def _has_gradient(place: _Place) -> bool:
     """Tell whether any rank has a gradient of the parameter; complete afterwards."""
     if place.optimizer is None or not place.buffer.trainable:
         return False
-    if place.engine.window.unfinished:
+    if place.engine.accumulation.unfinished:
         raise RuntimeError(
             f"the gradient of {place.name!r} was asked for inside a window of micro-batches, where its sum is not "
             "complete; ask after the last one, before step()"

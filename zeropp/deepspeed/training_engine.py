@@ -197,14 +197,14 @@ class Engine(nn.Module):
                 "step() was called inside coalesce_grad_reduction() or no_sync(); call it after the block"
             )
         self._applied = False
-        if self.core.window.call():
+        if self.core.accumulation.call():
             self._take_step(optimizer, lr_kwargs)
         # Whether or not it has stepped: scripts print it. Where windows end does not depend on it, as it would no
         # longer fit once the number of ranks, or of micro-batches, is another.
         self.micro_steps += 1
 
     def _take_step(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
-        count = self.core.window.count
+        count = self.core.accumulation.count
         # Now: it ends where the caller says, however many micro-batches have come.
         try:
             optimizer.step(now=True)
@@ -241,7 +241,7 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the ``step()`` that follows steps the optimizer."""
-        return self._managed and self.core.window.at_boundary
+        return self._managed and self.core.accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say, before a forward, whether its micro-batch is the last before a step; until it is said otherwise.
@@ -255,7 +255,7 @@ class Engine(nn.Module):
                 "every step() is a boundary; set it to true, or leave the call out"
             )
         # Until the caller takes it back, which DeepSpeed's does not offer, either.
-        self.core.window.force(bool(is_boundary))
+        self.core.accumulation.force(bool(is_boundary))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -324,7 +324,7 @@ class Engine(nn.Module):
     def _set_batch(self, train: int, micro: int, steps: int) -> None:
         # First, since it may refuse; sizes here must not say otherwise then.
         if self.optimizer is not None:
-            self.optimizer.engine.window.resize(steps)
+            self.optimizer.engine.accumulation.resize(steps)
         self.batch = (train, micro, steps)
 
     @property
@@ -675,7 +675,7 @@ class Engine(nn.Module):
         make_executable(dst)
 
     def _warn_of_window(self, name: str) -> None:
-        if (engine := engine_of(self.module)).window.count > 0 and engine.comm.rank == 0:
+        if (engine := engine_of(self.module)).accumulation.count > 0 and engine.comm.rank == 0:
             notify(
                 f"the checkpoint {name!r} is saved inside a window of micro-batches, whose gradients are not in it; "
                 "whoever resumes begins the window again"

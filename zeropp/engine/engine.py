@@ -12,9 +12,9 @@ gradients that earlier backwards hold stay held.
 ``step()``; another, as with DeepSpeed, calls ``step()`` after each of them and expects all but every Nth call to do
 nothing. The calls tell them apart: a micro-batch that no ``step()`` follows is the mark of a caller that accumulates by
 itself. Such a caller owns the boundary: every ``step()`` is taken, also in a window that the end of the data cuts
-short. A training engine asks by :meth:`Window.call`: there it is calls of ``step()`` that are counted, whatever was
-computed between them, unless the caller says where a window ends. All of it is decided by calls that every rank makes
-alike, so ranks agree without an exchange.
+short. A training engine asks by :meth:`GradAccumulation.call`: there it is calls of ``step()`` that are counted,
+whatever was computed between them, unless the caller says where a window ends. All of it is decided by calls that every
+rank makes alike, so ranks agree without an exchange.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from zeropp.params.gradient import Gradient, LossScale
 from zeropp.params.guard import GuardHandler, handler_of
 from zeropp.params.unit import FlatBuffer, Unit, UnitState
 
-__all__ = ["Engine", "Window", "engine_of"]
+__all__ = ["Engine", "GradAccumulation", "engine_of"]
 
 
-class Window:
+class GradAccumulation:
     """Counts micro-batches: all backwards since the last forward of the root that recorded a graph are one.
 
     So are those since a ``step()`` that did nothing: whoever calls it after each micro-batch has said where one ends.
@@ -237,7 +237,7 @@ class Engine(GuardHandler):
         maker: makes flat buffers for parameters that move.
         units: the model's, indexed in order.
         device: where the model lives.
-        window: counts micro-batches.
+        accumulation: counts micro-batches.
         listener: to tell what becomes of gradients, for as long as it lives.
         limits: bounds of the prefetch plan.
         loss_scale: and with it the factor on summed gradients.
@@ -272,7 +272,7 @@ class Engine(GuardHandler):
         maker: BufferMaker,
         units: Sequence[Unit],
         device: torch.device,
-        window: Window,
+        accumulation: GradAccumulation,
         listener: Listener,
         *,
         limits: Limits,
@@ -289,7 +289,7 @@ class Engine(GuardHandler):
         self.units = tuple(units)
         self.persistent = [unit for unit in self.units if unit.persistent]
         self.device = device
-        self.window = window
+        self.accumulation = accumulation
         self.input_dtype = input_dtype
         self.issued = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
@@ -419,10 +419,10 @@ class Engine(GuardHandler):
             refuse_compiled_autograd()
             if (listener := self.listener) is not None:
                 listener.graph_begins()
-            self.window.note_forward(hooked.path)
+            self.accumulation.note_forward(hooked.path)
             self._expect_boundary()
             outstanding = [*([] if self._since else self._outstanding), key]
-            if self.window.root_runs:
+            if self.accumulation.root_runs:
                 # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
                 outstanding = [each for each in outstanding if not (each[1] and self.schedule.known.note_silent(each))]
             self.schedule.repeats |= len(outstanding) > 1
@@ -516,7 +516,7 @@ class Engine(GuardHandler):
         if not trains:
             return
         self._since += 1
-        self.window.note_backward()
+        self.accumulation.note_backward()
         if (listener := self.listener) is not None:
             listener.backward_ended()
 
@@ -535,7 +535,7 @@ class Engine(GuardHandler):
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
-        self.reductions.last = self._trains and (self.window.closing or not self.mode.sums)
+        self.reductions.last = self._trains and (self.accumulation.closing or not self.mode.sums)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         # Which units a backward comes to follows from the forwards that it may go back through, and from how many
@@ -629,7 +629,7 @@ class Engine(GuardHandler):
         self.phase = Phase.IDLE
         self._trains = True
         if failed is Phase.BACKWARD:
-            self.window.note_failure()
+            self.accumulation.note_failure()
         if self.agreement.lost is not None:
             return  # there is no next step, and nothing to wait for
         self.schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
@@ -730,7 +730,7 @@ class Engine(GuardHandler):
 
     def zero_grad(self, *, set_to_none: bool = True, now: bool = False) -> None:
         """Forget gradients or set them to zero; unless ``now``, not in a window whose ``step()`` did nothing."""
-        if now or not self.window.keeps_gradients:
+        if now or not self.accumulation.keeps_gradients:
             if not set_to_none:  # the host may be stepping with them, and they may be off the device
                 self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=["lp_grads"])
                 if (listener := self.listener) is not None:

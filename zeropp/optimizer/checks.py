@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.config import Config
-from zeropp.engine.engine import Engine, Window
+from zeropp.engine.engine import Engine, GradAccumulation
 from zeropp.optimizer.step_sync import StepStats
 
 __all__ = [
@@ -367,7 +367,7 @@ class UnusedParameterError(RuntimeError, AssertionError):
     """Trained parameters had no gradient anywhere; DeepSpeed raises an AssertionError then."""
 
 
-def refuse_scaler(window: Window) -> None:
+def refuse_scaler(window: GradAccumulation) -> None:
     """Refuse torch's GradScaler inside an unfinished window: it would unscale a part of the gradients, and then again.
 
     All that it does to an optimizer before ``step()`` is to look at ``param_groups``, so that is where it is met.

@@ -171,7 +171,7 @@ class ZeroOptimizer(Optimizer):
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
         # Also in an unfinished window that step(now=True) ends: it is divided as if it were whole.
-        steps = self.engine.window.steps
+        steps = self.engine.accumulation.steps
         return self.engine.reductions.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
 
     @uncompiled
@@ -186,7 +186,7 @@ class ZeroOptimizer(Optimizer):
         refuse_compiled_autograd()
         # Outside of the try: an error here is no error of the backward.
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
-        self.engine.window.divided |= scale_wrt_gas
+        self.engine.accumulation.divided |= scale_wrt_gas
         try:
             scaled.backward(retain_graph=retain_graph)
         except Exception as error:
@@ -207,8 +207,8 @@ class ZeroOptimizer(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups."""
         # Before step(), GradScaler looks at nothing of an optimizer but its groups, so this is where it is refused.
-        if self.engine.window.unfinished:
-            refuse_scaler(self.engine.window)
+        if self.engine.accumulation.unfinished:
+            refuse_scaler(self.engine.accumulation)
         # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
         self.step_sync.doubt()
         return self.inner.param_groups
@@ -284,7 +284,7 @@ class ZeroOptimizer(Optimizer):
             Norm before clipping, a scalar on the model's device; where nothing was touched the last step's, or 0.
         """
         self.engine.require_idle("clip_grad_norm_")
-        if self.engine.window.unfinished and not now:
+        if self.engine.accumulation.unfinished and not now:
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self.slices.take_edits(self.engine.pending)
         self.step_sync.invalidate()  # the user may have edited gradients since
@@ -304,7 +304,7 @@ class ZeroOptimizer(Optimizer):
         waits for it. Inside an unfinished window they are those of the last time.
         """
         self.engine.require_idle("grad_norms")
-        if not self.engine.window.unfinished:
+        if not self.engine.accumulation.unfinished:
             self.step_result.wait()  # of the step before: the new statistics would overwrite it
             self.slices.take_edits(self.engine.pending)
             stats = self.step_sync.keep_verdict()
@@ -337,7 +337,7 @@ class ZeroOptimizer(Optimizer):
         Raises:
             RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
         """
-        window = self.engine.window
+        window = self.engine.accumulation
         loss = None
         if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
             loss = torch.enable_grad()(closure)()
@@ -383,7 +383,7 @@ class ZeroOptimizer(Optimizer):
         # First, since the loss scale may raise: whoever catches that finds a new window.
         if stats.skips:
             self.carried.clear()
-            self.engine.window.restart()
+            self.engine.accumulation.restart()
         self.step_result.decided(stats)
         if stats.skips:
             return loss
@@ -403,7 +403,7 @@ class ZeroOptimizer(Optimizer):
         self.slices.show_markers(True)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
-        self.engine.window.restart()
+        self.engine.accumulation.restart()
         # Not where nothing had a gradient, as after batches that were all thrown away.
         self.step_result.step_was_taken = any(map(any, stats.used))
         zero = self._zero_after
@@ -437,7 +437,7 @@ class ZeroOptimizer(Optimizer):
         if self._steps:  # a class may call it at the end of its step, which runs for a part of the slices at a time
             self._zero_after = set_to_none
             return False
-        if self.engine.window.keeps_gradients:
+        if self.engine.accumulation.keeps_gradients:
             return False
         self.zero_grad(set_to_none=set_to_none)
         return True
@@ -579,7 +579,7 @@ class ZeroOptimizer(Optimizer):
         """Gradients may have been edited since the last one."""
         refuse_retired(self.engine, "backward")
         self.slices.refuse_accumulated()
-        window = self.engine.window
+        window = self.engine.accumulation
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
             self._forget_removed()
@@ -597,7 +597,7 @@ class ZeroOptimizer(Optimizer):
             return
         shown = self.slices.show_arrived(self.engine.pending)
         # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
-        if not self.engine.window.unfinished:
+        if not self.engine.accumulation.unfinished:
             self.step_sync.spread_overflow(shown.gradient, shown.source)
 
     def _forget_removed(self) -> None:
@@ -609,7 +609,7 @@ class ZeroOptimizer(Optimizer):
         kept = {part.source for part in self.slices.stepped if part.shown and part.source is not None}
         self.engine.pending.forget_removed(kept)
         self.step_sync.forget_early_edits()
-        if self.engine.window.count:
+        if self.engine.accumulation.count:
             self.carried.clear()
 
     @torch.no_grad()
@@ -625,9 +625,9 @@ class ZeroOptimizer(Optimizer):
         """A new window begins, with nothing to show."""
         self.step_sync.invalidate()
         self.step_sync.forget_early_edits()
-        if self.engine.window.count:
+        if self.engine.accumulation.count:
             self.carried.clear()  # no step has taken what went with these gradients
-        self.engine.window.restart()
+        self.engine.accumulation.restart()
         self.engine.reductions.loss_scale.forget()
         self.slices.show_zeros(self.engine.pending)
 

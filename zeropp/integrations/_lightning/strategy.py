@@ -157,7 +157,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         """Follow a callback that changes ``accumulate_grad_batches`` between two windows."""
         engine, steps = self.engine, self.lightning_module.trainer.accumulate_grad_batches
         assert engine is not None  # of setup
-        if steps != engine.gradient_accumulation_steps() and not engine.core.window.count:
+        if steps != engine.gradient_accumulation_steps() and not engine.core.accumulation.count:
             micro = engine.train_micro_batch_size_per_gpu() or 1
             engine.set_train_batch_size(micro * steps * engine.dp_world_size)
 
