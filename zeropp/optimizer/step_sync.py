@@ -46,9 +46,9 @@ __all__ = [
     "StepSync",
     "differ",
     "differ_on_device",
+    "encode_hash",
     "norm_of",
     "rounded",
-    "spread",
     "square_over",
 ]
 
@@ -502,8 +502,8 @@ class StepSync:
     def _assemble(self, edited: Tensor, exact: bool, late: bool) -> Tensor:
         engine = self.engine
         settings = self._settings.code()
-        flags: list[float] = [*spread(engine.issued.value)]
-        flags += spread(settings) if isinstance(settings, int) else [0.0] * 3
+        flags: list[float] = [*encode_hash(engine.issued.value)]
+        flags += encode_hash(settings) if isinstance(settings, int) else [0.0] * 3
         flags.append(late + _MISSED * bool(self.missed))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
@@ -519,7 +519,7 @@ class StepSync:
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
             # Settings that live on a card are hashed there: to read them would be a second wait for the device.
-            vector[_SETTINGS] = torch.stack(spread(settings)).to(vector)
+            vector[_SETTINGS] = torch.stack(encode_hash(settings)).to(vector)
         return vector
 
     def _read(self, vector: Tensor) -> list[float]:
@@ -732,13 +732,13 @@ _Code = TypeVar("_Code", int, Tensor)
 _SQUARE_HALF = 4096
 
 
-def spread(code: _Code) -> list[_Code]:
+def encode_hash(code: _Code) -> list[_Code]:
     """A hash of 24 bits, and its square in two halves, to be summed over ranks in float64; [Note: equality by sums]."""
     return [code, code * code // _SQUARE_HALF, code * code % _SQUARE_HALF]
 
 
 def differ(sums: Sequence[float], world: int) -> bool:
-    """Tell whether ranks have different hashes, from the sums of :func:`spread` over ``world`` ranks."""
+    """Tell whether ranks have different hashes, from the sums of :func:`encode_hash` over ``world`` ranks."""
     # In Python's integers, which do not round.
     total = int(sums[0])
     squares = int(sums[1]) * _SQUARE_HALF + int(sums[2])

@@ -19,7 +19,7 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.sums_read_late import ADAM, STATIC, Leaning, backward, numbers, wrapped
-from zeropp.optimizer.step_sync import differ, differ_on_device, spread
+from zeropp.optimizer.step_sync import differ, differ_on_device, encode_hash
 
 
 def alike(settings: dict[str, object], poisoned: int | None, by_hand: bool) -> list[str]:
@@ -282,7 +282,7 @@ def random_hashes() -> Iterator[tuple[list[int], int]]:
 
 def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
     for codes, world in random_hashes():
-        sums = torch.tensor([spread(code) for code in codes], dtype=torch.float64).sum(0)
+        sums = torch.tensor([encode_hash(code) for code in codes], dtype=torch.float64).sum(0)
         apart = len(set(codes)) > 1
         assert differ(sums.tolist(), world) is apart and bool(differ_on_device(sums, world)) is apart
 
