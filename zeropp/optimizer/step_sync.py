@@ -41,9 +41,9 @@ from zeropp_kernels.reference import squared_norm
 __all__ = [
     "CacheChecksum",
     "PendingSum",
-    "Settings",
     "StepStats",
     "StepSync",
+    "SyncedSettings",
     "differ",
     "differ_on_device",
     "encode_hash",
@@ -93,7 +93,7 @@ class StepStats:
         return self.checked and self.norm is not None and not math.isfinite(self.norm)
 
 
-class Settings(Protocol):
+class SyncedSettings(Protocol):
     """Numbers that every rank steps with, seen from here."""
 
     def code(self) -> int | Tensor:
@@ -118,7 +118,7 @@ class StepSync:
         missed: names of parameters; some of them were edited on this rank, and a forward has computed without the edit.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: SyncedSettings) -> None:
         self.engine = engine
         self._settings = settings
         self.reads = 0
