@@ -20,7 +20,7 @@ from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.storage_tiers import Place
 from zeropp.optimizer import host_step
-from zeropp.optimizer.fused import Rule, Settings, SliceStep, rule_of
+from zeropp.optimizer.fused import Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.host_step import BufferStep, Cores, Tiles, step_slices
 from zeropp.params.unit import FlatBuffer
 
@@ -75,7 +75,13 @@ def streams() -> Iterator[tuple[ThreadStream, ThreadStream]]:
 
 
 def job_of(
-    rule: Rule, settings: Settings, main: LateRow, grad: LateRow, states: dict[str, LateRow], first: int, done: int
+    rule: Rule,
+    settings: SettingsSnapshot,
+    main: LateRow,
+    grad: LateRow,
+    states: dict[str, LateRow],
+    first: int,
+    done: int,
 ) -> BufferStep:
     """A step of what is not the device's, which has ``first`` elements, after so many steps."""
     homes = SimpleNamespace(device_numel=first)

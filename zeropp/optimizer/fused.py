@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from zeropp._compat import fused_adagrad, fused_adam, fused_adamw, fused_sgd
 
-__all__ = ["CUT", "Rule", "Settings", "SliceStep", "rule_of"]
+__all__ = ["CUT", "Rule", "SettingsSnapshot", "SliceStep", "rule_of"]
 
 CUT = 256
 """Chunks of a tensor begin at multiples of this many elements: whole vectors, and whole cache lines, of any dtype."""
@@ -29,7 +29,7 @@ _BEYOND = ("differentiable", "capturable")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SettingsSnapshot:
     """A parameter group's settings at one moment, as plain numbers; later edits of the group change nothing here.
 
     Attributes:
@@ -60,7 +60,7 @@ class SliceStep:
     param: Tensor
     grad: Tensor
     states: Mapping[str, Tensor]
-    settings: Settings
+    settings: SettingsSnapshot
     step: float
     grad_scale: Tensor | None = None
 
@@ -71,7 +71,7 @@ class Rule(ABC):
     _floats: tuple[str, ...]
     _flags: tuple[str, ...]
 
-    def snapshot(self, group: Mapping[str, Any]) -> Settings:
+    def snapshot(self, group: Mapping[str, Any]) -> SettingsSnapshot:
         """Settings of a parameter group now. The host waits for those that are tensors on a card.
 
         Args:
@@ -84,17 +84,17 @@ class Rule(ABC):
             numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
         # torch counts in its default dtype, and in float32 for a step that is fused.
         double = not group.get("fused") and torch.get_default_dtype() == torch.float64
-        return Settings(
+        return SettingsSnapshot(
             MappingProxyType(numbers),
             bool(group.get("decoupled_weight_decay")),
             torch.float64 if double else torch.float32,
         )
 
     @abstractmethod
-    def states(self, settings: Settings) -> tuple[str, ...]:
+    def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         """Names of the states that have one value an element."""
 
-    def check(self, settings: Settings, state: Mapping[str, Any]) -> None:
+    def check(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
         """Make sure that a parameter can be stepped.
 
         Args:
@@ -112,7 +112,7 @@ class Rule(ABC):
             )
 
     @abstractmethod
-    def begin(self, settings: Settings, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         """Begin a step of one parameter: make its states where they are missing, and count the step in them.
 
         Afterwards ``state`` has the keys and dtypes that torch's optimizer leaves after a step.
@@ -141,11 +141,11 @@ class _Adam(Rule):
     _floats = ("lr", "weight_decay", "eps")
     _flags = ("amsgrad", "maximize")
 
-    def states(self, settings: Settings) -> tuple[str, ...]:
+    def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         moments = ("exp_avg", "exp_avg_sq")
         return (*moments, "max_exp_avg_sq") if settings.numbers["amsgrad"] else moments
 
-    def begin(self, settings: Settings, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         names = self.states(settings)
         if not state:
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")
@@ -169,13 +169,13 @@ class _SGD(Rule):
     _floats = ("lr", "weight_decay", "momentum", "dampening")
     _flags = ("nesterov", "maximize")
 
-    def states(self, settings: Settings) -> tuple[str, ...]:
+    def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         return ("momentum_buffer",) if settings.numbers["momentum"] else ()
 
-    def check(self, settings: Settings, state: Mapping[str, Any]) -> None:
+    def check(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
         """A buffer is made whenever momentum is set."""
 
-    def begin(self, settings: Settings, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         # torch's SGD counts no steps: the first one is that without a buffer. None is what older ones have saved.
         # Momentum may be set later, so this need not be the first step of training.
         if not settings.numbers["momentum"] or state.get("momentum_buffer") is not None:
@@ -198,10 +198,10 @@ class _Adagrad(Rule):
     def __init__(self, initial: float) -> None:
         self._initial = initial
 
-    def states(self, settings: Settings) -> tuple[str, ...]:
+    def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         return ("sum",)
 
-    def begin(self, settings: Settings, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         # torch makes them with the optimizer, but those of groups added later when it steps.
         if not state:
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")

@@ -40,7 +40,7 @@ from zeropp.engine.engine import Engine
 from zeropp.offload import storage_tiers
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
-from zeropp.optimizer.fused import CUT, Rule, Settings, SliceStep, rule_of
+from zeropp.optimizer.fused import CUT, Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.sharded_params import Slice, Slices
 from zeropp.order.refresh import Refresh
 from zeropp.params.gradient import Gradient
@@ -83,7 +83,7 @@ class HostStep:
         """Tell whether the host has a step of its own for this optimizer; a change of its settings may change that."""
         return rule_of(self._optimizer) is not None
 
-    def take_settings(self, slices: Sequence[Slice]) -> list[Settings]:
+    def take_settings(self, slices: Sequence[Slice]) -> list[SettingsSnapshot]:
         """Settings of each group as they are now, by which all of the host's part can be stepped.
 
         Raises:
@@ -101,7 +101,9 @@ class HostStep:
         return taken
 
     @torch.no_grad()
-    def start(self, slices: Sequence[Slice], taken: Sequence[Settings], divisor: Tensor | None, *, waits: bool) -> None:
+    def start(
+        self, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None, *, waits: bool
+    ) -> None:
         """Queue a step of every slice that shows a gradient.
 
         Args:
@@ -148,7 +150,7 @@ class HostStep:
             tiles.run(others)
 
     def _decide(
-        self, rule: Rule, slices: Sequence[Slice], taken: Sequence[Settings], divisor: Tensor | None
+        self, rule: Rule, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None
     ) -> dict[FlatBuffer, BufferStep]:
         """The parts of each buffer that are to be stepped, with everything as it is now."""
         chosen = {id(part.parameter): part for part in slices}
