@@ -154,7 +154,7 @@ class FlatBuffer:
         bump_versions(self.parameters, self._noted_version)
         self.hide()
         if not shared:
-            self.shrink()
+            self.free_storage()
 
     def _take_piece(self, whole: Tensor) -> Row:
         """This rank's shard of whole values."""
@@ -228,9 +228,9 @@ class FlatBuffer:
         """Identity of the gathered buffer's storage, the same as long as the engine lives."""
         return storage_id(self.flat)
 
-    # Values: grow, gather, expose; hide, shrink.
+    # Values: alloc_storage, gather, unshard; guard_values, free_storage.
 
-    def grow(self) -> None:
+    def alloc_storage(self) -> None:
         """Allocate memory for the values, if there is none."""
         # Resized and not replaced, as FSDP2 does: see [Note: storage].
         storage = self.flat.untyped_storage()
@@ -404,7 +404,7 @@ class FlatBuffer:
         guard([parameter])
         return value
 
-    def shrink(self) -> None:
+    def free_storage(self) -> None:
         """Free the memory of the values; every reader must be done."""
         self.flat.untyped_storage().resize_(0)
 
@@ -618,7 +618,7 @@ class Unit:
         # ``release`` frees on the same lane. See [Note: memory on several streams].
         home = lanes.stream(path.links[0])
         for buffer in self.buffers:
-            home.allocate(buffer.grow)
+            home.allocate(buffer.alloc_storage)
         # Gathers read what refreshes write, on other lanes; or where nothing is cached, what is being stepped.
         after = self._stepped if self._refreshed is None else self._refreshed
         return Work(path.links, [buffer.gather(after) for buffer in self.buffers], after=after)
@@ -662,7 +662,7 @@ class Unit:
         for buffer in stale:
             if self.persistent:
                 # Memory for the first refresh; from then on it stays.
-                lanes.stream(path.links[0]).allocate(buffer.grow)
+                lanes.stream(path.links[0]).allocate(buffer.alloc_storage)
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
         work = Work(path.links, [buffer.refresh(differs) for buffer in stale], after=self._stepped)
@@ -749,7 +749,7 @@ class Unit:
         for buffer in self.buffers:
             assert buffer.paths.fetch is not None
             # Behind what the model has been given so far, which may still read them on a GPU.
-            lanes.stream(buffer.paths.fetch.links[0]).free(buffer.shrink)
+            lanes.stream(buffer.paths.fetch.links[0]).free(buffer.free_storage)
 
 
 def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, Row]]:
