@@ -102,8 +102,8 @@ def cycle(unit: Any, lanes: Lanes) -> None:
     """Fetch and release one unit."""
     unit.note_gather(lanes.run(unit.prepare_gather(lanes))[-1])
     unit.wait_gathered(10.0)
-    unit.expose()
-    unit.release(lanes)
+    unit.unshard()
+    unit.reshard(lanes)
 
 
 def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> float:
@@ -161,9 +161,9 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         thread.close()
         unit.note_gather(inline.run(unit.prepare_gather(inline))[-1])
         unit.wait_gathered(10.0)
-        unit.expose()
+        unit.unshard()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)
-        unit.release(inline)
+        unit.reshard(inline)
         x = torch.zeros(1)
         with torch.no_grad():
             model(x)  # the first pass learns the order

@@ -309,7 +309,7 @@ class Branching:
         if isinstance(node, Touch):
             unit = self.rank.units[node.unit]
             self.counts[-1][1][f"parameter {node.unit}"] += 1
-            if unit.state is not UnitState.EXPOSED:  # only then does anything notice
+            if unit.state is not UnitState.UNSHARDED:  # only then does anything notice
                 self.touched.use(unit)
             return _Entry(node)
         index = self.model.modules[node.module]
@@ -364,7 +364,7 @@ class Branching:
         for place, (kind, index, entry) in enumerate(events):
             unit = self.rank.units[index]
             if kind == "read":
-                assert unit.state is UnitState.EXPOSED, f"{unit.name} is read without a gradient, and is {unit.state}"
+                assert unit.state is UnitState.UNSHARDED, f"{unit.name} is read without a gradient, and is {unit.state}"
             elif kind == "reach":
                 assert isinstance(entry.node, Call)
                 path, run_by = entry.node.module, self.run_by[entry.node.module]
@@ -373,7 +373,7 @@ class Branching:
                     made: Any = entry.call
                     self.rank.backward_uses.note_reached(made)
                 self.rank.backward_uses.use(unit, path, run_by)
-                assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+                assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
             elif kind == "again":
                 self._again(entry)
             elif last[index] == place:

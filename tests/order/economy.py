@@ -133,7 +133,7 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
         if rank.reductions.count(0, 0):
             rank.reductions.send_complete()
             rank.backward_uses.end(unit)
-        assert unit.state is UnitState.EXPOSED, f"with both: {both}"
+        assert unit.state is UnitState.UNSHARDED, f"with both: {both}"
         if both and rank.reductions.count(0, 1):
             rank.reductions.send_complete()
             rank.backward_uses.end(unit)

@@ -75,7 +75,7 @@ class _Unit:
     @property
     def resting(self) -> UnitState:
         """Its state between passes."""
-        return UnitState.HIDDEN if self.persistent else UnitState.SHARDED
+        return UnitState.GUARDED if self.persistent else UnitState.SHARDED
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class _Unit:
     def note_gather(self, event: Event) -> None:
         self._event = event
         if self.state is UnitState.SHARDED:
-            self.state = UnitState.HIDDEN
+            self.state = UnitState.GUARDED
 
     def wait_gathered(self, timeout: float) -> bool:
         if self._event is not None:
@@ -103,14 +103,14 @@ class _Unit:
             self._event = None
         return True
 
-    def expose(self) -> None:
+    def unshard(self) -> None:
         assert self.state is not UnitState.SHARDED, f"{self.name} is used and was not gathered"
-        self.state = UnitState.EXPOSED
+        self.state = UnitState.UNSHARDED
 
-    def hide(self) -> None:
-        self.state = UnitState.HIDDEN
+    def guard_values(self) -> None:
+        self.state = UnitState.GUARDED
 
-    def release(self, lanes: Lanes) -> None:
+    def reshard(self, lanes: Lanes) -> None:
         assert self._event is None, f"{self.name} is released while it is on its way"
         self.state = UnitState.SHARDED
 
@@ -173,7 +173,7 @@ class Rank:
         unit.users += 1
         unit.entered += 1
         self.schedule.use(unit, (name or f"m{index}") if unit.entered == 1 else None)
-        assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+        assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
 
     def leave(self, index: int) -> None:
         """It is over."""
@@ -226,8 +226,8 @@ class Rank:
 
     def _hide_all(self) -> None:
         for unit in self.units:
-            if unit.state is UnitState.EXPOSED:
-                unit.state = UnitState.HIDDEN
+            if unit.state is UnitState.UNSHARDED:
+                unit.state = UnitState.GUARDED
 
     def recover(self) -> bool:
         """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""
@@ -291,7 +291,7 @@ class Rank:
                 first = None
             self.backward_uses.come_to(unit.name)
             self.backward_uses.use(unit, unit.name, lasting=not all(unit.trained))
-            assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+            assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
             if done == fails:
                 return self.recover()
             if index not in late:

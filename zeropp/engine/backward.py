@@ -250,7 +250,7 @@ class Touched:
 
     def use(self, unit: Unit) -> None:
         """Have a unit for the rest of the pass."""
-        # A persistent unit is never released, and needs no user; it may have to be exposed, though.
+        # A persistent unit is never released, and needs no user; it may have to be unsharded, though.
         if unit.index not in self._now and not unit.persistent:
             self._now.add(unit.index)
             unit.users += 1

@@ -568,8 +568,8 @@ class Engine(GuardHandler):
     def _hide_all(self) -> None:
         """Between passes nothing may be read or edited, not even what the plan keeps gathered for the next one."""
         for unit in self.units:
-            if unit.state is UnitState.EXPOSED:
-                unit.hide()
+            if unit.state is UnitState.UNSHARDED:
+                unit.guard_values()
 
     def end_failed_pass(self) -> None:
         """Recover now from a pass that an exception, which is being handled, has ended."""

@@ -298,7 +298,7 @@ class Schedule:
         with span("wait", unit.name):
             for kind, wait in unit.under_way():
                 self.agreement.wait(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
-        unit.expose()
+        unit.unshard()
 
     def expect_in_backward(self, indices: Sequence[int]) -> None:
         """The next backward may use what the running forward has used."""
@@ -653,16 +653,16 @@ class LiveUnits:
             self.release_if_unused(self._units[other])
 
     def release_if_unused(self, unit: Unit) -> None:
-        """Release a unit that nothing needs any more; hide one that is to stay and that no module uses now."""
+        """Release a unit that nothing needs any more; guard one that is to stay and that no module uses now."""
         index = unit.index
         needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
         if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
             # A gather that is still under way would write to memory that is no longer there.
             self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
-            unit.release(self._lanes)
-        elif unit.users == 0 and unit.state is UnitState.EXPOSED and not unit.persistent:
+            unit.reshard(self._lanes)
+        elif unit.users == 0 and unit.state is UnitState.UNSHARDED and not unit.persistent:
             # Or nobody would notice that code outside of its module uses a weight, which backward then has to fetch.
-            unit.hide()
+            unit.guard_values()
 
     def drop(self, indices: Iterable[int]) -> None:
         """Release units that the plan wants no longer, unless something else needs them."""

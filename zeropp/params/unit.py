@@ -152,7 +152,7 @@ class FlatBuffer:
         # The parameters of a model that was wrapped before may still be guarded.
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
-        self.hide()
+        self.guard_values()
         if not shared:
             self.free_storage()
 
@@ -324,7 +324,7 @@ class FlatBuffer:
         """New main weights in the device's memory."""
         return self.shard if self.source is None else self.source.new()
 
-    def expose(self) -> None:
+    def unshard(self) -> None:
         """Let the model see the values.
 
         Raises:
@@ -334,7 +334,7 @@ class FlatBuffer:
         unguard(self.parameters)
         self._swap(self._present, 2 * self.version)
 
-    def hide(self) -> None:
+    def guard_values(self) -> None:
         """Let no one read the values any more; see `zeropp.params.guard`.
 
         Raises:
@@ -483,8 +483,8 @@ class UnitState(Enum):
     """The state of a unit's values."""
 
     SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
-    HIDDEN = "hidden"  # memory allocated, values there or on their way; parameters guarded
-    EXPOSED = "exposed"  # values readable by the model
+    GUARDED = "hidden"  # memory allocated, values there or on their way; parameters guarded
+    UNSHARDED = "exposed"  # values readable by the model
 
 
 class Unit:
@@ -534,7 +534,7 @@ class Unit:
     @property
     def _resting(self) -> UnitState:
         """The state of values between passes; whole ones that are cached are only guarded."""
-        return UnitState.HIDDEN if self.persistent else UnitState.SHARDED
+        return UnitState.GUARDED if self.persistent else UnitState.SHARDED
 
     @property
     def numel(self) -> int:
@@ -615,7 +615,7 @@ class Unit:
         # All buffers of a unit have one mode, so they go over the same links, and share a lane at each step.
         path = self.buffers[0].paths.fetch
         assert path is not None
-        # ``release`` frees on the same lane. See [Note: memory on several streams].
+        # ``reshard`` frees on the same lane. See [Note: memory on several streams].
         home = lanes.stream(path.links[0])
         for buffer in self.buffers:
             home.allocate(buffer.alloc_storage)
@@ -627,7 +627,7 @@ class Unit:
         """The gather is queued, and done with ``event``."""
         self._gathered = event
         if self.state is UnitState.SHARDED:
-            self.state = UnitState.HIDDEN
+            self.state = UnitState.GUARDED
 
     @property
     def stale(self) -> bool:
@@ -654,8 +654,8 @@ class Unit:
             Its end.
         """
         # What follows writes where the model would read.
-        if self.state is UnitState.EXPOSED:
-            self.hide()
+        if self.state is UnitState.UNSHARDED:
+            self.guard_values()
         stale = [buffer for buffer in self.buffers if buffer.stale]
         path = stale[0].paths.refresh
         assert path is not None
@@ -719,32 +719,32 @@ class Unit:
             self._refreshed = None
         return True
 
-    def expose(self) -> None:
+    def unshard(self) -> None:
         """Let the model see values that have arrived.
 
         Raises:
             RuntimeError: they are of an older version.
         """
-        if self.state is UnitState.HIDDEN:
+        if self.state is UnitState.GUARDED:
             self._check_cached()
-            self.state = UnitState.EXPOSED
+            self.state = UnitState.UNSHARDED
             with contextlib.ExitStack() as stack:
                 for buffer in self.buffers:
                     # Every one, also after one that complains of an edit: the stack runs all, then raises.
-                    stack.callback(buffer.expose)
+                    stack.callback(buffer.unshard)
 
-    def hide(self) -> None:
+    def guard_values(self) -> None:
         """Guard the parameters; the values stay where they are."""
-        self.state = UnitState.HIDDEN
+        self.state = UnitState.GUARDED
         with contextlib.ExitStack() as stack:
             for buffer in self.buffers:
-                # Every one, as in ``expose``.
-                stack.callback(buffer.hide)
+                # Every one, as in ``unshard``.
+                stack.callback(buffer.guard_values)
 
-    def release(self, lanes: Lanes) -> None:
+    def reshard(self, lanes: Lanes) -> None:
         """Free the gathered values; they have arrived."""
-        if self.state is UnitState.EXPOSED:
-            self.hide()
+        if self.state is UnitState.UNSHARDED:
+            self.guard_values()
         self.state = UnitState.SHARDED
         for buffer in self.buffers:
             assert buffer.paths.fetch is not None
