@@ -128,7 +128,7 @@ class PiecesLoan:
         for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
             (whole if piece.row is None else cut).append(parameter)
             # The user may have given another dtype.
-            piece.show(parameter, value.detach().to(dtype), lent=True)
+            piece.unshard(parameter, value.detach().to(dtype), lent=True)
         spread.broadcast(whole, source)
         spread.scatter(cut, source)
 

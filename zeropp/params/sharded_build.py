@@ -88,7 +88,7 @@ class Piece(GuardHandler):
         """Elements of a rank's piece, padding included."""
         return -(-numel // self.fetcher.world)
 
-    def hide(self, parameter: nn.Parameter, row: Tensor) -> None:
+    def reshard(self, parameter: nn.Parameter, row: Tensor) -> None:
         """Let go of whole values; ``row`` is this rank's piece of them."""
         self.row = row
         self.strides = dense_strides(tuple(parameter.shape), parameter.stride())
@@ -100,7 +100,7 @@ class Piece(GuardHandler):
         parameter.data = stand_in
         guard([parameter])
 
-    def show(self, parameter: nn.Parameter, values: Tensor, *, lent: bool = False) -> None:
+    def unshard(self, parameter: nn.Parameter, values: Tensor, *, lent: bool = False) -> None:
         """Let a parameter have whole values; ``lent`` for a while, after which the piece serves again."""
         unguard([parameter])
         parameter.data = values
@@ -402,7 +402,7 @@ class Spread:
             ]
         self.agree(_CUTTING, [parameter], None)
         carrier.scatter(_bytes(own), rows, source, _CUTTING)
-        piece.hide(parameter, self._keep(own))
+        piece.reshard(parameter, self._keep(own))
 
     def _scatter_jointly(self, parameters: Sequence[nn.Parameter], source: int) -> None:
         """Several parameters in one message for each rank."""
@@ -430,7 +430,7 @@ class Spread:
         carrier.scatter(message, rows, source, _CUTTING)
         message = self._keep(message)
         for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
-            _piece(parameter).hide(parameter, message[begin : begin + nbytes].view(parameter.dtype))
+            _piece(parameter).reshard(parameter, message[begin : begin + nbytes].view(parameter.dtype))
 
     def broadcast(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
         """Let whole parameters have the values of the source everywhere, several in one message."""
@@ -452,9 +452,9 @@ class Spread:
             parameter.data = part.clone().to(parameter.device).view(row.dtype).as_strided(parameter.shape, strides)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, lent: bool = False) -> None:
-        """Bring whole values together, for the parameters to have; ``lent`` as in :meth:`Piece.show`."""
+        """Bring whole values together, for the parameters to have; ``lent`` as in :meth:`Piece.unshard`."""
         for parameter, values in self.wholes([p for p in parameters if _piece(p).row is not None]):
-            _piece(parameter).show(parameter, values.to(parameter.device), lent=lent)
+            _piece(parameter).unshard(parameter, values.to(parameter.device), lent=lent)
 
     def wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of parameters in pieces, on the carrier's device, with their strides; several in one message."""
