@@ -150,8 +150,8 @@ class Former:
         # Graphs made before know the old storage. See [Note: versions].
         if sources:
             buffer.version = 1 + max(source.version for _, source in sources)
-        buffer.adopt(self._filler(buffer, comm))
-        # Over what adopt has encoded: to encode decoded values again changes some of them.
+        buffer.shard_from(self._filler(buffer, comm))
+        # Over what shard_from has encoded: to encode decoded values again changes some of them.
         if isinstance(buffer, CodedBuffer):
             for _, source in sources:
                 codes = self._gathered[source][1]

@@ -150,7 +150,7 @@ class Trainability:
                 part = engine.maker.part(buffer, indices, trainable=trainable)
                 # Graphs made before know the old storage. See [Note: versions].
                 part.version = buffer.version + 1
-                part.adopt(_copier(part, [values[index] for index in indices]))
+                part.shard_from(_copier(part, [values[index] for index in indices]))
                 if isinstance(part, CodedBuffer) and codes is not None:
                     part.adopt_codes(buffer, codes)
                 parts.append(part)

@@ -130,7 +130,7 @@ def check_dtypes(model: nn.Module, config: Config) -> None:
 
 
 class BufferMaker:
-    """Makes the flat buffers of one engine; they hold nothing until they adopt values.
+    """Makes the flat buffers of one engine; they hold nothing until they shard values.
 
     Attributes:
         config: of the engine.

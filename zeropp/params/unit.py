@@ -116,7 +116,7 @@ class FlatBuffer:
         self.homes = homes
         self.secondary: Tensor | None = None
 
-    def adopt(self, fill: Callable[[Tensor], None]) -> None:
+    def shard_from(self, fill: Callable[[Tensor], None]) -> None:
         """Take whole values, keep this rank's piece, and make the parameters views of the released buffer.
 
         Args:

@@ -237,7 +237,7 @@ def _partition(
     require_room_on_all(comm, len(parameters))
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
-    # Before they are adopted, which gives parameters the compute dtype.
+    # Before they are sharded, which gives parameters the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in parameters.values()}
     awaited = awaited_names(parameters)
     with agreement.watching("receiving the values of rank 0"):
@@ -495,7 +495,7 @@ def _share_buffers(
             if buffer.numel():
                 _broadcast(buffer, comm, device)
         for parameter in parameters.values():
-            # The others have rank 0's values from being adopted.
+            # The others have rank 0's values from being sharded.
             if not own_dtype(parameter).is_floating_point:
                 _broadcast(parameter, comm, device)
 

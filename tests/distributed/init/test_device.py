@@ -172,7 +172,7 @@ def peak() -> tuple[int, int, int]:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     config = make_config()
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
-    adopt, before, found = FlatBuffer.adopt, sum(storages().values()), [0]
+    adopt, before, found = FlatBuffer.shard_from, sum(storages().values()), [0]
 
     def watched(buffer: FlatBuffer, fill: Callable[[Tensor], None]) -> None:
         def filled(whole: Tensor) -> None:
@@ -182,7 +182,7 @@ def peak() -> tuple[int, int, int]:
         adopt(buffer, filled)
         found.append(sum(storages().values()) - before)
 
-    with mock.patch.object(FlatBuffer, "adopt", watched):
+    with mock.patch.object(FlatBuffer, "shard_from", watched):
         optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config, device="cpu")
     optimizer.close()
     return max(found), sum(plan.terms.values()), 4 * 256 * 257
