@@ -86,7 +86,7 @@ EITHER: dict[tuple[str, str], str] = {
 LOUD = {"order/refresh.py Refresh._choose 2": "AssertionError"}
 # Waits without which no run has a race. They stay: the reason is what the simulator does not know, or what may change.
 REDUNDANT = {
-    "access/ownership.py Former.__init__ 1": "the former engine is closed next, and closing a lane waits for it",
+    "access/ownership.py PreviousWeights.__init__ 1": "the former engine is closed next, and its close waits for it",
     "offload/parked.py Parked.__init__ 1": "what comes next on the stream waits; that the host waits is promised",
     "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
     "offload/parked.py Parked.copy_of 1": "read on lanes, which wait for the stream of the copy; the host may, too",

@@ -25,7 +25,7 @@ from zeropp.params.guard import handler_of, is_managed, unguard, unregister
 from zeropp.params.sharded_build import is_whole, piece_of, take_over
 from zeropp.params.unit import FlatBuffer
 
-__all__ = ["Former", "cached_whole", "former_engines", "give_back", "give_to_modules"]
+__all__ = ["PreviousWeights", "cached_whole", "former_engines", "give_back", "give_to_modules"]
 
 
 def give_to_modules(modules: Sequence[nn.Module], engine: Engine) -> None:
@@ -119,7 +119,7 @@ def _missing(engine: Engine, parameters: Iterable[nn.Parameter]) -> list[str]:
     return [n for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in here]
 
 
-class Former:
+class PreviousWeights:
     """Main weights of engines whose optimizers are gone, one flat buffer at a time. Collective over their ranks."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -136,7 +136,7 @@ class Former:
         self._places = {id(p): (e, b, i) for e in self._engines for b in e.buffers for i, p in enumerate(b.parameters)}
         self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}
 
-    def adopt(self, buffer: FlatBuffer, comm: Comm) -> None:
+    def fill_buffer(self, buffer: FlatBuffer, comm: Comm) -> None:
         """Let a new buffer have what there is of its parameters; rank 0's values of those that are new, too."""
         known = [self._places.get(id(parameter)) for parameter in buffer.parameters]
         sources = dict.fromkeys((engine, source) for engine, source, _ in filter(None, known))

@@ -22,7 +22,7 @@ from torch import nn
 from zeropp._compat import is_dtensor, sharing_versions, unguarded
 from zeropp._extensions import extensions
 from zeropp.access.gathered import external_parameters
-from zeropp.access.ownership import Former, former_engines, give_to_modules
+from zeropp.access.ownership import PreviousWeights, former_engines, give_to_modules
 from zeropp.access.refusals import holding_tensors, refuse_changes, refuse_cuda_graphs, restorer, watch_structure
 from zeropp.access.state import await_values, awaited_names, install_state_hooks
 from zeropp.comm.agreement import Agreement
@@ -286,10 +286,10 @@ def _make_engine(
 
 def _adopt(model: nn.Module, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], comm: Comm) -> None:
     """Cut the model's values, rank 0's or those of an engine from before, into the units' buffers."""
-    former = Former(model, parameters)
+    former = PreviousWeights(model, parameters)
     for unit in units:
         for buffer in unit.buffers:
-            former.adopt(buffer, comm)
+            former.fill_buffer(buffer, comm)
     # Before new hooks are installed: closing takes the former engine's off the same modules, and its attributes.
     former.close()
 
