@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeropp
 from bench.common.machine import describe, machine
 from zeropp._compat import all_gather_single
-from zeropp.comm.streams import InlineStream, Lanes, ThreadStream
+from zeropp.comm.streams import CommStreams, InlineStream, ThreadStream
 
 PARAMETERS = 12
 TARGET_US = 60
@@ -98,12 +98,12 @@ def join(world: int, local: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
-def cycle(unit: Any, lanes: Lanes) -> None:
+def cycle(unit: Any, comm_streams: CommStreams) -> None:
     """Fetch and release one unit."""
-    unit.note_gather(lanes.run(unit.prepare_gather(lanes))[-1])
+    unit.note_gather(comm_streams.run(unit.prepare_gather(comm_streams))[-1])
     unit.wait_gathered(10.0)
     unit.unshard()
-    unit.reshard(lanes)
+    unit.reshard(comm_streams)
 
 
 def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> float:
@@ -133,7 +133,7 @@ def collectives(unit: Any) -> None:
 def count(unit: Any) -> dict[str, Any]:
     """Operators of one fetch and release."""
     with Calls() as calls:
-        cycle(unit, Lanes(lambda link: InlineStream()))
+        cycle(unit, CommStreams(lambda link: InlineStream()))
     hops = len(unit.buffers[0].paths.fetch.hops)
     return {"aten": calls.of("aten"), "collectives": calls.of("c10d"), "hops": hops, "operators": dict(calls.names)}
 
@@ -154,8 +154,8 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
     try:
         unit = optimizer.engine.units[blocks // 2]
         result: dict[str, Any] = {"world": world, "local": local, "parameters": len(unit.parameters), **count(unit)}
-        inline = Lanes(lambda link: InlineStream())
-        thread = Lanes(lambda link: ThreadStream(f"host cost {link}"))
+        inline = CommStreams(lambda link: InlineStream())
+        thread = CommStreams(lambda link: ThreadStream(f"host cost {link}"))
         result["unit_us"] = microseconds(lambda: cycle(unit, inline), repeats)
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zeropp.comm.hops import Hop, Ledger
 from zeropp.comm.process_groups import HOST
-from zeropp.comm.streams import InlineStream, Lanes
+from zeropp.comm.streams import CommStreams, InlineStream
 from zeropp.config import Config
 from zeropp.offload.storage_tiers import MemoryRow
 from zeropp.offload.tier_choice import at_device
@@ -29,7 +29,7 @@ from zeropp.partition.levels import BufferLayout, HopSpec, choose_mode
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import choose_encoding
 
-_AT_ONCE = Lanes(lambda link: InlineStream())
+_AT_ONCE = CommStreams(lambda link: InlineStream())
 MEETING_SECONDS = 600.0  # a rank that does not come has failed; on a card the first calls compile kernels
 
 

@@ -96,7 +96,7 @@ PART = Part(
     steps,
     notes=(
         "Kernels: the bits of plain torch, for every operation, dtype and awkward length. Streams: the bits of a run "
-        "without delays, with sleeping kernels at the start of lanes' work and of computing, and other bits where a "
+        "without delays, with sleeping kernels at the start of streams' work and of computing, and other bits where a "
         "wait is left out. Hops: the identity over NCCL with one rank, and an engine made to take them. Engine: plain "
         "torch in float64, no waiting host, memory as planned; two and four ranks that share the card. Large: offsets "
         "beyond 2^31. Seconds are those of all tests together, whichever start ran them.",

@@ -158,7 +158,7 @@ PART = Part(
         "Offload: losses of ten float32 steps within 1e-6 of those without offload on the card, whose fused AdamW "
         "rounds otherwise than the host's; the same bits whether states and weights are in the host's memory or in "
         "files, the rings page-locked or not, steps lazy or eager; page-locked is what the plan says. Late offload: "
-        "the bits of a run without delays, with sleeping kernels at the start of lanes' work and of computing, and "
+        "the bits of a run without delays, with sleeping kernels at the start of streams' work and of computing, and "
         "steps, reads and copies of the host that are late.",
         "Systems, each in a process of its own, in bf16 with fused AdamW, clipped: FSDP2 with "
         "CPUOffloadPolicy(pin_memory=True); zeropp without offload, with states on the host, with a half of them, and "

@@ -254,7 +254,7 @@ DRY = Scale(
     examples={"train_gpt": ("--layers=1", "--d-model=32", "--heads=2", "--seq-len=16"), "deepspeed_style": ()},
     chosen={
         "kernels": ("-k", "quantize and 255 and (dtype0 or bfloat16)"),
-        "streams": ("-k", "cpu and (nobody or (lanes and kept))"),
+        "streams": ("-k", "cpu and (nobody or (comm streams and kept))"),
         "hops": ("-k", "cpu and (identity or bf16-local)"),
         "engine": (),
     },

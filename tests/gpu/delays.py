@@ -1,7 +1,9 @@
-"""Training whose lanes, or whose computing, begin late: what does not wait for them then computes with other values.
+"""Training whose comm streams, or whose computing, begin late: what does not wait for them then computes with other
+values.
 
-On a card the sleeps are kernels, ``torch.cuda._sleep``, at the start of each piece of a lane's work and of each
-module's forward and backward. On CPU, where the model itself computes in the caller, lanes are threads that sleep.
+On a card the sleeps are kernels, ``torch.cuda._sleep``, at the start of each piece of a comm stream's work and of each
+module's forward and backward. On CPU, where the model itself computes in the caller, comm streams are threads that
+sleep.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from zeropp.comm import streams
-from zeropp.comm.streams import Event, Lanes, make_stream
+from zeropp.comm.streams import CommStreams, Event, make_stream
 from zeropp.engine import engine
 from zeropp.params import gradient
 
@@ -45,15 +47,15 @@ class Delays:
 
     Attributes:
         device: "cpu" or "cuda".
-        lanes: kinds of lanes whose work begins with a sleep: gather, reduce, refresh.
+        comm_streams: kinds of comm streams whose work begins with a sleep: gather, reduce, refresh.
         computing: so do forwards and backwards of blocks.
-        unwaited: kinds of lanes whose work nobody waits for.
-        unordered: kinds of lanes that do not wait for the model's stream.
-        slept: how often it was late, by kind of lane, or "computing".
+        unwaited: kinds of comm streams whose work nobody waits for.
+        unordered: kinds of comm streams that do not wait for the model's stream.
+        slept: how often it was late, by kind of comm stream, or "computing".
     """
 
     device: str
-    lanes: tuple[str, ...] = ()
+    comm_streams: tuple[str, ...] = ()
     computing: bool = False
     unwaited: tuple[str, ...] = ()
     unordered: tuple[str, ...] = ()
@@ -67,10 +69,10 @@ class Delays:
     def in_force(self) -> Iterator[None]:
         """For engines that are made inside."""
 
-        def make(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool) -> Lanes:
-            return Lanes(lambda link: _Late(kind, self, device, hosted))
+        def make(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool) -> CommStreams:
+            return CommStreams(lambda link: _Late(kind, self, device, hosted))
 
-        with mock.patch.object(engine, "make_lanes", make):
+        with mock.patch.object(engine, "make_comm_streams", make):
             yield
 
     def hook(self, module: nn.Module, *args: object) -> None:
@@ -79,7 +81,7 @@ class Delays:
 
 
 class _Late:
-    """A stream of one kind of lane."""
+    """A stream of one kind of comm stream."""
 
     def __init__(self, kind: str, delays: Delays, device: torch.device, hosted: bool) -> None:
         self.kind, self.delays = kind, delays
@@ -88,7 +90,7 @@ class _Late:
         self.inner = make_stream(name, device, sends=False, overlap=True, hosted=hosted or not on_card)
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        begin = [lambda: self.delays.sleep(self.kind)] if self.kind in self.delays.lanes else []
+        begin = [lambda: self.delays.sleep(self.kind)] if self.kind in self.delays.comm_streams else []
         with contextlib.ExitStack() as stack:
             if self.kind in self.delays.unordered:
                 stack.enter_context(mock.patch.object(torch.cuda.Stream, "wait_stream", lambda *streams: None))
@@ -150,7 +152,7 @@ def train(
     generator = torch.Generator().manual_seed(3)
     batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=None if late is None else True)
-    # On a lane, as where there are other ranks; alone on a card one kernel would do it without.
+    # On a comm stream, as where there are other ranks; alone on a card one kernel would do it without.
     on_lanes = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
     with on_lanes, delays.in_force() if delays is not None else contextlib.nullcontext():
         optimizer = zeropp.ZeroOptimizer(inner, model, config)

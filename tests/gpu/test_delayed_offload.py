@@ -1,4 +1,4 @@
-"""With states and weights off the device, lanes, computing, steps and files that are late change no bit."""
+"""With states and weights off the device, comm streams, computing, steps and files that are late change no bit."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_no_bit_changes(device: str, name: str, late: str, tmp_path: Path) -> No
     settings = settings_of(name, tmp_path / "swap")
     with host_apart(device == "cpu"):
         expected = train(device, settings)
-        lanes = KINDS if late in ("lanes", "all") else ()
-        delays = Delays(device, lanes=lanes, computing=late in ("computing", "all"))
+        comm_streams = KINDS if late in ("lanes", "all") else ()
+        delays = Delays(device, comm_streams=comm_streams, computing=late in ("computing", "all"))
         with delayed(0) if late in ("host", "all") else contextlib.nullcontext({"step": 1}) as seen:
             assert expected.differs(train(device, settings, delays)) == []
     assert seen["step"] > 0 and (late == "host" or delays.slept), "nothing was late"

@@ -1,4 +1,4 @@
-"""Lanes that begin late, and computing that does, change no bit; a wait left out does."""
+"""Comm streams that begin late, and computing that does, change no bit; a wait left out does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("gather", "reduce", "refresh")
 
 
 def used(settings: dict[str, Any]) -> set[str]:
-    """Kinds of lanes that have work: below stage 3 whole weights are renewed after a step, and never fetched."""
+    """Kinds of comm streams that have work: below stage 3 whole weights are renewed after a step, and never fetched."""
     return {"refresh", "reduce"} if settings.get("stage") == 1 else {"gather", "reduce"}
 
 
@@ -32,7 +32,7 @@ def used(settings: dict[str, Any]) -> set[str]:
 def test_no_bit_changes(device: str, name: str, late: str) -> None:
     expected = train(device, SETTINGS[name])
     assert expected.differs(train(device, SETTINGS[name])) == [], "two runs without delays differ"
-    delays = Delays(device, lanes=KINDS if late != "computing" else (), computing=late != "lanes")
+    delays = Delays(device, comm_streams=KINDS if late != "computing" else (), computing=late != "lanes")
     assert expected.differs(train(device, SETTINGS[name], delays)) == []
     there = (used(SETTINGS[name]) if late != "computing" else set()) | ({"computing"} if late != "lanes" else set())
     assert there <= set(delays.slept), "nothing was late"
@@ -44,7 +44,7 @@ def test_sums_that_no_host_waits_for(device: str, name: str) -> None:
     """By a fused optimizer: the device alone leaves out the spoilt step, however late it comes to it."""
     expected = train(device, SETTINGS[name], late=False)
     assert expected.norms[1] == 1.0
-    for delays in (None, Delays(device, lanes=KINDS, computing=True)):
+    for delays in (None, Delays(device, comm_streams=KINDS, computing=True)):
         assert expected.differs(train(device, SETTINGS[name], delays, late=True)) == []
 
 
@@ -60,7 +60,7 @@ def test_sums_that_no_host_waits_for(device: str, name: str) -> None:
 )
 def test_work_that_nobody_waits_for_shows(device: str, kind: str, name: str) -> None:
     expected = train(device, SETTINGS[name])
-    delays = Delays(device, lanes=KINDS, unwaited=(kind,))
+    delays = Delays(device, comm_streams=KINDS, unwaited=(kind,))
     assert expected.differs(train(device, SETTINGS[name], delays)), "the delay is too short to tell"
 
 

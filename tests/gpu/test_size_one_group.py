@@ -111,7 +111,7 @@ def trained(device: str, settings: dict[str, Any], links: tuple[str, ...], late:
 
         return call
 
-    delays = Delays(device, lanes=("gather", "reduce", "refresh"), computing=True) if late else None
+    delays = Delays(device, comm_streams=("gather", "reduce", "refresh"), computing=True) if late else None
     with (
         one_member_hops(links),
         mock.patch.object(Hop, "all_gather", counted(Hop.all_gather)),

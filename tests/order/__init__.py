@@ -7,9 +7,9 @@ Each rank runs zeropp's own schedule, known orders, reductions, live units, pref
 
 Here are forwards and backwards that vary, evaluation, several micro-batches, ``no_sync``, late gradients, modules run
 again inside a backward, persistent units, freezing, and errors. Left out is what needs tensors or threads: refreshes,
-but for the order that they are issued in; lanes, on which work overlaps; parameters touched outside of their modules;
-new buffers for parameters that were frozen when the model was wrapped, after which all backwards are forgotten; and how
-many bytes of gradients may be under way.
+but for the order that they are issued in; comm streams, on which work overlaps; parameters touched outside of their
+modules; new buffers for parameters that were frozen when the model was wrapped, after which all backwards are
+forgotten; and how many bytes of gradients may be under way.
 
 ``engines`` has the same world for whole engines with models, and notes what each rank gives each process group.
 """

@@ -2,7 +2,7 @@
 
 Each rank is a thread with a model and an engine of its own. Exchanges of numbers, and the sums at a step, are those of
 :mod:`tests.order.world`. Every other collective gives each rank what it has itself; its group notes it. As on a card,
-where lanes are streams that the host launches on, it is noted where it is launched.
+where comm streams are streams that the host launches on, it is noted where it is launched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeropp.comm.hops import Comm
 __all__ = ["Call", "Log", "run_engines"]
 
 Call = tuple[str, str, int, torch.dtype]  # kind of communicator, operation, bytes, dtype
-_ROOM = 1024  # of lossless messages, where their size is agreed on by a lane's thread
+_ROOM = 1024  # of lossless messages, where their size is agreed on by a comm stream's thread
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _Ranks:
 
     def all_reduce(self, tensor: Tensor, op: Any, group: _Group) -> None:
         group.note("all_reduce", tensor)
-        if not hasattr(self.here, "rank"):  # on a lane's thread, which cannot wait for its turn
+        if not hasattr(self.here, "rank"):  # on a comm stream's thread, which cannot wait for its turn
             tensor.fill_(_ROOM)
             return
         rows = torch.stack(self.exchange(f"all_reduce of {group.kind}", tensor))

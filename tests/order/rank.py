@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.order.world import Agreement, Event, Lanes, Unlike, World
+from tests.order.world import Agreement, CommStreams, Event, Unlike, World
 from zeropp.comm.communicators import History
 from zeropp.config.blocks import Fp16Config
 from zeropp.engine.backward import BackwardUses
@@ -89,7 +89,7 @@ class _Unit:
         if self._event is not None:
             yield "gather", self.wait_gathered
 
-    def prepare_gather(self, lanes: Lanes) -> tuple[object, ...]:
+    def prepare_gather(self, comm_streams: CommStreams) -> tuple[object, ...]:
         return ("gather", self.index)
 
     def note_gather(self, event: Event) -> None:
@@ -110,7 +110,7 @@ class _Unit:
     def guard_values(self) -> None:
         self.state = UnitState.GUARDED
 
-    def reshard(self, lanes: Lanes) -> None:
+    def reshard(self, comm_streams: CommStreams) -> None:
         assert self._event is None, f"{self.name} is released while it is on its way"
         self.state = UnitState.SHARDED
 
@@ -147,11 +147,11 @@ class Rank:
             _Unit(index, numel, [gradients[index]], index in self.persistent) for index, numel in enumerate(self.sizes)
         ]
         agreement: Any = Agreement(self.world, self.number)
-        lanes: Any = Lanes(self.world, self.number)
+        comm_streams: Any = CommStreams(self.world, self.number)
         self.agreement, self.issued = agreement, IssueHash(History())
-        self.reductions = Reductions(self.units, lanes, agreement, self.issued, LossScale(Fp16Config(), 1.0))
+        self.reductions = Reductions(self.units, comm_streams, agreement, self.issued, LossScale(Fp16Config(), 1.0))
         self.schedule = Schedule(
-            self.units, lanes, self.reductions, agreement, self.issued, self.limits,
+            self.units, comm_streams, self.reductions, agreement, self.issued, self.limits,
             self.reach, static=self.static, log_relearning=False,
         )  # fmt: skip
         self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)

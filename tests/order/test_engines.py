@@ -1,6 +1,6 @@
 """Every rank gives each communicator the same collectives; and all of them in one order, where the host launches them.
 
-Where anything is offloaded, lanes have threads that launch, and between communicators no order is promised.
+Where anything is offloaded, comm streams have threads that launch, and between communicators no order is promised.
 """
 
 from __future__ import annotations

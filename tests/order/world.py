@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Agreement", "Clash", "Deadlock", "Event", "Lanes", "Unlike", "World"]
+__all__ = ["Agreement", "Clash", "CommStreams", "Deadlock", "Event", "Unlike", "World"]
 
 _T = TypeVar("_T")
 
@@ -174,8 +174,8 @@ class Event:
 
 
 @dataclass
-class Lanes:
-    """One rank's lanes: whatever is queued is issued at once."""
+class CommStreams:
+    """One rank's comm streams: whatever is queued is issued at once."""
 
     world: World
     rank: int

@@ -307,7 +307,7 @@ RUNS: dict[str, Run | Sharded] = {
     "states, stage 1, at once": offloaded({"stage": 1, **_STATES}, 2),
     "states, stage 2": offloaded({"stage": 2, "overlap_comm": True, **_STATES}, ways=[stepped_twice]),
     "states, stage 1, lossless, one node": offloaded({"stage": 1, **_STATES}, extension=_LOSSLESS, world=2),
-    "states, stage 1, no lanes": offloaded({"stage": 1, "overlap_comm": False, **_STATES}),
+    "states, stage 1, no comm streams": offloaded({"stage": 1, "overlap_comm": False, **_STATES}),
     "states, a part": offloaded({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
     "both": offloaded(BOTH, ways=[stepped_twice, abandoned]),
     "both, asked": offloaded(BOTH, ways=[asked]),

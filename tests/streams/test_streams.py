@@ -20,7 +20,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "stage 2, overlapped": [
         "access/state.py _gather_whole 1", "comm/streams.py CudaStream.run 1",
         "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
-        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py Lanes.run 1", "comm/streams.py used_here 1",
+        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py CommStreams.run 1", "comm/streams.py used_here 1",
         "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end 1",
         "order/schedule.py Schedule._wait_and_expose 1", "params/unit.py Unit.wait_refreshed 1",
         "wire/paths.py ReducePath.reduce 1",
@@ -59,7 +59,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "states, stage 1, lossless, one node": [
         "comm/streams.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],
-    "states, stage 1, no lanes": ["comm/streams.py InlineStream.run 1"],
+    "states, stage 1, no comm streams": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],
     "both, asked": [
         "optimizer/host_step.py _wait 1",
@@ -89,17 +89,17 @@ REDUNDANT = {
     "access/ownership.py PreviousWeights.__init__ 1": "the former engine is closed next, and its close waits for it",
     "offload/parked.py Parked.__init__ 1": "what comes next on the stream waits; that the host waits is promised",
     "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
-    "offload/parked.py Parked.copy_of 1": "read on lanes, which wait for the stream of the copy; the host may, too",
+    "offload/parked.py Parked.copy_of 1": "read on streams, which wait for the stream of the copy; the host may, too",
     "optimizer/host_step.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
-    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the lane that steps waits, too; errors of the step end here",
+    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the stream that steps waits, too; errors of the step end here",
     "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
-    "order/reductions.py Reductions.end_learning 1": "for Python's attributes: lanes' threads say what is held",
+    "order/reductions.py Reductions.end_learning 1": "for Python's attributes: comm streams' threads say what is held",
 }
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
     "access/state.py cached_values 1": "called by zeropp.deepspeed alone while a step may be under way",
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
-    "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
+    "comm/streams.py _serve 1": "for comm streams on a CPU; LaunchedStream waits before",
     "offload/read_ahead.py StraightReads.read 1": "needs kvikio",
     "offload/transfer.py _Queue.take 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
@@ -156,7 +156,7 @@ def test_two_missing_waits_are_reported(pair: tuple[str, str], tmp_path: Path) -
 
 
 def test_messages_are_kept_until_lanes_have_read_them(tmp_path: Path) -> None:
-    """They are allocated on the model's stream, and no lane names itself."""
+    """They are allocated on the model's stream, and no comm stream names itself."""
     plain = reductions._Sent
 
     def forget(unit: str, nbytes: int, message: Tensor, onward: int, ends: list[Event]) -> reductions._Sent:
@@ -173,7 +173,7 @@ def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
     See `zeropp.optimizer.host_step.waits_for_main_weights`.
     """
     (race,) = races(Run(CASES["hpZ, bf16"], [edited_in_groups]), tmp_path)
-    assert race.startswith("write by the model's stream") and "does not wait for read by lane" in race
+    assert race.startswith("write by the model's stream") and "does not wait for read by comm stream" in race
 
 
 @pytest.mark.campaign

@@ -194,9 +194,9 @@ def _run(call: Call, pipe: Connection) -> None:
             os._exit(3)
         if dist.is_initialized():
             dist.destroy_process_group()
-    # What survives is imported code, mostly; walking it again would cost 50 ms a call. Not while a lane of a dropped
-    # engine is at work: what holds its process groups would stay for good, with threads that wake a hundred times a
-    # second each.
+    # What survives is imported code, mostly; walking it again would cost 50 ms a call. Not while a comm stream of a
+    # dropped engine is at work: what holds its process groups would stay for good, with threads that wake a hundred
+    # times a second each.
     if threading.active_count() == 1:
         gc.freeze()
     for stream in (sys.stdout, sys.stderr):

@@ -148,10 +148,10 @@ def test_an_error_of_other_code_on_a_lane_has_no_such_reason() -> None:
     def work() -> None:
         raise RuntimeError(LATE)
 
-    lane = ThreadStream("test")
+    comm_stream = ThreadStream("test")
     with pytest.raises(RuntimeError, match="Timed out") as caught:
-        lane.run(work).wait(60)
-    lane.close()
+        comm_stream.run(work).wait(60)
+    comm_stream.close()
     assert what_ended(caught.value) is None
 
 

@@ -44,7 +44,7 @@ RETIRED = {
     "settled": "waited for",
     "settles": "waits",
 }
-# What the order of collectives may not depend on; `refresh` waits for an event on a lane without a limit.
+# What the order of collectives may not depend on; `refresh` waits for an event on a comm stream without a limit.
 NO_ORDER = {
     "asyncio", "multiprocessing", "random", "subprocess", "threading", "time", "torch.distributed",
     "zeropp.comm.hops", "zeropp.comm.process_groups",

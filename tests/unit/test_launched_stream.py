@@ -90,7 +90,7 @@ def card() -> Iterator[Card]:
     made = Card()
 
     def stream(*_: object, **__: object) -> _Stream:
-        return _Stream(made, f"lane {len(made.given)}")
+        return _Stream(made, f"comm stream {len(made.given)}")
 
     with mock.patch.multiple(
         torch.cuda, Event=_Event, Stream=stream, current_stream=made.current, stream=made.stream, device=made.device
@@ -99,39 +99,41 @@ def card() -> Iterator[Card]:
 
 
 @pytest.fixture
-def lanes(card: Card) -> Iterator[list[LaunchedStream]]:
+def comm_streams(card: Card) -> Iterator[list[LaunchedStream]]:
     made = [LaunchedStream(ThreadStream(name), DEVICE) for name in ("first", "second")]
     yield made
     for each in made:
         each.close()
 
 
-def test_a_launch_is_behind_what_had_been_issued_and_no_more(card: Card, lanes: list[LaunchedStream]) -> None:
+def test_a_launch_is_behind_what_had_been_issued_and_no_more(card: Card, comm_streams: list[LaunchedStream]) -> None:
     held, host = threading.Event(), ThreadStream("host")
     stepped = host.run(lambda: held.wait(5))
     card.work()
-    event = lanes[0].run(card.work, after=stepped)
+    event = comm_streams[0].run(card.work, after=stepped)
     for _ in range(3):
         card.work()  # issued before the launch
-    assert card.given["lane 1"] == []
+    assert card.given["comm stream 1"] == []
     held.set()
     assert event.wait(5)
-    assert card.given["lane 1"] == [("default", 1), "work"]
-    assert card.given["default"] == ["work"] * 4 + [("lane 1", 2)]
-    assert card.devices == {0, 3}, "the caller's, and the lane's own"
+    assert card.given["comm stream 1"] == [("default", 1), "work"]
+    assert card.given["default"] == ["work"] * 4 + [("comm stream 1", 2)]
+    assert card.devices == {0, 3}, "the caller's, and the comm stream's own"
     host.close()
 
 
-def test_a_lane_waits_for_the_lane_before_it_and_the_model_does_not(card: Card, lanes: list[LaunchedStream]) -> None:
-    first = lanes[0].run(card.work)
-    second = lanes[1].run(card.work, after=first)
+def test_a_lane_waits_for_the_lane_before_it_and_the_model_does_not(
+    card: Card, comm_streams: list[LaunchedStream]
+) -> None:
+    first = comm_streams[0].run(card.work)
+    second = comm_streams[1].run(card.work, after=first)
     assert second.wait(5)
-    assert ("lane 1", 2) in card.given["lane 2"][: card.given["lane 2"].index("work")]
-    assert card.given["default"] == [("lane 2", len(card.given["lane 2"]))]
+    assert ("comm stream 1", 2) in card.given["comm stream 2"][: card.given["comm stream 2"].index("work")]
+    assert card.given["default"] == [("comm stream 2", len(card.given["comm stream 2"]))]
 
 
 def test_the_host_s_step_copies_on_a_stream_of_its_own(card: Card) -> None:
     stream = make_stream("step", DEVICE, sends=False, overlap=True, hosted=True)
     assert stream.run(card.work).wait(5)
-    assert card.given["lane 1"] == [("default", 0), "work"] and card.devices == {3}
+    assert card.given["comm stream 1"] == [("default", 0), "work"] and card.devices == {3}
     stream.close()

@@ -129,7 +129,8 @@ class PreviousWeights:
             if missing:
                 told = f"values of {missing} are given up: they are no longer in the model"
                 notify_once(told, first=engine.comm.rank == 0)
-            # Nothing may be under way on lanes that are about to be closed, and no memory be kept for a pass to come.
+            # Nothing may be under way on comm streams that are about to be closed, and no memory be kept for a pass to
+            # come.
             engine.finish_load()
             engine.schedule.live_units.release_planned()
             engine.refresh.wait()

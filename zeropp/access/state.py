@@ -89,7 +89,9 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
 
 
 def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
-    """Every parameter of a buffer in the main dtype. On the lanes of gathers, whose collectives keep one order."""
+    """Every parameter of a buffer in the main dtype. On the comm streams of gathers, whose collectives keep one
+    order.
+    """
     return gather_row(engine, buffer, engine.parking.values(buffer.shard), buffer.main_dtype)
 
 
@@ -110,7 +112,7 @@ def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dty
         row: this rank's part.
         dtype: that travels, and of the result; None for the row's. Of codes, what they are decoded to.
     """
-    # Lanes of gathers write to it, outside the caller's mode.
+    # Comm streams of gathers write to it, outside the caller's mode.
     with torch.inference_mode(False):
         whole = torch.empty(buffer.layout.numel, dtype=dtype or row.dtype, device=buffer.device)
     _gather_whole(engine, buffer, buffer.paths.main, whole, row)
@@ -129,8 +131,8 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor, own: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
         gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
-        # On the same lanes as gathers of a pass: a group's collectives must have one order. See [Note: one order].
-        event = engine.gather_lanes.run(Work(path.links, [gather]))[-1]
+        # On the same comm streams as gathers of a pass: a group's collectives must have one order. See [Note: one order].
+        event = engine.gather_streams.run(Work(path.links, [gather]))[-1]
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 

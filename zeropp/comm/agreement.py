@@ -55,14 +55,16 @@ class Agreement:
         *,
         overlap: bool,
     ) -> None:
-        """Start watching, if there are other ranks; ``overlap`` tells whether work on lanes runs beside the model."""
+        """Start watching, if there are other ranks; ``overlap`` tells whether work on comm streams runs beside the
+        model.
+        """
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.comm = comm
         self._alone = alone
         self.hang_timeout = hang_timeout
         self.warn_after = warn_after
-        # Without ``overlap_comm`` work on lanes is done in the model's own order, which stands still for it.
+        # Without ``overlap_comm`` work on comm streams is done in the model's own order, which stands still for it.
         self.at_once = not alone and not overlap
         self.stalls = make_stalls(device, comm.ledger.add_wait)
         # The common error, once it was raised. Nothing is waited for after it.
@@ -135,7 +137,7 @@ class Agreement:
         # Of this process alone: no rank is to blame, and nothing of its parent's is touched.
         except ForkedError:
             raise
-        # A disk's errors come from lanes, too.
+        # A disk's errors come from comm streams, too.
         except (RuntimeError, OSError) as error:
             # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays
             # torch's own error, after which one may try less.
@@ -412,7 +414,7 @@ class Agreement:
                 self.board.lose(self._code, Account("using process groups that another model has lost"), closed=True)
 
     def _end_work(self) -> None:
-        # Aborting comes last: by then no lane waits for a collective that may never end.
+        # Aborting comes last: by then no comm stream waits for a collective that may never end.
         for action in (*self._when_lost, self.comm.abort):
             try:
                 action()

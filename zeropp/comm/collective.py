@@ -1,7 +1,8 @@
 """Work that all ranks do together before there is an engine: any of them may fail, and then all of them raise.
 
 `on_all_ranks` runs local work on every rank, and raises on all of them if it fails on any. `exchange` tells every rank
-what each has to say. `Carrier` moves tensors while a model is built, before there are lanes and a ledger for that.
+what each has to say. `Carrier` moves tensors while a model is built, before there are comm streams and a ledger for
+that.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Ledger:
     _calls: Counter[TrafficKey] = field(default_factory=Counter)
     _bytes: Counter[TrafficKey] = field(default_factory=Counter)
     _exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # Lanes count on their threads, the model's thread counts waits, and reports may come at any time.
+    # Comm streams count on their threads, the model's thread counts waits, and reports may come at any time.
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, key: TrafficKey, nbytes: int) -> None:
@@ -494,7 +494,7 @@ class Comm:
         """A hop, on a group of one kind of work. Collective over the members."""
         # Where threads launch, each kind of work has groups of its own, so that one thread gives a group its
         # collectives, in one order: see [Note: communicators]. Sums that go back to replicas share the groups of
-        # reductions: they run on the same lanes.
+        # reductions: they run on the same comm streams.
         key = (kind, spec.outer, spec.inner)
         if key not in self._groups:
             # In piece order, which need not ascend. new_group keeps it, so that member i of the group has part i.
@@ -689,7 +689,7 @@ class Comm:
     def hang_up(self, *, hops: bool = False) -> None:
         """End exchanges of numbers over gloo, here and on ranks that wait for this one; with ``hops`` collectives, too.
 
-        Where lanes have threads, these are left in their collectives, and the model's thread waits no more.
+        Where comm streams have threads, these are left in their collectives, and the model's thread waits no more.
         """
         if self.world > 1 and self.backend != "fake":
             for group in self._groups.values() if hops and self.backend == "gloo" else ():

@@ -2,14 +2,14 @@
 
 One rule for every device: work runs in the order it was given, after everything the caller had issued before, and its
 event tells when it is done. A CUDA stream does that by itself; on CPU a thread takes its place, and where nothing is
-sent (one rank) the work simply runs at once. `Lanes` holds one stream for each class of links.
+sent (one rank) the work simply runs at once. `CommStreams` holds one stream for each class of links.
 
 [Note: memory on several streams] torch's allocator gives memory back to the stream it was allocated on as soon as no
 Python object refers to it, whatever runs on a device by then. So gathered weights are allocated and freed in the order
-of one stream, the lane where their gather begins (`Stream.allocate`, `Stream.free`): it reuses them only for its own
-later work, and that waits for the model's stream, which has read them. Temporaries of a hop live on the lane of that
-hop. What goes on to another lane, or is handed to the caller, is named there by `used_here`, and the allocator then
-waits for that stream, too.
+of one stream, the comm stream where their gather begins (`Stream.allocate`, `Stream.free`): it reuses them only for its
+own later work, and that waits for the model's stream, which has read them. Temporaries of a hop live on the comm stream
+of that hop. What goes on to another comm stream, or is handed to the caller, is named there by `used_here`, and the
+allocator then waits for that stream, too.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from zeropp.comm.threads import Threads, generation, require_same_process
 __all__ = [
     "BUS",
     "DONE",
+    "CommStreams",
     "CudaStream",
     "Event",
     "InlineStream",
-    "Lanes",
     "Launch",
     "LaunchedStream",
     "Stream",
@@ -48,7 +48,7 @@ __all__ = [
     "callers_stream",
     "copy",
     "issued_here",
-    "make_lanes",
+    "make_comm_streams",
     "make_stream",
     "span",
     "used_here",
@@ -158,7 +158,7 @@ class Together:
         return all(event.done() for event in self._events)
 
 
-# Lanes: the streams of one kind of work.
+# Comm streams: the streams of one kind of work.
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,11 @@ class Work:
     after: Event | None = None
 
 
-class Lanes:
+class CommStreams:
     """A stream for each class of links: one unit's hop inside a node runs beside another's between nodes.
 
-    And beside a third one's copy between the device and the host. A copy on the lane of a hop would wait for the hops
-    before it: the host waits for the end of a copy, and the memory that it fills has been used by them.
+    And beside a third one's copy between the device and the host. A copy on the comm stream of a hop would wait for the
+    hops before it: the host waits for the end of a copy, and the memory that it fills has been used by them.
 
     Every rank gives the same work in the same order, so the collectives of each process group keep one order, too.
 
@@ -202,7 +202,7 @@ class Lanes:
 
     def run(self, work: Work) -> list[Event]:
         """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
-        # The first lane waits for what came before, each further one for the lane before it.
+        # The first comm stream waits for what came before, each further one for the comm stream before it.
         ends, event = list[Event](), work.after
         # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
         # the last one runs to the end.
@@ -210,7 +210,7 @@ class Lanes:
         last = len(work.links) - 1
         for number, link in enumerate(work.links):
             if number == last and work.then is not None:
-                # Behind the parts on the same lane, so that it sees them finished, without another event.
+                # Behind the parts on the same comm stream, so that it sees them finished, without another event.
                 steps = [*steps, work.then]
             event = self.stream(link).run(*steps, after=event)
             ends.append(event)
@@ -228,10 +228,12 @@ class Lanes:
             stream.close()
 
 
-def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Lanes:
-    """Lanes for one kind of work; see :func:`make_stream`."""
+def make_comm_streams(
+    kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False
+) -> CommStreams:
+    """Comm streams for one kind of work; see :func:`make_stream`."""
     name = partial("{} {}".format, kind)
-    return Lanes(lambda link: make_stream(name(link), device, sends=sends, overlap=overlap, hosted=hosted))
+    return CommStreams(lambda link: make_stream(name(link), device, sends=sends, overlap=overlap, hosted=hosted))
 
 
 def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Stream:
@@ -485,7 +487,8 @@ class LaunchedStream:
         self, works: Sequence[Callable[[], object]], after: Event | None, issued: Event, done: torch.cuda.Event
     ) -> None:
         # A new thread begins with device 0 and its default stream as current ones. That stream is the model's, mostly:
-        # the lane would wait for all it has been given by now, and it for what comes before this on other lanes.
+        # the comm stream would wait for all it has been given by now, and it for what comes before this on other comm
+        # streams.
         with torch.cuda.device(self._device), torch.cuda.stream(self._cuda.stream):
             if after is not None:
                 after.wait(threading.TIMEOUT_MAX)  # the host may have to, and has nothing else to do here

@@ -1,7 +1,7 @@
 """The engine of one model: its phases, the uses of its units, and its windows of micro-batches.
 
 A hook (`hooks`) says that a module is about to run; the engine asks the schedule (`zeropp.order.schedule`), which has
-usually issued the gather already; a lane (`zeropp.comm.streams`) runs the unit's path (`zeropp.wire.paths`).
+usually issued the gather already; a comm stream (`zeropp.comm.streams`) runs the unit's path (`zeropp.wire.paths`).
 
 [Note: backwards that accumulate nothing] ``torch.autograd.grad`` and ``backward(inputs=...)`` may run through the model
 without bringing a gradient to any trained parameter, as for a gradient penalty or an attack on inputs. Such a backward
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import Lanes, make_lanes
+from zeropp.comm.streams import CommStreams, make_comm_streams
 from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, PendingGradients, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return, cast_inputs
 from zeropp.engine.listener import Listener
@@ -294,10 +294,10 @@ class Engine(GuardHandler):
         self.issued = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
-        self.gather_lanes = self._make_lanes("gather", overlap=overlap)
+        self.gather_streams = self._make_lanes("gather", overlap=overlap)
         refresh_lanes = self._make_lanes("refresh", overlap=overlap)
-        self.reduce_lanes = self._make_lanes("reduce", overlap=overlap)
-        self.reductions = Reductions(self.units, self.reduce_lanes, agreement, self.issued, loss_scale)
+        self.reduce_streams = self._make_lanes("reduce", overlap=overlap)
+        self.reductions = Reductions(self.units, self.reduce_streams, agreement, self.issued, loss_scale)
         self.schedule = self._make_schedule(limits, static=static_graph, log_relearning=log_relearning)
         self.refresh = self._make_refresh(refresh_lanes)
         self.note_storages()
@@ -315,22 +315,22 @@ class Engine(GuardHandler):
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
         self.loans = Loans()
-        # Last: an engine that is dropped lets go of its attributes in this order, and units must outlive the lanes that
-        # still write to their memory.
+        # Last: an engine that is dropped lets go of its attributes in this order, and units must outlive the comm
+        # streams that still write to their memory.
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
-    def _make_lanes(self, kind: str, *, overlap: bool) -> Lanes:
+    def _make_lanes(self, kind: str, *, overlap: bool) -> CommStreams:
         comm = self.comm
         sends = comm.world > 1 and comm.backend != "fake"
         hosted = self.maker.config.offloads
-        lanes = make_lanes(kind, device=self.device, sends=sends, overlap=overlap, hosted=hosted)
-        self.agreement.on_loss(lanes.abandon)
-        return lanes
+        comm_streams = make_comm_streams(kind, device=self.device, sends=sends, overlap=overlap, hosted=hosted)
+        self.agreement.on_loss(comm_streams.abandon)
+        return comm_streams
 
     def _make_schedule(self, limits: Limits, *, static: bool, log_relearning: bool) -> Schedule:
         return Schedule(
             self.units,
-            self.gather_lanes,
+            self.gather_streams,
             self.reductions,
             self.agreement,
             self.issued,
@@ -340,10 +340,10 @@ class Engine(GuardHandler):
             log_relearning=log_relearning,
         )
 
-    def _make_refresh(self, lanes: Lanes) -> Refresh:
+    def _make_refresh(self, comm_streams: CommStreams) -> Refresh:
         return Refresh(
             self.units,
-            lanes,
+            comm_streams,
             self.schedule,
             self.agreement,
             self.issued,
@@ -700,8 +700,8 @@ class Engine(GuardHandler):
             action()
         unused = None
         try:
-            for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
-                lanes.close()
+            for comm_streams in (self.gather_streams, self.refresh.comm_streams, self.reduce_streams):
+                comm_streams.close()
             # Before the watching ends: what never ends on a card is given up there.
             unused = self.agreement.meet_to_close()
         finally:

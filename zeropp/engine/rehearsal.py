@@ -65,13 +65,17 @@ def rehearse(engine: Engine) -> None:
     if len(comm.communicators) == comm.rehearsed:
         return
     before = _outside(device)
-    lanes = {"gather": engine.gather_lanes, "refresh": engine.refresh.lanes, "reduce": engine.reduce_lanes}
+    comm_streams = {
+        "gather": engine.gather_streams,
+        "refresh": engine.refresh.comm_streams,
+        "reduce": engine.reduce_streams,
+    }
     for transfer in _transfers(engine):
         hop = transfer.hop
         members = name_ranks(comm.ranks[rank] for rank in hop.spec.ranks)
         levels = f"{hop.spec.outer} to {hop.spec.inner}"
         doing = f"the first {transfer.collective} of {members} ({hop.kind}, level {levels})"
-        stream = lanes[hop.kind].stream(hop.spec.link)
+        stream = comm_streams[hop.kind].stream(hop.spec.link)
         # From here on: NCCL connects in the launch, which may not return.
         with engine.agreement.watching(doing), comm.launching(doing):
             event = stream.run(partial(_carry_out, transfer, device))
@@ -84,7 +88,7 @@ def rehearse(engine: Engine) -> None:
         _finish(engine, doing)
     comm.rehearsed = len(comm.communicators)
     if device.type == "cuda":
-        # The lanes would keep memory of messages that training allocates elsewhere.
+        # The comm streams would keep memory of messages that training allocates elsewhere.
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.comm.hops import Hop
-from zeropp.comm.streams import Lanes, callers_stream, used_here
+from zeropp.comm.streams import CommStreams, callers_stream, used_here
 from zeropp.fsdp2.overlap import Arrival, Waiting, queue, wait_for
 from zeropp.fsdp2.shards import AllGather
 from zeropp.partition.levels import BLOCK
@@ -54,7 +54,7 @@ class GatherRoute:
         self.codec.encode_(mine, own)
         for _ in self._send(messages, mine, unit):
             yield
-            # Made on the lane before. See [Note: memory on several streams].
+            # Made on the comm stream before. See [Note: memory on several streams].
             used_here(messages)
         _decode_(self.codec, messages, whole, world)
 
@@ -80,15 +80,15 @@ class GatherRoute:
 
 
 class GatherComm(AllGather):
-    """The all-gather of one unit; FSDP2 calls it on its own streams, the hops run on lanes.
+    """The all-gather of one unit; FSDP2 calls it on its own streams, the hops run on comm streams.
 
     FSDP2 keeps the result until it has been copied out, and its streams wait for that before they use the memory
-    again. So it needs no record of the lanes: see [Note: FSDP2's order].
+    again. So it needs no record of the comm streams: see [Note: FSDP2's order].
 
     Args:
         unit: for the ledger.
         routes: for each process group that the unit is sharded over at some time.
-        lanes: of gathers.
+        comm_streams: of gathers.
         before: called before each gather.
         waiting: watches them.
     """
@@ -97,13 +97,13 @@ class GatherComm(AllGather):
         self,
         unit: str,
         routes: dict[dist.ProcessGroup, GatherRoute],
-        lanes: Lanes,
+        comm_streams: CommStreams,
         before: Callable[[], None],
         waiting: Waiting,
     ) -> None:
         self.unit = unit
         self.routes = routes
-        self.lanes = lanes
+        self.comm_streams = comm_streams
         self.before = before
         self.waiting = waiting
         self._filled_on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -142,7 +142,7 @@ class GatherComm(AllGather):
             )
         part = route.gather(output_tensor, input_tensor, group.rank(), self.unit)
         with self._filled_on:
-            event = queue(self.lanes, route.links, part, f"the gather of {self.unit}", self.waiting)
+            event = queue(self.comm_streams, route.links, part, f"the gather of {self.unit}", self.waiting)
         # On a device without async_op FSDP2 takes a work for a reason to let the next gather wait for this one's copy.
         # On CPU its events say nothing, and only a work lets the host go on.
         if async_op or not output_tensor.is_cuda:

@@ -1,4 +1,4 @@
-"""Lanes on which the hops of different units run side by side, and the handle that FSDP2 waits for.
+"""Comm streams on which the hops of different units run side by side, and the handle that FSDP2 waits for.
 
 [Note: FSDP2's order] FSDP2 waits for a gather where it copies the result out, by the work that a hook returns or by
 an event that it records on the calling stream behind the hook. For a reduction it has only that event, and lets the
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zeropp.comm.collective import naming_absence
 from zeropp.comm.process_groups import abort_groups
-from zeropp.comm.streams import DONE, Event, Lanes, Launch, Work
+from zeropp.comm.streams import DONE, CommStreams, Event, Launch, Work
 from zeropp.comm.watch import make_monitor
 
 __all__ = ["Arrival", "Reductions", "Waiting", "queue", "wait_for"]
@@ -83,11 +83,11 @@ class Waiting:
         abort_groups(self._groups)
 
 
-def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str, waiting: Waiting) -> Event:
-    """Queue a unit's hops, each on the lane of its class of links.
+def queue(comm_streams: CommStreams, links: Sequence[str], part: Iterator[None], what: str, waiting: Waiting) -> Event:
+    """Queue a unit's hops, each on the comm stream of its class of links.
 
     Args:
-        lanes: one for each class.
+        comm_streams: one for each class.
         links: the classes, in order.
         part: pauses before each further class.
         what: the hops do, for the error.
@@ -98,7 +98,7 @@ def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str, w
     launch, event = Launch(), None
     waiting.note(launch, what)
     try:
-        event = lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
+        event = comm_streams.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
     finally:
         # After an error there is nothing to wait for.
         launch.end = event or DONE
@@ -139,12 +139,12 @@ class Reductions:
     """The reductions of one mesh that are under way: two at most, so that messages do not pile up.
 
     Args:
-        lanes: of reductions.
+        comm_streams: of reductions.
         waiting: watches them.
     """
 
-    def __init__(self, lanes: Lanes, waiting: Waiting) -> None:
-        self.lanes = lanes
+    def __init__(self, comm_streams: CommStreams, waiting: Waiting) -> None:
+        self.comm_streams = comm_streams
         self._waiting = waiting
         self._under_way: deque[Event] = deque()
 
@@ -157,7 +157,7 @@ class Reductions:
 
     def queue(self, links: Sequence[str], part: Iterator[None], what: str) -> Event:
         """See :func:`queue`."""
-        event = queue(self.lanes, links, part, what, self._waiting)
+        event = queue(self.comm_streams, links, part, what, self._waiting)
         self._under_way.append(event)
         return event
 
@@ -167,7 +167,7 @@ def _resumed(part: Iterator[None], what: str, inference: bool) -> Iterator[None]
     while True:
         # The mode belongs to a thread, and only inside it may a tensor that was made in it be written.
         mode = torch.inference_mode() if inference else contextlib.nullcontext()
-        # Left before the pause: another lane, on a thread of its own, goes on behind it.
+        # Left before the pause: another comm stream, on a thread of its own, goes on behind it.
         with mode, naming_absence(what):
             if next(part, _END) is _END:
                 return

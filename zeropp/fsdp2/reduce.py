@@ -190,7 +190,7 @@ class _Pending:
 
 
 class ReduceComm(ReduceScatter):
-    """The reduce-scatter of one unit: packed on the stream that FSDP2 calls from, and sent on lanes.
+    """The reduce-scatter of one unit: packed on the stream that FSDP2 calls from, and sent on comm streams.
 
     What FSDP2 does with the result follows :meth:`finish`, its all-reduce hook: see [Note: FSDP2's order].
 
@@ -360,7 +360,7 @@ class ReduceComm(ReduceScatter):
 
 
 def _with_message(message: Tensor, part: Iterator[None]) -> Iterator[None]:
-    """The same, on lanes: the message was packed on the caller's stream, and is sent on the first of them."""
+    """The same, on comm streams: the message was packed on the caller's stream, and is sent on the first of them."""
     # FSDP2's own buffer as well, where it is a message: FSDP2 keeps it only until the calling stream goes on.
     used_here(message)
     del message

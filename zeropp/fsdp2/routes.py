@@ -1,4 +1,4 @@
-"""The hops that serve the units of one mesh: over which process groups, on which lanes, with which codecs."""
+"""The hops that serve the units of one mesh: over which process groups, on which comm streams, with which codecs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropp.comm.collective import exchange
 from zeropp.comm.communicators import default_ctas, least
 from zeropp.comm.hops import Hop, Ledger
 from zeropp.comm.process_groups import OUTLASTS, Members, find_members, free_groups, make_group
-from zeropp.comm.streams import make_lanes
+from zeropp.comm.streams import make_comm_streams
 from zeropp.comm.watch import BLIND
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
@@ -66,9 +66,9 @@ class Routes:
         # Cards may differ, and NCCL wants one number of channels.
         self.job, self.ctas = rows[0][0], least([each for _, each in rows])
         device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
-        # Gathers in backward share the lanes of those in forward, and have groups of their own.
-        self.gathering = make_lanes("fsdp2 gather", device, sends=True, overlap=True)
-        self.reducing = make_lanes("fsdp2 reduce", device, sends=True, overlap=True)
+        # Gathers in backward share the comm streams of those in forward, and have groups of their own.
+        self.gathering = make_comm_streams("fsdp2 gather", device, sends=True, overlap=True)
+        self.reducing = make_comm_streams("fsdp2 reduce", device, sends=True, overlap=True)
         self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
         # By size alone: FSDP2 cuts the ranks of a mesh into runs of that size, the same for each call.
         self._by_size: dict[int, GatherRoute] = {}
@@ -84,9 +84,9 @@ class Routes:
         return GatherComm(unit.name, routes, self.gathering, self.before, self.waiting), ReduceComm(unit, self.reduce)
 
     def close(self) -> None:
-        """End the lanes, and destroy the process groups made here."""
-        for lanes in (self.gathering, self.reducing):
-            lanes.close()
+        """End the comm streams, and destroy the process groups made here."""
+        for comm_streams in (self.gathering, self.reducing):
+            comm_streams.close()
         self.waiting.close()
         # The user may have ended torch.distributed before.
         free_groups(self.groups)
@@ -133,8 +133,8 @@ class Routes:
 
     def _hop(self, spec: HopSpec, members: Members, rank: int, kind: str) -> Hop:
         """A hop with a group of its own, in the order of its pieces."""
-        # Not FSDP2's, over all ranks either: each group's collectives come from one lane, so in one order on all ranks,
-        # while the user goes on with that one.
+        # Not FSDP2's, over all ranks either: each group's collectives come from one comm stream, so in one order on all
+        # ranks, while the user goes on with that one.
         ranks = [members.ranks[each] for each in spec.ranks]
         # The first rank tells groups of one kind apart, which exist side by side.
         name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"

@@ -45,7 +45,7 @@ class Parked:
             self._copied = copy(self._host, whole)
             if not non_blocking:
                 self._copied.wait(threading.TIMEOUT_MAX)
-            # Allocated on a lane, perhaps, which would write to it again before this copy has read it.
+            # Allocated on a comm stream, perhaps, which would write to it again before this copy has read it.
             used_here(whole)
         # Last, and only with the copy made: an error before leaves everything where it was.
         storage.resize_(0)

@@ -155,7 +155,7 @@ class Ring:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._closed)
-            # The engine is closed while a lane waits: after an error, and nobody misses what it would have done.
+            # The engine is closed while a comm stream waits: after an error, and nobody misses what it would have done.
             if self._closed:
                 raise RuntimeError("staging buffers were given up while they were waited for")
             return self._free.pop()
@@ -267,7 +267,7 @@ class StraightReads:
             raise SwapError.of(errno.EIO, extent.descriptors.folder, f"{what}, only {found}")
 
     def _file(self, descriptors: Descriptors) -> Any:
-        # Lanes read beside each other.
+        # Comm streams read beside each other.
         with self._guard:
             if descriptors not in self._files:
                 # By the descriptor: the file has no name any more.

@@ -12,7 +12,7 @@ is skipped, by what gradients are clipped, which of them there are, and with whi
 which are copied here. Then it queues one piece of work for each unit, in the order in which the next forward is going
 to want them, and returns. Nothing is guessed, so nothing is ever undone, and the results are those of a step that is
 waited for. From there on versions say that weights are new (`Engine.weights_changed`), and whoever uses a unit waits
-for its step: gathers and refreshes on their lanes, the model on the host where it computes with main weights
+for its step: gathers and refreshes on their comm streams, the model on the host where it computes with main weights
 themselves, and everything else in `Engine.require_idle`, unless it says that it goes on beside a step. A backward does
 not: its gradients take the place of those that are being stepped with.
 """

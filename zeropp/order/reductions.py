@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import Event, Lanes, span
+from zeropp.comm.streams import CommStreams, Event, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash
 from zeropp.params.gradient import LossScale
 from zeropp.params.unit import Unit
@@ -56,13 +56,13 @@ class Reductions:
     def __init__(
         self,
         units: Sequence[Unit],
-        lanes: Lanes,
+        comm_streams: CommStreams,
         agreement: Agreement,
         issued: IssueHash,
         loss_scale: LossScale,
     ) -> None:
         self.units = units
-        self.lanes = lanes
+        self.comm_streams = comm_streams
         self.agreement = agreement
         self.issued = issued
         self.loss_scale = loss_scale
@@ -296,7 +296,7 @@ class Reductions:
                 message = gradient.pack(scale, hold=hold)
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
-                    ends = self.lanes.run(gradient.prepare_reduce(message, scale, hold=hold))
+                    ends = self.comm_streams.run(gradient.prepare_reduce(message, scale, hold=hold))
                 self.agreement.queued(ends[-1], unit.name, "reduce")
                 self._largest = max(self._largest, message.nbytes)
                 onward = gradient.onward_nbytes if len(ends) > 1 else 0

@@ -2,8 +2,9 @@
 
 [Note: cached weights] What is cached carries the version of the main weights it was made of. A step, a load and an edit
 make a new version; `Refresh.start` then queues the renewal of every unit in the order of the next forward, and returns.
-A gather from a secondary shard waits for its unit's refresh on the lane, a first use of a persistent unit on the host;
-and whoever would use an older version is refused (`Unit._check_cached`), since no rank could tell it from the values.
+A gather from a secondary shard waits for its unit's refresh on the comm stream, a first use of a persistent unit on the
+host; and whoever would use an older version is refused (`Unit._check_cached`), since no rank could tell it from the
+values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import Event, Lanes, Together, span
+from zeropp.comm.streams import CommStreams, Event, Together, span
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
 from zeropp.params.unit import FlatBuffer, Unit
@@ -49,7 +50,7 @@ class Refresh:
     def __init__(
         self,
         units: Sequence[Unit],
-        lanes: Lanes,
+        comm_streams: CommStreams,
         schedule: Schedule,
         agreement: Agreement,
         issued: IssueHash,
@@ -60,14 +61,14 @@ class Refresh:
 
         Args:
             units: the model's.
-            lanes: for refreshes.
+            comm_streams: for refreshes.
             schedule: knows the order of the next forward.
             agreement: for waits.
             issued: takes in what is issued.
-            take_largest: takes the maximum over all ranks, in place; called on a lane.
+            take_largest: takes the maximum over all ranks, in place; called on a comm stream.
             note: counts what happened to a unit, for the report.
         """
-        self.lanes = lanes
+        self.comm_streams = comm_streams
         self._units = units
         self._schedule = schedule
         self._agreement = agreement
@@ -115,16 +116,16 @@ class Refresh:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
             with self._agreement.issuing("refreshing", unit.name, "refresh"), span("refresh", unit.name):
-                event = unit.refresh(self.lanes, differs)
+                event = unit.refresh(self.comm_streams, differs)
             self._agreement.queued(event, unit.name, "refresh")
 
     def _choose(
         self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer], stepped: Event | None
     ) -> Callable[[FlatBuffer], bool]:
-        """Queue the agreement on what is sent; returns what tells, on any lane, whether a buffer sends differences."""
+        """Queue the agreement on what is sent; returns a function that tells whether a buffer sends differences."""
         # Their messages differ in size from step to step, and ranks must give collectives the same sizes.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
-        # Filled on one lane and read on others, only after ``agreed``.
+        # Filled on one comm stream and read on others, only after ``agreed``.
         crowded: set[FlatBuffer] = set()
         agreed: Event | None = None
         if counted:
@@ -135,8 +136,9 @@ class Refresh:
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
-                # On the lane: the host goes on, and refreshes behind it on other lanes wait for the event.
-                agreed = self.lanes.stream("cross").run(agree, after=stepped)
+                # On the comm stream: the host goes on, and refreshes behind it on other comm streams wait for the
+                # event.
+                agreed = self.comm_streams.stream("cross").run(agree, after=stepped)
 
         def differs(buffer: FlatBuffer) -> bool:
             if agreed is not None:

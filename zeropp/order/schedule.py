@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import Lanes, span
+from zeropp.comm.streams import CommStreams, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, Reach, describe_phase
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
@@ -62,7 +62,7 @@ class Schedule:
     def __init__(
         self,
         units: Sequence[Unit],
-        lanes: Lanes,
+        comm_streams: CommStreams,
         reductions: Reductions,
         agreement: Agreement,
         issued: IssueHash,
@@ -74,7 +74,7 @@ class Schedule:
     ) -> None:
         """Know no order yet; ``reach`` as in `KnownOrders`, ``static`` if phases of a kind are promised to be equal."""
         self.units = units
-        self.lanes = lanes
+        self.comm_streams = comm_streams
         self.reductions = reductions
         self.agreement = agreement
         self.issued = issued
@@ -85,7 +85,7 @@ class Schedule:
         self.silent = False  # whether the running phase is a forward that gathers nothing
         self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
         self._ended = 0  # phases that have come to their end; not those that a rank may run alone
-        self.live_units = LiveUnits(units, lanes, agreement, limits.live)
+        self.live_units = LiveUnits(units, comm_streams, agreement, limits.live)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self.key: PhaseKey = ()  # kind of the running phase
         self._then: PhaseKey | None = None
@@ -482,7 +482,7 @@ class Schedule:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
-            event = self.lanes.run(unit.prepare_gather(self.lanes))[-1]
+            event = self.comm_streams.run(unit.prepare_gather(self.comm_streams))[-1]
         unit.note_gather(event)
         self.agreement.queued(event, unit.name, "gather")
 
@@ -612,7 +612,7 @@ class LiveUnits:
             uses that are left. While there are more calls it keeps the unit, too.
     """
 
-    def __init__(self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, live: int) -> None:
+    def __init__(self, units: Sequence[Unit], comm_streams: CommStreams, agreement: Agreement, live: int) -> None:
         """Keep nothing yet; ``live`` bounds the elements of what is planned, and retained where ranks may ask again."""
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
@@ -620,7 +620,7 @@ class LiveUnits:
         self.owed = [0] * len(units)
         self.due: dict[int, int] = {}
         self._units = units
-        self._lanes = lanes
+        self._comm_streams = comm_streams
         self._agreement = agreement
         self._live = live
         self.note_sizes()
@@ -659,7 +659,7 @@ class LiveUnits:
         if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
             # A gather that is still under way would write to memory that is no longer there.
             self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
-            unit.reshard(self._lanes)
+            unit.reshard(self._comm_streams)
         elif unit.users == 0 and unit.state is UnitState.UNSHARDED and not unit.persistent:
             # Or nobody would notice that code outside of its module uses a weight, which backward then has to fetch.
             unit.guard_values()

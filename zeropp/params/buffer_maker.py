@@ -193,7 +193,7 @@ class BufferMaker:
         paths = weight_paths(self._comm, placement, key, encoding, stored=stored, brought=brought)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
-            # The main path's hops, and so its groups and lanes; but what travels is not decoded at the end.
+            # The main path's hops, and so its groups and comm streams; but what travels is not decoded at the end.
             states, hops = mode.states, paths.main.hops
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
@@ -253,7 +253,7 @@ def weight_paths(
             difference = make_difference_codec(encoding.differences)
             differences = DifferencePath(placement, states, cached, refresh.hops, dtype, difference)
             if differences.counted is not None:
-                # Made now, by all: later it would be made on a lane, where ranks may be at different places.
+                # Made now, by all: later it would be made on a comm stream, where ranks may be at different places.
                 comm.all_ranks("refresh")
     if cached is None:
         fetch = path(states, 1, "gather", encoded=True, coded=coded or stored, stored=brought)

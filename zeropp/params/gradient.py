@@ -105,7 +105,7 @@ class Gradient:
         # In ``held``; a float16 message of it needs room for so many.
         self._held_backwards = 0
         # Whether the last reduction that was queued leaves something held below the whole. ``held`` tells of it only
-        # when the lane has come to it.
+        # when the comm stream has come to it.
         self._partly_held = False
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
@@ -130,7 +130,7 @@ class Gradient:
 
     @property
     def onward_nbytes(self) -> int:
-        """Bytes that are left of a message where it changes over to another lane; 0 where it does not."""
+        """Bytes that are left of a message where it changes over to another comm stream; 0 where it does not."""
         return self.paths.straight.onward_nbytes(self.layout.numel) + self._stored_nbytes
 
     # From autograd to a message.
@@ -145,7 +145,7 @@ class Gradient:
         """
         gradients = self._take()
         path = self.paths.straight
-        # Held whole: nothing is sent, so it is done here and not on a lane.
+        # Held whole: nothing is sent, so it is done here and not on a comm stream.
         if self.paths.held_level == 1 and (hold or self.held is not None):
             whole = self._hold_whole(gradients)
             if hold:
@@ -159,8 +159,8 @@ class Gradient:
             self._gather(gradients, scale)
             return None
         self._scaled = 1.0
-        # Allocated on the caller's stream. Whoever queues the message keeps it until it has been reduced, so lanes
-        # need not say `used_here`. See [Note: memory on several streams].
+        # Allocated on the caller's stream. Whoever queues the message keeps it until it has been reduced, so comm
+        # streams need not say `used_here`. See [Note: memory on several streams].
         message = path.empty(self.layout.numel, self.device)
         path.pack_(message, gradients, self.layout, self._table)
         return message
@@ -175,7 +175,7 @@ class Gradient:
         return gradients
 
     def _gather(self, gradients: list[Tensor | None], scale: float) -> None:
-        """Bring gradients to the shard, on the caller's stream; no lane has anything to do with it."""
+        """Bring gradients to the shard, on the caller's stream; no comm stream has anything to do with it."""
         assert self._table is not None  # made where this is done
         PlainCodec(self.dtype).gather_(
             gradients, self.layout, self._table, self.shard, scale=scale, accumulate=self.arrived, report=self.report
@@ -194,11 +194,11 @@ class Gradient:
             torch._foreach_add_([view for view, _ in present], [g.to(self.dtype) for _, g in present])
         return self.held
 
-    # From messages to a sum; on the lanes of reductions.
+    # From messages to a sum; on the comm streams of reductions.
 
     def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
         """The work to queue: every rank's message, and what is held, summed into the shard; or into what is held."""
-        # By the flag, on the caller's thread: the lane may not have come to what was queued before.
+        # By the flag, on the caller's thread: the comm stream may not have come to what was queued before.
         straight = not hold and not self._partly_held
         self._partly_held = hold and self.paths.held_level != 1  # whole gradients are held by ``pack``
         # Now: another message may be packed before this one is sent.
@@ -235,7 +235,7 @@ class Gradient:
 
     def _store(self, total: Tensor) -> Iterator[None]:
         """Bring a sum to its home, added to the values there, and measure the result; pauses first."""
-        # On a lane of its own: the host waits for copies there, and the next reduction is on its way meanwhile.
+        # On a comm stream of its own: the host waits for copies there, and the next reduction is on its way meanwhile.
         yield
         used_here(total)
         assert self._ring is not None
@@ -264,7 +264,8 @@ class Gradient:
         yield from paths.to_held.reduce(
             message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
         )
-        # Allocated on the first lane, or by an earlier backward; the last hop's lane has just written to it.
+        # Allocated on the first comm stream, or by an earlier backward; the last hop's comm stream has just written to
+        # it.
         used_here(held)
         self._held_backwards += 1
         if hold:
@@ -296,11 +297,12 @@ class Gradient:
         del message  # or this frame would keep it until the sum is back
         yield from sums
         yield
-        # Sums end over the links on which the way back begins, so this lane is the last that touches a piece.
+        # Sums end over the links on which the way back begins, so this comm stream is the last that touches a piece.
         used_here(piece)
         used_here(whole)
         yield from replicas.gather(piece, replicas.places(whole), unit)
-        # The way back may end on another lane than it began on, as where what was held goes on between nodes first.
+        # The way back may end on another comm stream than it began on, as where what was held goes on between nodes
+        # first.
         used_here(whole)
         # One message, so this is a cast, a scale and perhaps an addition.
         last, scale = PlainCodec(whole.dtype), scale / headroom
@@ -318,9 +320,10 @@ class Gradient:
     def _arrive(self) -> None:
         unmeasured = bool(self._padding) and self._ring is None
         if unmeasured:
-            # On the lane, behind the sum and before the event, so that the optimizer never sees what codes left there.
+            # On the comm stream, behind the sum and before the event, so that the optimizer never sees what codes left
+            # there.
             self._clear_padding(self.shard)
-        # Read on the same lanes only, until the backward has ended and everything has been waited for.
+        # Read on the same comm streams only, until the backward has ended and everything has been waited for.
         self.arrived = True
         clears = bool(self.feedbacks) and not all(self.trained)
         if clears:

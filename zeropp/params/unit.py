@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
-from zeropp.comm.streams import Event, Lanes, Work
+from zeropp.comm.streams import CommStreams, Event, Work
 from zeropp.offload.storage_tiers import Home, MemoryRow, Place, Row
 from zeropp.offload.swap import aligned
 from zeropp.offload.tier_choice import Homes
@@ -296,7 +296,7 @@ class FlatBuffer:
         return self.paths.counts_escapes
 
     def count_escapes(self) -> Tensor:
-        """int64 [2]: what that size depends on; on a lane of refreshes."""
+        """int64 [2]: what that size depends on; on a comm stream of refreshes."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
         return self.paths.differences.counted.count(self._new_values(), self._difference_places[0])
 
@@ -308,8 +308,8 @@ class FlatBuffer:
 
     def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
-        # Asked on the lane: whether differences are worth it is agreed there, after this was queued, and what is sent
-        # is there only now.
+        # Asked on the comm stream: whether differences are worth it is agreed there, after this was queued, and what is
+        # sent is there only now.
         by_differences, own = differs(self), self._new_values()
         if by_differences:
             assert self.paths.differences is not None
@@ -605,21 +605,21 @@ class Unit:
                 position += 1
         return None
 
-    def prepare_gather(self, lanes: Lanes) -> Work:
+    def prepare_gather(self, comm_streams: CommStreams) -> Work:
         """Allocate memory and return the work to queue. A gathered unit takes part again, with the same values.
 
         Raises:
             RuntimeError: what is cached is of an older version.
         """
         self._check_cached()
-        # All buffers of a unit have one mode, so they go over the same links, and share a lane at each step.
+        # All buffers of a unit have one mode, so they go over the same links, and share a comm stream at each step.
         path = self.buffers[0].paths.fetch
         assert path is not None
-        # ``reshard`` frees on the same lane. See [Note: memory on several streams].
-        home = lanes.stream(path.links[0])
+        # ``reshard`` frees on the same comm stream. See [Note: memory on several streams].
+        home = comm_streams.stream(path.links[0])
         for buffer in self.buffers:
             home.allocate(buffer.alloc_storage)
-        # Gathers read what refreshes write, on other lanes; or where nothing is cached, what is being stepped.
+        # Gathers read what refreshes write, on other comm streams; or where nothing is cached, what is being stepped.
         after = self._stepped if self._refreshed is None else self._refreshed
         return Work(path.links, [buffer.gather(after) for buffer in self.buffers], after=after)
 
@@ -643,11 +643,11 @@ class Unit:
                 "issued"
             )
 
-    def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> Event:
+    def refresh(self, comm_streams: CommStreams, differs: Callable[[FlatBuffer], bool]) -> Event:
         """Queue the renewal of what is cached, where weights have changed.
 
         Args:
-            lanes: to queue it on.
+            comm_streams: to queue it on.
             differs: asked there, whether a buffer is renewed by differences.
 
         Returns:
@@ -662,11 +662,11 @@ class Unit:
         for buffer in stale:
             if self.persistent:
                 # Memory for the first refresh; from then on it stays.
-                lanes.stream(path.links[0]).allocate(buffer.alloc_storage)
+                comm_streams.stream(path.links[0]).allocate(buffer.alloc_storage)
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
         work = Work(path.links, [buffer.refresh(differs) for buffer in stale], after=self._stepped)
-        self._refreshed = lanes.run(work)[-1]
+        self._refreshed = comm_streams.run(work)[-1]
         return self._refreshed
 
     def note_step(self, event: Event) -> None:
@@ -741,7 +741,7 @@ class Unit:
                 # Every one, as in ``unshard``.
                 stack.callback(buffer.guard_values)
 
-    def reshard(self, lanes: Lanes) -> None:
+    def reshard(self, comm_streams: CommStreams) -> None:
         """Free the gathered values; they have arrived."""
         if self.state is UnitState.UNSHARDED:
             self.guard_values()
@@ -749,7 +749,7 @@ class Unit:
         for buffer in self.buffers:
             assert buffer.paths.fetch is not None
             # Behind what the model has been given so far, which may still read them on a GPU.
-            lanes.stream(buffer.paths.fetch.links[0]).free(buffer.free_storage)
+            comm_streams.stream(buffer.paths.fetch.links[0]).free(buffer.free_storage)
 
 
 def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, Row]]:

@@ -178,7 +178,7 @@ class CommunicatorMemory:
 
 def choose_sharing(config: Config, device: torch.device) -> Sharing:
     """The communicators that may be shared: see rule 2 in [Note: communicators]."""
-    # With offload a thread launches the work of each lane; on CPU it does all of it.
+    # With offload a thread launches the work of each comm stream; on CPU it does all of it.
     ordered = not config.zero.overlap_comm or (device.type == "cuda" and not config.offloads)
     return Sharing(kinds=ordered, engines=ordered and config.zeropp.share_communicators)
 

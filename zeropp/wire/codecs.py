@@ -597,7 +597,8 @@ def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> B
 
 def _table(values: Tensor) -> BlockTable:
     """The table for a tensor; each stream and thread has its own."""
-    # A call writes the tensor's address to the table and then launches a kernel that reads it. Lanes of two engines may
-    # do so at once, and torch may give two lanes one stream: with a common table, one would overwrite the other's.
+    # A call writes the tensor's address to the table and then launches a kernel that reads it. Comm streams of two
+    # engines may do so at once, and torch may give two comm streams one stream: with a common table, one would
+    # overwrite the other's.
     stream = torch.cuda.current_stream(values.device).cuda_stream if values.is_cuda else 0
     return _one_tensor(values.numel(), values.device, stream, threading.get_ident())

@@ -98,7 +98,7 @@ class Lossless:
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """See :class:`DifferenceCodec`."""
         assert self._starts is not None
-        # Counted on the lane between nodes, where ranks agree; a refresh inside a node encodes on the other.
+        # Counted on the comm stream between nodes, where ranks agree; a refresh inside a node encodes on the other.
         used_here(self._starts)
         room8, room16 = self.room
         kernels.lossless_encode_(values, base, self._starts, message, room8=room8, room16=room16)

@@ -22,7 +22,7 @@ __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "Stored"]
 def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
     """(class of links, numbers of the hops) for each run of hops over such links; one of none where there are none."""
     found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].link)]
-    # Without hops (one rank, or two equal levels) a cast or a sum is left to do, and needs a lane to run on.
+    # Without hops (one rank, or two equal levels) a cast or a sum is left to do, and needs a comm stream to run on.
     return found or [("local", [])]
 
 
@@ -53,7 +53,7 @@ class GatherPath:
         inner: level that it ends at.
         hops: between them.
         dtype: of the result.
-        stored: slices may be brought from the host's memory, on a lane of their own.
+        stored: slices may be brought from the host's memory, on a comm stream of their own.
 
     Attributes:
         links: classes of links on the way, in order.
@@ -118,8 +118,8 @@ class GatherPath:
         for number, (_, hops) in enumerate(self._segments):
             if number or self._stored:
                 yield
-                # Messages were allocated on the lane before this one; the result is the caller's, who looks after it.
-                # See [Note: memory on several streams].
+                # Messages were allocated on the comm stream before this one; the result is the caller's, who looks
+                # after it. See [Note: memory on several streams].
                 if views[-1] is not places[-1]:
                     used_here(views[-1])
             for index in hops:
@@ -198,7 +198,7 @@ class CodedGatherPath(GatherPath):
         return [whole] if self.decodes else self._views(whole)
 
     def _begin(self, own: Tensor | Stored, places: list[Tensor]) -> list[Tensor]:
-        # Made on the lane, when its turn comes: what waits in a queue holds no messages.
+        # Made on the comm stream, when its turn comes: what waits in a queue holds no messages.
         views = self._views(self._messages(places[0].numel(), places[0].device)) if self.decodes else places
         if self.coded:
             _put(views[0], own)
@@ -333,7 +333,7 @@ class ReducePath:
         for number, hop in enumerate(self.hops):
             if number and hop.spec.link != self.hops[number - 1].spec.link:
                 yield
-                # Made below, on the lane before. See [Note: memory on several streams].
+                # Made below, on the comm stream before. See [Note: memory on several streams].
                 used_here(message)
             # FSDP2 always leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
             if hop.by_backend:
@@ -356,5 +356,5 @@ class ReducePath:
                 following = self.hops[number + 1]
                 message = following.empty(numel, parts[0].device)
                 following.encode_sum_(hop.codec, parts, numel, message, scale=headroom, dtype=out.dtype)
-            # A paused generator keeps its locals, and the next lane may come to it much later.
+            # A paused generator keeps its locals, and the next comm stream may come to it much later.
             del parts

@@ -180,7 +180,7 @@ def saved_whole(persist: int) -> tuple[int, int]:
     optimizer = trained(model, make_config(persist=persist, overlap_comm=False))
     model(torch.randn(2, 8)).square().mean().backward()
     optimizer.step()
-    model.state_dict()  # the lanes of gathers and the gather's own buffers are there from here on
+    model.state_dict()  # the comm streams of gathers and the gather's own buffers are there from here on
     before, asked = sum(storages().values()), agreements(optimizer)
     model.state_dict()
     return sum(storages().values()) - before, agreements(optimizer) - asked

@@ -207,7 +207,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     others = model.seen.nbytes + model.codes.nbytes
     optimizer = trained(model, config)
     optimizer.engine.refresh.wait()
-    # A lane's thread tells that a message has arrived just before it lets go of it.
+    # A comm stream's thread tells that a message has arrived just before it lets go of it.
     until = time.monotonic() + 5
     while (found := sum(n for key, n in storages().items() if key not in before) - others) > plan.total + SHARED_NAN:
         if time.monotonic() > until:

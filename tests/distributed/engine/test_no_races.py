@@ -176,7 +176,9 @@ def test_weights_renewed_by_differences(codec: str, zero: dict[str, object]) -> 
 
 @pytest.mark.campaign
 def test_sizes_of_differences_are_waited_for_on_one_node() -> None:
-    """Ranks agree on the lane of links between nodes; with one node, refreshes are on another, and not behind it."""
+    """Ranks agree on the comm stream of links between nodes; with one node, refreshes are on another, and not behind
+    it.
+    """
     zero: dict[str, object] = {"stage": 1, "overlap_comm": True}
     extension, top = {"weight_codec": "lossless"}, {"bf16": {"enabled": True}}
     recipe = Recipe("gpt", torch.float32, steps=2, evaluate=True, zero=zero, extension=extension, top=top)

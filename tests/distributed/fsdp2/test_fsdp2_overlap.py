@@ -247,7 +247,7 @@ def message_of_the_caller() -> list[bool]:
     dropped.set()
     reduce.finish(out)
     found.append(torch.allclose(out, expected, atol=1e-6))
-    # The lane goes on to the next work, and keeps nothing of the last.
+    # The comm stream goes on to the next work, and keeps nothing of the last.
     hop.all_to_all = send
     reduce(out, others[0], group, dist.ReduceOp.AVG)
     reduce.finish(out)
@@ -258,8 +258,8 @@ def test_what_a_hop_reads_lives_until_it_has_ended() -> None:
     assert run_ranks(4, message_of_the_caller, local_world_size=4) == [[True, True, True]] * 4
 
 
-class Lanes:
-    """Which memory was named as in use on which lane, and which memory the hops took there."""
+class FakeStreams:
+    """Which memory was named as in use on which comm stream, and which memory the hops took there."""
 
     def __init__(self) -> None:
         self.named: set[tuple[str, int]] = set()
@@ -281,31 +281,33 @@ class Lanes:
 
 
 def named_memory(settings: dict[str, Any]) -> list[bool]:
-    """As on a device: whether all that a lane reads and was not made on it is named there, and on FSDP2's stream."""
-    lanes, model, rank = Lanes(), sharded(), dist.get_rank()
+    """As on a device: whether all that a comm stream reads and was not made on it is named there, and on FSDP2's
+    stream.
+    """
+    comm_streams, model, rank = FakeStreams(), sharded(), dist.get_rank()
     modules = (fsdp2.gather, fsdp2.reduce, paths)
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
-            patch.setattr(module, "used_here", lanes.name)
+            patch.setattr(module, "used_here", comm_streams.name)
         fsdp2.apply(model, **settings)
         gather, reduce, group = hooks(model)
         for hop in (*gather.routes[group].hops, *reduce.route.hops):
-            lanes.watch(hop)
+            comm_streams.watch(hop)
         out = gather.allocate((4 * SIZE,), dtype=torch.float32, device=torch.device("cpu"))
         whole = out.fill_(1.0).untyped_storage().data_ptr()
         gather(out, out[rank * SIZE : (rank + 1) * SIZE], group).wait()
-        (_, column), *inside = lanes.taken
-        found = [("zeropp fsdp2 gather local", column) in lanes.named]
+        (_, column), *inside = comm_streams.taken
+        found = [("zeropp fsdp2 gather local", column) in comm_streams.named]
         # FSDP2 looks after its own result.
-        found += [taken[1] == whole or taken in lanes.named for taken in inside]
-        lanes.taken.clear()
+        found += [taken[1] == whole or taken in comm_streams.named for taken in inside]
+        comm_streams.taken.clear()
         out = torch.empty(SIZE)
         reduce(out, buffers(SIZE, torch.float32)[rank].view(-1), group, dist.ReduceOp.AVG)
         total = reduce._pending.total
         reduce.finish(out)
-        found += [taken in lanes.named for taken in lanes.taken]
+        found += [taken in comm_streams.named for taken in comm_streams.taken]
         main = threading.current_thread().name
-        found += [(main, each.untyped_storage().data_ptr()) in lanes.named for each in (out, total)]
+        found += [(main, each.untyped_storage().data_ptr()) in comm_streams.named for each in (out, total)]
     return found
 
 

@@ -400,7 +400,7 @@ def refused(where: str, folder: str, which: str, short: bool, use: str) -> tuple
     """What a use right after a step raises where the last rank's disk has failed in it, and the cause of that."""
     failure: dict[str, Any] = {"return_value": 0} if short else {"side_effect": OSError(errno.EIO, "of the test")}
     bad = mock.patch.object(swap, which, **failure) if dist.get_rank() == dist.get_world_size() - 1 else None
-    # A lane of another rank stands still in a collective, which need not be waited for at the end.
+    # A comm stream of another rank stands still in a collective, which need not be waited for at the end.
     with mock.patch.object(threads, "_CLOSING", 0.1), training(where, folder) as (model, optimizer):
         with bad or contextlib.nullcontext():
             optimizer.step()
