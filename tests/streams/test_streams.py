@@ -57,7 +57,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
     "states, stage 1, at once": ["params/wire_copy.py Source.new 1", "params/unit.py Unit.refresh 1"],
     "states, stage 1, lossless, one node": [
-        "comm/streams.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
+        "comm/streams.py EventGroup.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],
     "states, stage 1, no comm streams": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],

@@ -37,13 +37,13 @@ __all__ = [
     "CommStreams",
     "CudaStream",
     "Event",
+    "EventGroup",
     "InlineStream",
     "Launch",
     "LaunchedStream",
     "Stream",
     "ThreadEvent",
     "ThreadStream",
-    "Together",
     "Work",
     "callers_stream",
     "copy",
@@ -134,7 +134,7 @@ class Launch:
         return self.end is not None and self.end.done()
 
 
-class Together:
+class EventGroup:
     """Several events as one."""
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -145,7 +145,7 @@ class Together:
         """The events that there are, as one; None if there is none."""
         there = [event for event in events if event is not None]
         # A single one as it is: most units have one buffer.
-        return Together(there) if len(there) > 1 else (there[0] if there else None)
+        return EventGroup(there) if len(there) > 1 else (there[0] if there else None)
 
     def wait(self, timeout: float) -> bool:
         """See :class:`Event`."""
