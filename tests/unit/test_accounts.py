@@ -9,13 +9,13 @@ import torch
 
 from zeropp.comm.process_groups import gather_rows, name_ranks, what_ended
 from zeropp.comm.streams import ThreadStream
-from zeropp.comm.watch import Account, explain, likely_cause
+from zeropp.comm.watch import RankStatus, explain, likely_cause
 from zeropp.order.known_orders import describe_phase
 
 FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"
 ALONE = "rank 0 called state_dict() of a GPT alone; it is collective: every rank calls it"
-SAVING = Account("at state_dict() of a GPT", call="state_dict() of a GPT")
-WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
+SAVING = RankStatus("at state_dict() of a GPT", call="state_dict() of a GPT")
+WAITING = RankStatus("waiting for the gather of unit 'blocks.0'", where=FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
             "rank 2 did not call state_dict() of a GPT, which is collective: every rank calls it",
         ),
         (
-            {0: SAVING, 1: Account("at full_state()", call="full_state()")},
+            {0: SAVING, 1: RankStatus("at full_state()", call="full_state()")},
             2,
             "rank 0 called state_dict() of a GPT and rank 1 called full_state(); they are collective: every rank makes "
             "the same calls in the same order",
@@ -41,18 +41,18 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
             "run",
         ),
         (
-            {0: Account("waiting", where=EVALUATION), 1: WAITING},
+            {0: RankStatus("waiting", where=EVALUATION), 1: WAITING},
             2,
             "the ranks made different forwards, backwards or steps, or numbers of them: rank 0 in a forward without "
             "gradients, in eval mode, rank 1 in a forward with gradients",
         ),
         (
-            {0: WAITING, 1: Account("asking for unit 'head'", where=FORWARD)},
+            {0: WAITING, 1: RankStatus("asking for unit 'head'", where=FORWARD)},
             2,
             "the ranks ran different modules, or in another order; look for code that depends on the rank",
         ),
         (
-            {0: WAITING, 1: Account("asking for unit 'head'", where=FORWARD, beyond="runs a module more often")},
+            {0: WAITING, 1: RankStatus("asking for unit 'head'", where=FORWARD, beyond="runs a module more often")},
             2,
             "rank 1 alone runs a module more often; the other ranks cannot know of it, and do not wait there. "
             "If all ranks have done so in one pass, as in a first step, each of them may do so alone",
@@ -64,7 +64,7 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
         ),
     ],
 )
-def test_likely_causes(accounts: dict[int, Account], world: int, cause: str) -> None:
+def test_likely_causes(accounts: dict[int, RankStatus], world: int, cause: str) -> None:
     assert likely_cause(accounts, world) == cause
     assert explain(accounts, world).startswith(f"{cause}. The ranks are no longer in step: ")
 
@@ -91,7 +91,7 @@ def test_names_of_ranks() -> None:
 
 
 def test_accounts_travel() -> None:
-    assert Account.unpacked(WAITING.packed().encode()) == WAITING
+    assert RankStatus.unpacked(WAITING.packed().encode()) == WAITING
 
 
 class Group:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeropp.comm import agreement, watch
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.watch import Account, StatusBoard, code_of
+from zeropp.comm.watch import RankStatus, StatusBoard, code_of
 
 WORLD = 1024
 
@@ -83,8 +83,8 @@ def rank_of(board: StatusBoard, number: int, world: int) -> Agreement:
     return made
 
 
-def account(number: int) -> Account:
-    return Account(f"waiting for the gather of unit 'blocks.{number % 4}'", where="a forward")
+def account(number: int) -> RankStatus:
+    return RankStatus(f"waiting for the gather of unit 'blocks.{number % 4}'", where="a forward")
 
 
 def test_after_a_loss_the_store_is_asked_for_less_than_100_megabytes(store: CountingStore) -> None:
@@ -126,11 +126,11 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
     assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
     first.go_on(ACTOR)
     assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
-    second.lose(ACTOR, Account("stepping", failure="no space left"))
+    second.lose(ACTOR, RankStatus("stepping", failure="no space left"))
     assert third.some_rank_failed(ACTOR) and third.accounts(ACTOR)[1].failure == "no space left"
 
 
-FAILED = Account("in a forward", failure="ValueError: no")
+FAILED = RankStatus("in a forward", failure="ValueError: no")
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def stop(board: StatusBoard, place: int = 7, account: Account = FAILED, engine: str = ACTOR) -> None:
+def stop(board: StatusBoard, place: int = 7, account: RankStatus = FAILED, engine: str = ACTOR) -> None:
     """Stop a rank, and tell it."""
     board.stop(engine, place, account, at_once=False)
     board.tell()
@@ -180,13 +180,13 @@ def test_a_rank_that_stops_in_one_engine_may_go_on_in_another(store: CountingSto
 
 def test_a_rank_that_has_lost_or_closed_one_engine_may_go_on_in_another(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
-    first.lose(ACTOR, Account("waiting", failure="OutOfMemoryError: 2 GiB"))
+    first.lose(ACTOR, RankStatus("waiting", failure="OutOfMemoryError: 2 GiB"))
     assert second.some_rank_failed(ACTOR) and long_after(second, CRITIC, clock)
     assert second.accounts(CRITIC)[0].failure and second.accounts(CRITIC)[0].other_model
     first.go_on(CRITIC)
     assert second.some_rank_failed(ACTOR) and not long_after(second, CRITIC, clock)
     assert second.accounts(CRITIC) == {}
-    first.lose(CRITIC, Account("closing", failure="it closed"), closed=True)
+    first.lose(CRITIC, RankStatus("closing", failure="it closed"), closed=True)
     assert second.some_rank_failed(CRITIC) and not long_after(second, code_of("the reference"), clock)
 
 
@@ -200,8 +200,8 @@ def test_ranks_that_have_lost_the_same_engine_use_others(store: CountingStore, c
 def test_closing_after_an_exception_tells_the_exception(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
     first.stop(ACTOR, 7, FAILED, at_once=False)
-    first.lose(CRITIC, Account("closing", failure="it closed"), closed=True)
-    first.lose(ACTOR, Account("closing", failure="it closed"), closed=True)
+    first.lose(CRITIC, RankStatus("closing", failure="it closed"), closed=True)
+    first.lose(ACTOR, RankStatus("closing", failure="it closed"), closed=True)
     for engine in (CRITIC, ACTOR):
         assert second.some_rank_failed(engine) and second.accounts(engine)[0].failure == FAILED.failure
     assert long_after(second, code_of("the reference"), clock)
@@ -264,7 +264,7 @@ def test_a_line_that_comes_late_says_nothing(store: CountingStore, clock: Clock)
 
 def test_a_stop_is_told_at_once_or_after_a_while(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
-    first.stop(ACTOR, 7, Account("in a forward"), at_once=False)
+    first.stop(ACTOR, 7, RankStatus("in a forward"), at_once=False)
     first.stop(ACTOR, 7, account(0), at_once=False)
     first.tell_stop()
     assert second.accounts(ACTOR) == {}
@@ -281,12 +281,12 @@ def test_exceptions_by_the_thousand_leave_little_in_the_store(store: CountingSto
     board = boards_of(2)[0]
     before = store.requests
     for number in range(1000):
-        board.stop(ACTOR, number, Account("in a forward", failure=f"KeyError: {number}"), at_once=True)
+        board.stop(ACTOR, number, RankStatus("in a forward", failure=f"KeyError: {number}"), at_once=True)
         board.go_on(ACTOR)
         clock.sleep(0.1)
     assert store.requests - before < 100
     for number in range(100):
-        stop(board, number, Account("in a forward", failure=f"KeyError: {number}"))
+        stop(board, number, RankStatus("in a forward", failure=f"KeyError: {number}"))
         board.go_on(ACTOR)
     assert store.num_keys() < 10 and len(board._places) < 100
 

@@ -24,7 +24,7 @@ from zeropp.comm.hops import Comm, make_stalls
 from zeropp.comm.process_groups import CollectiveError, what_ended
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.watch import Account, Watch, board_of, code_of, explain, make_monitor
+from zeropp.comm.watch import RankStatus, Watch, board_of, code_of, explain, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
@@ -70,7 +70,7 @@ class Agreement:
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
         self.where = ""  # the pass that this rank is in, in words
-        self.beyond = ""  # see Account
+        self.beyond = ""  # see RankStatus
         self._place = 0  # tells that pass from others; equal on every rank
         self._step_stopped = False  # whether an exception has ended the last step
         self._stepped = False  # whether stepped weights are being queued for where they are cached
@@ -130,7 +130,7 @@ class Agreement:
         began = time.monotonic()
         try:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
-            with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where, beyond=self.beyond)):
+            with self.watch.waiting(lambda: RankStatus(" ".join(doing), call, where or self.where, beyond=self.beyond)):
                 yield
             if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
                 raise RuntimeError(self.lost)
@@ -146,7 +146,7 @@ class Agreement:
                 raise
             if self.lost is not None:  # raised inside, or on the monitor's thread while this went wrong, too
                 raise RuntimeError(self.lost) from None
-            account = Account(" ".join(doing), call, where or self.where, beyond=self.beyond)
+            account = RankStatus(" ".join(doing), call, where or self.where, beyond=self.beyond)
             if isinstance(error, OSError):
                 raise self._lose(
                     replace(account, until=", until that failed", failure=str(error), unsure=True)
@@ -188,7 +188,7 @@ class Agreement:
         """On the monitor's thread: the device has not come on for ``hang_timeout``, or another rank has failed."""
         if self.lost is None:
             # The main thread may be in a launch, and never come to raise it.
-            self._lose(Account(f"waiting for {waited_for}", where=self.where), waited=waited, log=True)
+            self._lose(RankStatus(f"waiting for {waited_for}", where=self.where), waited=waited, log=True)
 
     def step_under_way(self, events: list[Event]) -> None:
         """The host steps weights until ``events``; they are the last step's."""
@@ -288,7 +288,7 @@ class Agreement:
             where: see :meth:`watching`.
             waited: whether ``hang_timeout`` was reached.
         """
-        return self._lose(Account(doing, call, where or self.where, beyond=self.beyond), waited=waited)
+        return self._lose(RankStatus(doing, call, where or self.where, beyond=self.beyond), waited=waited)
 
     def meet_to_close(self) -> dict[int, list[str]] | None:
         """Wait a few seconds for all ranks to close, which ranks do before they destroy communicators.
@@ -318,7 +318,7 @@ class Agreement:
             comm.rank,
             late,
         )
-        account = Account("closing its optimizer", failure="it closed its optimizer before the others")
+        account = RankStatus("closing its optimizer", failure="it closed its optimizer before the others")
         # For ranks that train on and would wait for this one.
         with contextlib.suppress(RuntimeError, TimeoutError):
             self.board.lose(self._code, account, closed=True)
@@ -344,7 +344,7 @@ class Agreement:
             return
         self._step_stopped |= step is not None
         failure = "an exception" if error is None else _in_a_line(error)
-        account = Account(f"in {self.where or where}", failure=failure, unsure=step is not None)
+        account = RankStatus(f"in {self.where or where}", failure=failure, unsure=step is not None)
         self.board.stop(self._code, self._place if step is None else step, account, at_once=True)
 
     @contextlib.contextmanager
@@ -359,10 +359,10 @@ class Agreement:
     def found_stopped(self, failure: str) -> None:
         """:meth:`stopped`, where the exception is not known, and nobody may wait for the store."""
         if not self._alone and self.lost is None and not self.board.is_stopped(self._code):
-            account = Account(f"in {self.where}", failure=failure)
+            account = RankStatus(f"in {self.where}", failure=failure)
             self.board.stop(self._code, self._place, account, at_once=False)
 
-    def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
+    def _lose(self, account: RankStatus, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm
         accounts = {comm.rank: account}
         store_is_gone = False
@@ -411,7 +411,7 @@ class Agreement:
             self.comm.tell_sharers(reason)
             # Whoever waits in this model is told what has stopped the rank in the other.
             with contextlib.suppress(RuntimeError, TimeoutError):
-                self.board.lose(self._code, Account("using process groups that another model has lost"), closed=True)
+                self.board.lose(self._code, RankStatus("using process groups that another model has lost"), closed=True)
 
     def _end_work(self) -> None:
         # Aborting comes last: by then no comm stream waits for a collective that may never end.
@@ -437,7 +437,7 @@ class Agreement:
             return self.board.some_rank_failed(self._code)
         return False
 
-    def _ask_around(self, account: Account) -> dict[int, Account]:
+    def _ask_around(self, account: RankStatus) -> dict[int, RankStatus]:
         try:
             self.board.lose(self._code, account)
         finally:
@@ -451,7 +451,7 @@ class Agreement:
         late = rank / world if world > _FEW else 0.0
         until = time.monotonic() + _GRACE + late
         pause = 0.05 * max(world / _FEW, 1.0) ** 1.5 + late
-        accounts: dict[int, Account] | None = None
+        accounts: dict[int, RankStatus] | None = None
         # Others run into the same failure at nearly the same time, and the message is better with what they say.
         while (left := until - time.monotonic()) > 0 and (accounts is None or len(accounts) < world):
             time.sleep(min(pause, left))

@@ -1,6 +1,6 @@
 """Who waits where: the status of each rank in the job's store, and two threads that look at this rank's waiting.
 
-An `Account` is one rank's status in words; `explain` tells the likely cause from the accounts of all ranks. A
+A `RankStatus` is one rank's status in words; `explain` tells the likely cause from the status of all ranks. A
 `StatusBoard` writes this rank's status into the store and reads those of others: whether an exception has stopped it,
 and what it waits for.
 
@@ -61,8 +61,8 @@ from zeropp.comm.threads import Patrol, within
 
 __all__ = [
     "BLIND",
-    "Account",
     "Monitor",
+    "RankStatus",
     "StatusBoard",
     "Watch",
     "board_of",
@@ -96,7 +96,7 @@ BLIND = frozenset({"cuda"})
 
 
 @dataclass(frozen=True)
-class Account:
+class RankStatus:
     """One rank's account of itself.
 
     Attributes:
@@ -129,12 +129,12 @@ class Account:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def unpacked(text: str | bytes) -> Account:
+    def unpacked(text: str | bytes) -> RankStatus:
         """The inverse of :meth:`packed`."""
-        return Account(**json.loads(text))
+        return RankStatus(**json.loads(text))
 
 
-def explain(accounts: Mapping[int, Account], world: int) -> str:
+def explain(accounts: Mapping[int, RankStatus], world: int) -> str:
     """The likely cause, then each account: "rank 0 called ... alone; .... rank 0 was ...; rank 1 was ..."."""
     groups = by_text({rank: str(account) for rank, account in accounts.items()})
     said = "; ".join(f"{name_ranks(of)} {'was' if len(of) == 1 else 'were'} {text}" for text, of in groups.items())
@@ -144,7 +144,7 @@ def explain(accounts: Mapping[int, Account], world: int) -> str:
     return f"{likely_cause(accounts, world)}. The ranks are no longer in step: {said}"
 
 
-def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
+def likely_cause(accounts: Mapping[int, RankStatus], world: int) -> str:
     """The thing that the user most probably has to look at, in a sentence without its full stop."""
     # Most telling first: what one rank knows to be wrong explains the rest, and calls of the user that differ explain
     # silence and different phases, and not the other way round.
@@ -187,7 +187,7 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     return "all ranks wait for each other at the same place: a connection or a device may be stuck"
 
 
-def _silent(accounts: Mapping[int, Account], world: int) -> list[int]:
+def _silent(accounts: Mapping[int, RankStatus], world: int) -> list[int]:
     return [rank for rank in range(world) if rank not in accounts]
 
 
@@ -224,7 +224,7 @@ class StatusBoard:
         """``ranks``: global ranks of the group; ``rank``: this one's place among them."""
         self._name = f"zeropp-{code_of(repr(ranks))}"
         self._rank = rank
-        self.stopped_by: Account | None = None
+        self.stopped_by: RankStatus | None = None
         # This rank's, by engine. Other threads read these dictionaries, so each change replaces the whole.
         self._ends: dict[str, _End] = {}
         self._waits: dict[str, str] = {}  # texts of accounts
@@ -238,7 +238,7 @@ class StatusBoard:
         self._heard: tuple[int, dict[int, dict[str, _End]]] = (0, {})  # number of lines read; ends by rank and engine
         # By the engine that asks: {(rank, engine, place): when this was first read}.
         self._suspected: dict[str, dict[tuple[int, str, str], float]] = {}
-        self._texts: dict[str, tuple[str, Account]] = {}  # by code: (engine, account), as they were read
+        self._texts: dict[str, tuple[str, RankStatus]] = {}  # by code: (engine, account), as they were read
 
     def join(self) -> None:
         """Withdraw what this rank has said, since it makes another engine."""
@@ -250,7 +250,7 @@ class StatusBoard:
         with contextlib.suppress(RuntimeError, TimeoutError):
             within(_ANSWER, self._begin, "saying that this rank begins")
 
-    def stop(self, engine: str, place: int, account: Account, *, at_once: bool) -> None:
+    def stop(self, engine: str, place: int, account: RankStatus, *, at_once: bool) -> None:
         """Note that an exception has ended this rank's pass or step; see [Note: one rank's exception].
 
         Args:
@@ -289,7 +289,7 @@ class StatusBoard:
             }
             self.tell()
 
-    def lose(self, engine: str, account: Account, *, closed: bool = False) -> None:
+    def lose(self, engine: str, account: RankStatus, *, closed: bool = False) -> None:
         """Tell the others that this rank cannot go on in an engine, whoever has failed.
 
         Args:
@@ -313,7 +313,7 @@ class StatusBoard:
             self.stopped_by = account
         within(_ANSWER, self._write, "telling why this rank fails")
 
-    def wait(self, engine: str, account: Account | None) -> None:
+    def wait(self, engine: str, account: RankStatus | None) -> None:
         """Tell the others that this rank has waited for long in an engine; None: that it waits no more."""
         others = {other: text for other, text in self._waits.items() if other != engine}
         if account is None:
@@ -347,7 +347,7 @@ class StatusBoard:
         """Tell whether another rank has lost this engine, or has stopped where this one has not."""
         return within(_ANSWER, partial(self._find_failure, engine), "asking whether a rank has failed")
 
-    def accounts(self, engine: str) -> dict[int, Account]:
+    def accounts(self, engine: str) -> dict[int, RankStatus]:
         """Accounts of ranks that have failed or wait for long, for a rank that waits in an engine."""
         return within(_ANSWER, partial(self._find_accounts, engine), "reading the accounts of ranks")
 
@@ -424,7 +424,7 @@ class StatusBoard:
         engine, text = end[0], end[1].account
         return (code_of(text) if end[1].lost else f"{self._rank}-{engine}"), text
 
-    def _find_accounts(self, engine: str) -> dict[int, Account]:
+    def _find_accounts(self, engine: str) -> dict[int, RankStatus]:
         store = default_store()
         found = dict[int, str]()
         common = set[int]()
@@ -448,13 +448,13 @@ class StatusBoard:
             accounts[rank] = replace(account, failure=failure, other_model=owner != engine)
         return accounts
 
-    def _read_texts(self, store: dist.Store, keys: set[str]) -> dict[str, tuple[str, Account]]:
+    def _read_texts(self, store: dist.Store, keys: set[str]) -> dict[str, tuple[str, RankStatus]]:
         missing = list(keys.difference(self._texts))
         found = {key: self._texts[key] for key in keys.difference(missing)}
         if missing:
             for key, text in zip(missing, store.multi_get([self._key(key) for key in missing]), strict=True):
                 owner, packed = json.loads(text)
-                found[key] = owner, Account.unpacked(packed)
+                found[key] = owner, RankStatus.unpacked(packed)
                 if "-" not in key:  # others are replaced
                     self._texts[key] = found[key]
         return found
@@ -553,7 +553,7 @@ def code_of(text: str) -> str:
     return hashlib.blake2s(text.encode(), digest_size=4).hexdigest()
 
 
-def _text(engine: str, account: Account) -> str:
+def _text(engine: str, account: RankStatus) -> str:
     return json.dumps([engine, replace(account, failure=account.failure[:_LONGEST]).packed()])
 
 
@@ -596,7 +596,7 @@ class Watch:
         self._patrol = Patrol("watch", self.look, self.end)
 
     @contextlib.contextmanager
-    def waiting(self, account: Callable[[], Account]) -> Iterator[None]:
+    def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:
         """Inside, this rank may wait for others; ``account`` says where."""
         if self._after is None:
             yield
@@ -673,7 +673,7 @@ class Watch:
             if action is not None:
                 action()
 
-    def _words(self, accounts: dict[int, Account]) -> str:
+    def _words(self, accounts: dict[int, RankStatus]) -> str:
         said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})
         others = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}" for text, ranks in said.items()]
         silent = [rank for rank in range(self._world) if rank not in accounts]
@@ -689,7 +689,7 @@ class Watch:
 class _Wait:
     """One wait of the rank's main thread."""
 
-    account: Callable[[], Account]
+    account: Callable[[], RankStatus]
     start: float
     told: bool = False
 
