@@ -1,7 +1,7 @@
 """Work that all ranks do together before there is an engine: any of them may fail, and then all of them raise.
 
 `on_all_ranks` runs local work on every rank, and raises on all of them if it fails on any. `exchange` tells every rank
-what each has to say. `Carrier` moves tensors while a model is built, before there are comm streams and a ledger for
+what each has to say. `BuildComm` moves tensors while a model is built, before there are comm streams and a ledger for
 that.
 """
 
@@ -36,7 +36,7 @@ from zeropp.comm.process_groups import (
 )
 from zeropp.comm.threads import warn_of_waiting
 
-__all__ = ["PATIENCE", "Carrier", "Failure", "exchange", "naming_absence", "on_all_ranks"]
+__all__ = ["PATIENCE", "BuildComm", "Failure", "exchange", "naming_absence", "on_all_ranks"]
 
 _T = TypeVar("_T")
 _SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
@@ -174,7 +174,7 @@ def naming_absence(what: str) -> Iterator[None]:
         ) from error
 
 
-class Carrier:
+class BuildComm:
     """Collectives of a group, one at a time, each with a limit. Making one is collective.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zeropp.comm.collective import Carrier, on_all_ranks
+from zeropp.comm.collective import BuildComm, on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
@@ -213,7 +213,7 @@ def _check(module: object, data_parallel_group: Group, sequence_data_parallel_gr
 
 def make_spread(settings: InitSettings) -> Spread:
     """Connect the ranks that build together. Collective."""
-    carrier = Carrier(settings.group, settings.trains_on, settings.seconds)
+    carrier = BuildComm(settings.group, settings.trains_on, settings.seconds)
     keep = _in_files(settings.swap) if settings.swap is not None else partial(_in_memory, settings)
     return Spread(carrier, settings.trains_on, settings.asked, keep)
 

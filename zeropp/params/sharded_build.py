@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zeropp._compat import is_aliased
 from zeropp._extensions import extensions
-from zeropp.comm.collective import Carrier, Failure
+from zeropp.comm.collective import BuildComm, Failure
 from zeropp.params.guard import GuardHandler, guard, is_managed, nothing, register, unguard, unregister
 from zeropp.partition.levels import dense_strides
 
@@ -212,7 +212,7 @@ class Spread:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: BuildComm,
         trains_on: torch.device,
         asked: dict[str, object],
         keep: Callable[[Tensor], Tensor],

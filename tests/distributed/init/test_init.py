@@ -21,7 +21,7 @@ from tests.support.branching_models import make_config, worst
 from tests.support.rank_pool import run_ranks
 from tests.support.zero_init_model import Odd, limits, same_as, seeded
 from zeropp import zero
-from zeropp.comm.collective import Carrier
+from zeropp.comm.collective import BuildComm
 from zeropp.params import sharded_build
 from zeropp.params.guard import is_guarded
 
@@ -103,10 +103,10 @@ def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
     """What is sent while a model is built; names of what was fetched."""
     sent: list[tuple[str, int]] = []
     exchanged: list[str] = []
-    plain = {name: getattr(Carrier, name) for name in ("scatter", "broadcast", "all_gather", "exchange")}
+    plain = {name: getattr(BuildComm, name) for name in ("scatter", "broadcast", "all_gather", "exchange")}
 
     def count(name: str) -> Callable[..., Any]:
-        def run(carrier: Carrier, own: Any, *args: Any) -> Any:
+        def run(carrier: BuildComm, own: Any, *args: Any) -> Any:
             if name == "exchange":
                 exchanged.append(args[-1])
             else:
@@ -125,7 +125,7 @@ def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
         def reset(self, module: nn.Module) -> None:
             nn.init.zeros_(module.weight)
 
-    with mock.patch.multiple(Carrier, **{name: count(name) for name in plain}):
+    with mock.patch.multiple(BuildComm, **{name: count(name) for name in plain}):
         config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
         with limits(1 << 20, 1 << 11), zero.Init(config_dict_or_path=config):
             Many()
@@ -379,13 +379,13 @@ def gathered() -> tuple[int, int]:
     with limits(1 << 14, 0), zero.Init():
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(48)))
     calls: list[int] = []
-    plain = Carrier.all_gather
+    plain = BuildComm.all_gather
 
-    def count(own: Carrier, out: Tensor, *args: Any) -> None:
+    def count(own: BuildComm, out: Tensor, *args: Any) -> None:
         calls.append(out.numel())
         plain(own, out, *args)
 
-    with mock.patch.object(Carrier, "all_gather", count):
+    with mock.patch.object(BuildComm, "all_gather", count):
         with zero.GatheredParameters(model):
             pass
         lent = len(calls)
