@@ -9,21 +9,21 @@ import torch
 
 from zeropp.config import load_config
 from zeropp.offload.storage_tiers import HostMemory, Memory
-from zeropp.offload.tier_choice import ALL, Division, Homes, at_device
+from zeropp.offload.tier_choice import ALL, Division, Tiers, at_device
 
 NEAR, FAR = Memory(torch.device("cpu")), HostMemory()
 
 
-def divide(numels: list[int], **block: Any) -> list[Homes]:
+def divide(numels: list[int], **block: Any) -> list[Tiers]:
     offload = {"device": "cpu", **block}
     config = load_config({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
-    homes = Homes(FAR, FAR, FAR, FAR, device_numel=0) if config.steps_on_host else at_device(NEAR.device)
-    division = Division(config, homes, NEAR, numels)
+    tiers = Tiers(FAR, FAR, FAR, FAR, device_numel=0) if config.steps_on_host else at_device(NEAR.device)
+    division = Division(config, tiers, NEAR, numels)
     return [division.next(numel) for numel in numels]
 
 
-def on_device(found: list[Homes], numels: list[int]) -> list[int]:
-    return [min(homes.device_numel, numel) for homes, numel in zip(found, numels, strict=True)]
+def on_device(found: list[Tiers], numels: list[int]) -> list[int]:
+    return [min(tiers.device_numel, numel) for tiers, numel in zip(found, numels, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_a_buffer_at_the_border_has_its_states_elsewhere() -> None:
 
 
 def test_what_is_not_stepped_is_where_it_would_be() -> None:
-    for homes in divide([1024, 2048], ratio=0.5):
-        assert homes.weights == FAR
+    for tiers in divide([1024, 2048], ratio=0.5):
+        assert tiers.weights == FAR
 
 
 def test_without_offload_everything_is_the_device_s() -> None:

@@ -84,9 +84,9 @@ def job_of(
     done: int,
 ) -> BufferStep:
     """A step of what is not the device's, which has ``first`` elements, after so many steps."""
-    homes = SimpleNamespace(device_numel=first)
+    tiers = SimpleNamespace(device_numel=first)
     buffer: Any = SimpleNamespace(
-        main=main, gradient=SimpleNamespace(row=grad), source=None, homes=homes, main_dtype=torch.float32
+        main=main, gradient=SimpleNamespace(row=grad), source=None, tiers=tiers, main_dtype=torch.float32
     )
     job = BufferStep(cast(FlatBuffer, buffer), states=cast(Any, states))
     moments = {name: each.tensor for name, each in states.items()}

@@ -1,4 +1,4 @@
-"""Reading ahead: rows on their way from their home to a device, in the order they are asked for.
+"""Reading ahead: rows on their way from their tier to a device, in the order they are asked for.
 
 A thread reads into a `Ring` of staging buffers, and whoever asked takes what has come, in the same order; so a buffer
 of the ring is always on its way to be free again, and a row may be larger than all of them together.

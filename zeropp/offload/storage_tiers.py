@@ -1,7 +1,7 @@
 """Rows of numbers, and their homes: the memory of a device, the host's memory, or a file.
 
-A `Row` is read and written in parts, wherever it lies. A `Home` allocates rows. Rows in files are read and written past
-the page cache where work is waiting for them.
+A `Row` is read and written in parts, wherever it lies. A `StorageTier` allocates rows. Rows in files are read and
+written past the page cache where work is waiting for them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = [
     "PLACES",
     "FileRow",
     "Files",
-    "Home",
     "HostMemory",
     "Memory",
     "MemoryRow",
     "PartlyInMemory",
     "Place",
     "Row",
+    "StorageTier",
     "host_memory",
 ]
 
@@ -71,8 +71,8 @@ class Row(Protocol):
         ...
 
 
-class Home(Protocol):
-    """A place for rows."""
+class StorageTier(Protocol):
+    """A storage tier: a device's memory, the host's, or files."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
         """A row of zeros.
@@ -130,17 +130,17 @@ class Memory:
     place: Place = "device"
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         # Zeros, since padding is stepped with the rest, and states begin with them.
         return MemoryRow(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
 
     def serves(self, device: torch.device) -> bool:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         # By type: a process trains on one device of a kind, whether or not its number is given.
         return self.place == "device" and self.device.type == device.type
 
     def accepts(self, row: Row) -> bool:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         return row.place == self.place
 
 
@@ -200,10 +200,10 @@ class Files:
 
     in_file: Callable[[int, torch.dtype], Row]
     least: int
-    memory: Home
+    memory: StorageTier
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         if numel * dtype.itemsize < self.least:
             # A request for less than a block takes as long as one for a block, and a biased layer has many of them.
             return self.memory.allocate(numel, dtype)
@@ -211,12 +211,12 @@ class Files:
         return self.in_file(numel, dtype)
 
     def serves(self, device: torch.device) -> bool:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         # Not even the CPU: through the mapping each page would be waited for where it is first touched.
         return False
 
     def accepts(self, row: Row) -> bool:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         # Smaller rows are in memory here, too.
         return not row.in_memory or row.tensor.nbytes < self.least
 
@@ -229,7 +229,7 @@ class PartlyInMemory:
         self._left = numel
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         # Whole rows: what is asked for first is wanted first in forward, when nothing has been read ahead.
         if numel > self._left:
             return self._files.allocate(numel, dtype)
@@ -237,10 +237,10 @@ class PartlyInMemory:
         return self._files.memory.allocate(numel, dtype)
 
     def serves(self, device: torch.device) -> bool:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         return False
 
     def accepts(self, row: Row) -> bool:
-        """See :class:`Home`."""
+        """See :class:`StorageTier`."""
         # One that would fit is worth a copy in memory, which is what the setting asks for.
         return row.tensor.numel() > self._left and self._files.accepts(row)

@@ -1,6 +1,6 @@
 """The choice of a home for each part of an engine's flat buffers, by the configuration.
 
-`open_homes` makes room: files, staging buffers, and the thread that reads ahead. `Division` gives each buffer its
+`open_tiers` makes room: files, staging buffers, and the thread that reads ahead. `Division` gives each buffer its
 homes where the device steps one part and the host the other.
 """
 
@@ -17,7 +17,7 @@ import torch
 from zeropp.config import Config
 from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
-from zeropp.offload.storage_tiers import FileRow, Files, Home, Memory, PartlyInMemory, Row, host_memory
+from zeropp.offload.storage_tiers import FileRow, Files, Memory, PartlyInMemory, Row, StorageTier, host_memory
 from zeropp.offload.swap import ALIGNED, SwapFile
 from zeropp.offload.transfer import Transfers
 from zeropp.partition.levels import BLOCK
@@ -25,12 +25,12 @@ from zeropp.partition.levels import BLOCK
 __all__ = [
     "ALL",
     "Division",
-    "Homes",
     "Staging",
+    "Tiers",
     "at_device",
-    "choose_homes",
     "choose_staging",
-    "open_homes",
+    "choose_tiers",
+    "open_tiers",
     "staging_nbytes",
 ]
 
@@ -43,7 +43,7 @@ _PARTS = 6 * 3
 
 
 @dataclass(frozen=True)
-class Homes:
+class Tiers:
     """The homes of the parts of flat buffers.
 
     Attributes:
@@ -58,47 +58,47 @@ class Homes:
         close: gives files, staging buffers and threads back.
     """
 
-    main: Home
-    states: Home
-    gradients: Home
-    weights: Home
+    main: StorageTier
+    states: StorageTier
+    gradients: StorageTier
+    weights: StorageTier
     reader: ReadAhead | None = None
     ring: Ring | None = None
     device_numel: int = ALL
     close: Callable[[], None] = lambda: None
 
-    def of(self, trainable: bool) -> Home:
-        """Home of a buffer's shard: with the optimizer's states if it is stepped, which frozen weights are not."""
+    def of(self, trainable: bool) -> StorageTier:
+        """Tier of a buffer's shard: with the optimizer's states if it is stepped, which frozen weights are not."""
         return self.main if trainable else self.weights
 
 
 class Division:
-    """Gives each trainable buffer its homes: with the device's part of what is stepped, the host's, or both.
+    """Gives each trainable buffer its tiers: with the device's part of what is stepped, the host's, or both.
 
     Decided buffer by buffer, in the order in which the model defines them, which mostly is that of forward: what the
     next forward wants first is stepped on the device, and the host's part has until later. The border may lie within a
     buffer. Then the device has its main weights and gradients, and of the optimizer's states the front.
     """
 
-    def __init__(self, config: Config, homes: Homes, memory: Home, numels: Sequence[int]) -> None:
+    def __init__(self, config: Config, tiers: Tiers, memory: StorageTier, numels: Sequence[int]) -> None:
         """Divide.
 
         Args:
             config: says which fraction is the host's.
-            homes: of what is the host's, or of everything.
+            tiers: of what is the host's, or of everything.
             memory: of the device.
             numels: elements of the shards of all trainable buffers.
         """
         block = config.zero.offload_optimizer
-        self._homes = homes
+        self._homes = tiers
         self._left = 0
         # Whatever is not stepped stays where it would be, and is read from there.
-        self._near = replace(homes, main=memory, states=memory, gradients=memory, device_numel=ALL)
+        self._near = replace(tiers, main=memory, states=memory, gradients=memory, device_numel=ALL)
         if config.steps_on_host and block is not None:
             self._left = sum(numels) - round(block.ratio * sum(numels))
 
-    def next(self, numel: int) -> Homes:
-        """Homes of the next buffer, in the order of ``numels``, whose shard has so many elements."""
+    def next(self, numel: int) -> Tiers:
+        """Tiers of the next buffer, in the order of ``numels``, whose shard has so many elements."""
         if numel <= self._left:
             self._left -= numel
             return self._near
@@ -108,13 +108,13 @@ class Division:
         return replace(self._near, states=self._homes.states, device_numel=here) if here else self._homes
 
 
-def at_device(device: torch.device) -> Homes:
+def at_device(device: torch.device) -> Tiers:
     """Everything in the memory of the device that trains."""
     memory = Memory(device)
-    return Homes(memory, memory, memory, memory)
+    return Tiers(memory, memory, memory, memory)
 
 
-def open_homes(config: Config, device: torch.device, largest: int, itemsize: int, space: Mapping[str, int]) -> Homes:
+def open_tiers(config: Config, device: torch.device, largest: int, itemsize: int, space: Mapping[str, int]) -> Tiers:
     """Make room for what the configuration takes off the device.
 
     Args:
@@ -134,7 +134,7 @@ def open_homes(config: Config, device: torch.device, largest: int, itemsize: int
     with contextlib.ExitStack() as failed:
         failed.push(opened)
         files = _Swapping(config, host, opened, space)
-        main, kept = choose_homes(config, Memory(device), host, files)
+        main, kept = choose_tiers(config, Memory(device), host, files)
         steps, reads = choose_staging(config, device, main, kept, largest, itemsize)
         ring = reader = None
         if steps is not None:
@@ -145,10 +145,12 @@ def open_homes(config: Config, device: torch.device, largest: int, itemsize: int
             reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned), straight)
             opened.callback(reader.close)
         failed.pop_all()
-    return Homes(main, main, main, kept, reader, ring, 0 if config.steps_on_host else ALL, opened.close)
+    return Tiers(main, main, main, kept, reader, ring, 0 if config.steps_on_host else ALL, opened.close)
 
 
-def choose_homes(config: Config, memory: Home, host: Home, files: Callable[[str], Files]) -> tuple[Home, Home]:
+def choose_tiers(
+    config: Config, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
+) -> tuple[StorageTier, StorageTier]:
     """Homes of main weights and what is stepped with them, and of what gathers begin with.
 
     Args:
@@ -164,8 +166,11 @@ def choose_homes(config: Config, memory: Home, host: Home, files: Callable[[str]
 
 
 def _home(
-    block: OffloadOptimizerConfig | OffloadParamConfig, memory: Home, host: Home, files: Callable[[str], Files]
-) -> Home:
+    block: OffloadOptimizerConfig | OffloadParamConfig,
+    memory: StorageTier,
+    host: StorageTier,
+    files: Callable[[str], Files],
+) -> StorageTier:
     if block.device == "none":
         return memory
     if block.device == "cpu":
@@ -190,7 +195,7 @@ class Staging:
 
 
 def choose_staging(
-    config: Config, device: torch.device, main: Home, kept: Home, largest: int, itemsize: int
+    config: Config, device: torch.device, main: StorageTier, kept: StorageTier, largest: int, itemsize: int
 ) -> tuple[Staging | None, Staging | None]:
     """Staging buffers for what is stepped, and for what is read for gathers; None where nothing leaves the device.
 
@@ -229,7 +234,9 @@ def _aligned(nbytes: int) -> int:
 class _Swapping:
     """Opens a swap file for each path that is asked for, with the space that is wanted there."""
 
-    def __init__(self, config: Config, host: Home, opened: contextlib.ExitStack, space: Mapping[str, int]) -> None:
+    def __init__(
+        self, config: Config, host: StorageTier, opened: contextlib.ExitStack, space: Mapping[str, int]
+    ) -> None:
         self._aio = config.aio
         self._host = host
         self._opened = opened

@@ -142,10 +142,10 @@ class HostStep:
         others = [job for job in jobs if not job.in_place]
         if others:
             block = self._engine.maker.config.zero.offload_optimizer
-            homes = self._engine.maker.homes
-            assert block is not None and homes.ring is not None  # or nothing would be anywhere else
+            tiers = self._engine.maker.tiers
+            assert block is not None and tiers.ring is not None  # or nothing would be anywhere else
             tiles = Tiles(
-                homes.ring, self._cores, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
+                tiers.ring, self._cores, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
             )
             tiles.run(others)
 
@@ -186,8 +186,8 @@ class HostStep:
 
     def _bring_home(self, part: Slice, buffer: FlatBuffer, state: dict[str, object]) -> dict[str, storage_tiers.Row]:
         """Keep states of one value an element in their home, unless they are made there; their rows."""
-        first = buffer.homes.device_numel
-        if buffer.main.in_memory and (not first or buffer.homes.states.serves(buffer.device)):
+        first = buffer.tiers.device_numel
+        if buffer.main.in_memory and (not first or buffer.tiers.states.serves(buffer.device)):
             return {}
         rows = self._states.setdefault(buffer, {})
         for key, value in state.items():
@@ -195,7 +195,7 @@ class HostStep:
             if not isinstance(value, Tensor) or value.shape != part.parameter.shape or key == "step":
                 continue
             if key not in rows:
-                rows[key] = buffer.homes.states.allocate(buffer.main.tensor.numel() - first, value.dtype)
+                rows[key] = buffer.tiers.states.allocate(buffer.main.tensor.numel() - first, value.dtype)
             own = rows[key].tensor[part.offset - first : part.offset - first + value.numel()]
             # Made anew, or loaded since the last step. By address, since a view is another object each time.
             if value.data_ptr() != own.data_ptr():
@@ -463,7 +463,7 @@ class BufferStep:
 
     def place(self, kind: str, start: int) -> int:
         """The place in a row of an element of the shard: rows of states begin where the host's part does."""
-        return start - self.buffer.homes.device_numel if kind in self.states else start
+        return start - self.buffer.tiers.device_numel if kind in self.states else start
 
     @property
     def in_place(self) -> bool:
@@ -620,4 +620,4 @@ def _room(parts: Sequence[Tensor], itemsize: int) -> int:
 def _cut(buffer: FlatBuffer, most: int) -> list[_Range]:
     """The host's part of a shard in tiles of at most ``most`` elements."""
     numel = buffer.main.tensor.numel()
-    return [(start, min(start + most, numel)) for start in range(buffer.homes.device_numel, numel, most)]
+    return [(start, min(start + most, numel)) for start in range(buffer.tiers.device_numel, numel, most)]

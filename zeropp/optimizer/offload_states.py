@@ -200,12 +200,12 @@ def _states(engine: Engine, optimizer: Optimizer, slices: Slices, kinds: frozens
 
 
 def _states_on_device(engine: Engine, optimizer: Optimizer, slices: Slices) -> Iterator[tuple[str, dict[str, Any]]]:
-    apart = not engine.maker.homes.states.serves(engine.device)
+    apart = not engine.maker.tiers.states.serves(engine.device)
     for part in slices.cut:
         here = part.buffer is not None and part.buffer.main.place == "device" and not (apart and part.on_host)
         if here and part.parameter in optimizer.state:
             yield part.name, optimizer.state[part.parameter]
-    if engine.maker.homes.main.serves(engine.device):
+    if engine.maker.tiers.main.serves(engine.device):
         # Of parameters that are frozen, whole.
         yield from slices.frozen_states().items()
 

@@ -73,8 +73,8 @@ def layout_id(engine: Engine) -> str:
         dtypes = f"{buffer.main_dtype} {buffer.compute_dtype}"
         digest.update(f"{buffer.unit} {buffer.trainable} {dtypes} {buffer.layout}".encode())
         # The device and the host step slices of their own, and a parameter may be cut between them.
-        if buffer.trainable and 0 < buffer.homes.device_numel < buffer.main.tensor.numel():
-            digest.update(f"{buffer.homes.device_numel}".encode())
+        if buffer.trainable and 0 < buffer.tiers.device_numel < buffer.main.tensor.numel():
+            digest.update(f"{buffer.tiers.device_numel}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -82,7 +82,7 @@ class Slice:
     @property
     def on_host(self) -> bool:
         """True if the host's cores step this slice, provided that they have a step of its optimizer."""
-        return self.buffer is not None and self.offset >= self.buffer.homes.device_numel
+        return self.buffer is not None and self.offset >= self.buffer.tiers.device_numel
 
     @property
     def arrived(self) -> bool:
@@ -700,7 +700,7 @@ def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:
     """Parts of parameters in the shard; what the device steps and what the host does are slices of their own."""
     for fragment in buffer.fragments():
         numel = fragment.stop - fragment.start
-        here = min(max(buffer.homes.device_numel - fragment.offset, 0), numel)
+        here = min(max(buffer.tiers.device_numel - fragment.offset, 0), numel)
         if here:
             yield replace(fragment, stop=fragment.start + here)
         if here < numel:

@@ -11,7 +11,7 @@ from torch import nn
 from zeropp.comm.hops import Comm, Groups, Hop
 from zeropp.config import Config
 from zeropp.offload.storage_tiers import Memory
-from zeropp.offload.tier_choice import Division, Homes
+from zeropp.offload.tier_choice import Division, Tiers
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
 from zeropp.params.gradient import Gradient, GradientPaths
@@ -135,13 +135,13 @@ class BufferMaker:
     Attributes:
         config: of the engine.
         mode: levels of the parts of units, persistent ones aside.
-        homes: of all parts; a `Division` says which buffers are stepped on the device instead.
+        tiers: of all parts; a `Division` says which buffers are stepped on the device instead.
     """
 
-    def __init__(self, config: Config, mode: Mode, comm: Comm, homes: Homes) -> None:
+    def __init__(self, config: Config, mode: Mode, comm: Comm, tiers: Tiers) -> None:
         self.config = config
         self.mode = mode
-        self.homes = homes
+        self.tiers = tiers
         self._comm = comm
         self._encoding = choose_encoding(config)
 
@@ -154,14 +154,14 @@ class BufferMaker:
             layout.numel // mode.states
             for mode, own in zip(modes, layouts, strict=True) for key, _, layout in own if key.trainable
         ]  # fmt: skip
-        division = Division(self.config, self.homes, Memory(self._comm.device), stepped)
+        division = Division(self.config, self.tiers, Memory(self._comm.device), stepped)
         units = []
         for index, (spec, mode, own) in enumerate(zip(specs, modes, layouts, strict=True)):
             placement = Placement(mode, self._comm.rank, self._comm.local)
             buffers = []
             for key, names, layout in own:
-                homes = division.next(layout.numel // mode.states) if key.trainable else self.homes
-                buffers.append(self._make(spec.name, placement, key, [parameters[n][0] for n in names], layout, homes))
+                tiers = division.next(layout.numel // mode.states) if key.trainable else self.tiers
+                buffers.append(self._make(spec.name, placement, key, [parameters[n][0] for n in names], layout, tiers))
             units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
         return units
 
@@ -175,7 +175,7 @@ class BufferMaker:
         key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self.config))
         parameters = [buffer.parameters[index] for index in indices]
         # What is trained later is the host's, where anything is: the division was of what there was.
-        return self._make(buffer.unit, buffer.placement, key, parameters, layout, self.homes)
+        return self._make(buffer.unit, buffer.placement, key, parameters, layout, self.tiers)
 
     def _make(
         self,
@@ -184,12 +184,12 @@ class BufferMaker:
         key: BufferKey,
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
-        homes: Homes,
+        tiers: Tiers,
     ) -> FlatBuffer:
         encoding, mode, device = self._encoding, placement.mode, self._comm.device
         # Whether what gathers begin with is not the shard in the device's memory.
-        stored = not homes.of(key.trainable).serves(device)
-        brought = not all(self.homes.of(trainable).serves(device) for trainable in (False, True))
+        stored = not tiers.of(key.trainable).serves(device)
+        brought = not all(self.tiers.of(trainable).serves(device) for trainable in (False, True))
         paths = weight_paths(self._comm, placement, key, encoding, stored=stored, brought=brought)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
@@ -198,12 +198,12 @@ class BufferMaker:
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
             )
-            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes, homes)
+            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes, tiers)
         gradient = None
         if key.trainable:
             travels = gradient_paths(self._comm, placement, layout, key, encoding, device)
-            gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels, homes)
-        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient, homes)
+            gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels, tiers)
+        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient, tiers)
 
 
 def _is_coded(key: BufferKey, encoding: Encoding) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.offload.storage_tiers import Row
-from zeropp.offload.tier_choice import Homes
+from zeropp.offload.tier_choice import Tiers
 from zeropp.params.unit import FlatBuffer, WeightPaths
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.paths import CodedGatherPath
@@ -42,10 +42,10 @@ class CodedBuffer(FlatBuffer):
         device: torch.device,
         paths: WeightPaths,
         codes: CodedGatherPath,
-        homes: Homes,
+        tiers: Tiers,
     ) -> None:
         # No gradient: a parameter that is to be trained leaves for a buffer of its own, see Trainability.
-        super().__init__(unit, parameters, layout, main_dtype, device, paths, None, homes)
+        super().__init__(unit, parameters, layout, main_dtype, device, paths, None, tiers)
         self.codes = codes
         self.codec = codes.codec
         # The shard's own size says nothing of it: that is bytes of codes and scales.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled, unguarded
 from zeropp.comm.streams import BUS, Work, issued_here, used_here
 from zeropp.config.blocks import Fp16Config
-from zeropp.offload.tier_choice import Homes
+from zeropp.offload.tier_choice import Tiers
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec, Report, summed_by_kernels
 from zeropp.wire.paths import GatherPath, ReducePath
@@ -78,7 +78,7 @@ class Gradient:
         main_dtype: torch.dtype,
         device: torch.device,
         paths: GradientPaths,
-        homes: Homes,
+        tiers: Tiers,
     ) -> None:
         self.unit = unit
         self.parameters = tuple(parameters)
@@ -87,9 +87,9 @@ class Gradient:
         self.device = device
         self.paths = paths
         self.placement = paths.straight.placement
-        self.row = homes.gradients.allocate(layout.numel // self.placement.mode.states, main_dtype)
+        self.row = tiers.gradients.allocate(layout.numel // self.placement.mode.states, main_dtype)
         # Sums are made where they stay; else they are brought there, through staging buffers.
-        self._ring = None if homes.gradients.serves(device) else homes.ring
+        self._ring = None if tiers.gradients.serves(device) else tiers.ring
         # Classes of links to the shard, which may be in the host's memory.
         back = [*(paths.replicas.links if paths.replicas is not None else ()), *([] if self._ring is None else [BUS])]
         self._straight_links = [*paths.straight.links, *back]

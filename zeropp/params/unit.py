@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
 from zeropp.comm.streams import CommStreams, Event, Work
-from zeropp.offload.storage_tiers import Home, MemoryRow, Place, Row
+from zeropp.offload.storage_tiers import MemoryRow, Place, Row, StorageTier
 from zeropp.offload.swap import aligned
-from zeropp.offload.tier_choice import Homes
+from zeropp.offload.tier_choice import Tiers
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.wire_copy import Source
@@ -74,7 +74,7 @@ class FlatBuffer:
         source: what gathers and refreshes begin with, where it is not the shard.
         secondary: [numel / cached level] weights in the compute dtype, cached between uses (hpZ), or the messages they
             came in, or None.
-        homes: of its parts.
+        tiers: of its parts.
         trainable: whether there is a gradient, and optimizer states; its parameters may yet not be trained now.
         gradient: its sum; None if the buffer is not trainable.
     """
@@ -90,7 +90,7 @@ class FlatBuffer:
         device: torch.device,
         paths: WeightPaths,
         gradient: Gradient | None,
-        homes: Homes,
+        tiers: Tiers,
     ) -> None:
         self.unit = unit
         self.names = tuple(slot.name for slot in layout.slots)
@@ -113,7 +113,7 @@ class FlatBuffer:
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.main: Row = MemoryRow(torch.empty(0, device=device))
         self.source: Source | None = None
-        self.homes = homes
+        self.tiers = tiers
         self.secondary: Tensor | None = None
 
     def shard_from(self, fill: Callable[[Tensor], None]) -> None:
@@ -144,7 +144,7 @@ class FlatBuffer:
             self._absent = [absent.expand(view.shape) for view in self._present]
             self._prepare_paths()
             self.source = make_source(
-                self.main, self.paths, self.homes, self.device, trainable=self.trainable, coded=self.coded
+                self.main, self.paths, self.tiers, self.device, trainable=self.trainable, coded=self.coded
             )
             if self.source is not None:
                 self.source.renew()
@@ -163,15 +163,15 @@ class FlatBuffer:
         return self._keep(whole) if stop - start == whole.numel() else self._keep(whole[start:stop], copy=True)
 
     @property
-    def home(self) -> Home:
+    def tier(self) -> StorageTier:
         """The place of the shard: with the optimizer's states if it is stepped, which frozen weights are not."""
-        return self.homes.of(self.trainable)
+        return self.tiers.of(self.trainable)
 
     def _keep(self, values: Tensor, *, copy: bool = False) -> Row:
-        """A shard in its home; the very tensor if it is there, unless a ``copy`` is to be made."""
-        if self.home.serves(self.device):
+        """A shard in its tier; the very tensor if it is there, unless a ``copy`` is to be made."""
+        if self.tier.serves(self.device):
             return MemoryRow(values.clone() if copy else values)
-        row = self.home.allocate(values.numel(), values.dtype)
+        row = self.tier.allocate(values.numel(), values.dtype)
         # Through the mapping, if it is a file: nothing else is under way yet.
         row.tensor.copy_(values)
         return row
@@ -191,7 +191,7 @@ class FlatBuffer:
             self._prepare_paths()
         if self.source is not None:
             self.source = make_source(
-                self.main, self.paths, self.homes, self.device, trainable=self.trainable, coded=self.coded
+                self.main, self.paths, self.tiers, self.device, trainable=self.trainable, coded=self.coded
             )
             if self.source is not None:
                 self.source.renew()
@@ -441,21 +441,21 @@ class FlatBuffer:
 
 
 def make_source(
-    main: Row, paths: WeightPaths, homes: Homes, device: torch.device, *, trainable: bool, coded: bool
+    main: Row, paths: WeightPaths, tiers: Tiers, device: torch.device, *, trainable: bool, coded: bool
 ) -> Source | None:
     """The offloaded copy that gathers and refreshes start from, without values yet; None if that is the shard.
 
     Args:
         main: this rank's shard.
         paths: of the weights.
-        homes: of all parts.
+        tiers: of all parts.
         device: that trains.
         trainable: whether there is a gradient.
         coded: whether the shard is a message.
     """
-    home, kept = homes.weights, paths.refresh is None
+    first_stream, kept = tiers.weights, paths.refresh is None
     path = paths.fetch if kept else paths.refresh
-    if path is None or homes.of(trainable).serves(device):
+    if path is None or tiers.of(trainable).serves(device):
         return None
     codec = path.codec if kept and isinstance(path, CodedGatherPath) and not coded else None
     # Codes are made of main weights as they are. Lossless differences are of the rounded ones.
@@ -463,12 +463,12 @@ def make_source(
     row: Row | None = None
     numel, dtype = main.tensor.numel(), main.tensor.dtype
     # Frozen weights never change, so that a second copy would save little; of others it is worth fewer bytes.
-    serves = not trainable or (home.accepts(main) and dtype == path.dtype)
+    serves = not trainable or (first_stream.accepts(main) and dtype == path.dtype)
     if kept and serves and codec is None:
         row = main
     elif kept:
-        row = home.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
-    reader = None if row is None or row.place == "device" else homes.reader
+        row = first_stream.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
+    reader = None if row is None or row.place == "device" else tiers.reader
     return Source(main, row, dtype if exact else path.dtype, codec, device, reader)
 
 
@@ -616,9 +616,9 @@ class Unit:
         path = self.buffers[0].paths.fetch
         assert path is not None
         # ``reshard`` frees on the same comm stream. See [Note: memory on several streams].
-        home = comm_streams.stream(path.links[0])
+        first_stream = comm_streams.stream(path.links[0])
         for buffer in self.buffers:
-            home.allocate(buffer.alloc_storage)
+            first_stream.allocate(buffer.alloc_storage)
         # Gathers read what refreshes write, on other comm streams; or where nothing is cached, what is being stepped.
         after = self._stepped if self._refreshed is None else self._refreshed
         return Work(path.links, [buffer.gather(after) for buffer in self.buffers], after=after)

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeropp.config import Config, ConfigSource
 from zeropp.offload.storage_tiers import PLACES, Place, Row
-from zeropp.offload.tier_choice import Division, Homes, Staging, choose_staging
+from zeropp.offload.tier_choice import Division, Staging, Tiers, choose_staging
 from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
 from zeropp.params.unit import TERMS, make_source
 from zeropp.partition.levels import BufferLayout, choose_mode
@@ -247,12 +247,12 @@ class _Tally:
         self._world = world
         self._device = device
         self._states = states
-        self._homes = plan_homes(cut.settings, device)
+        self._tiers = plan_homes(cut.settings, device)
         stepped = [
             layout.numel // unit.placement.mode.states
             for unit in cut.units for key, layout in unit.buffers if key.trainable
         ]  # fmt: skip
-        self._division = Division(cut.settings, self._homes, PlannedMemory(device), stepped)
+        self._division = Division(cut.settings, self._tiers, PlannedMemory(device), stepped)
         self._groups = cut.no_groups(world)
 
     @property
@@ -263,11 +263,11 @@ class _Tally:
 
     def staging(self, model: nn.Module) -> dict[str, Staging]:
         """Rings of staging buffers, by term."""
-        homes = self._homes
+        tiers = self._tiers
         mode = choose_mode(self._cut.settings, self._world, self._cut.local)
         specs = form_units(model, self._world, unit_options(self._cut.settings))
         largest, itemsize = largest_shard(model, specs, self._cut.settings, mode, self._world)
-        rings = choose_staging(self._cut.settings, self._device, homes.main, homes.weights, largest, itemsize)
+        rings = choose_staging(self._cut.settings, self._device, tiers.main, tiers.weights, largest, itemsize)
         named = zip(("step_staging", "gather_staging"), rings, strict=True)
         return {name: ring for name, ring in named if ring is not None}
 
@@ -283,7 +283,7 @@ class _Tally:
         for key, layout in unit.buffers:
             gathered += layout.numel * key.dtype.itemsize
             piece = layout.numel // own.states
-            homes = self._division.next(piece) if key.trainable else self._homes
+            tiers = self._division.next(piece) if key.trainable else self._tiers
             if key.trainable:
                 device["gradient_norms"] += report_nbytes(piece, key.main_dtype)
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
@@ -292,9 +292,9 @@ class _Tally:
                 message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
                 device["feedback"] += encoding.feedback_nbytes(path, layout.numel)
                 # Made there as a whole; rings take it away in parts.
-                if not homes.gradients.serves(self._device):
+                if not tiers.gradients.serves(self._device):
                     arriving += piece * key.main_dtype.itemsize
-            self._add(self._rows(unit, key, layout, piece, homes))
+            self._add(self._rows(unit, key, layout, piece, tiers))
             # A secondary shard (hpZ).
             if own.cached is not None and own.cached > 1:
                 device["secondary_weights"] += encoding.secondary_nbytes(
@@ -309,25 +309,25 @@ class _Tally:
                 self.paths[row.path] += row.nbytes
 
     def _rows(
-        self, unit: OutlineUnit, key: BufferKey, layout: BufferLayout, piece: int, homes: Homes
+        self, unit: OutlineUnit, key: BufferKey, layout: BufferLayout, piece: int, tiers: Tiers
     ) -> Iterator[tuple[str, Row]]:
         """Rows of one buffer, allocated in the order in which the engine does it."""
         coded = None if key.trainable else self._cut.encoding.frozen
-        home = homes.of(key.trainable)
+        tier = tiers.of(key.trainable)
         if key.trainable:
-            yield "gradients", homes.gradients.allocate(piece, key.main_dtype)
+            yield "gradients", tiers.gradients.allocate(piece, key.main_dtype)
         # Frozen weights in codes have no other form between uses.
-        main = home.allocate(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)
+        main = tier.allocate(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)
         yield "main_weights" if key.trainable else "frozen_weights", main
         if key.trainable:
-            self._add_states(homes, piece, key.main_dtype)
+            self._add_states(tiers, piece, key.main_dtype)
         paths = weight_paths(
-            self._groups, unit.placement, key, self._cut.encoding, stored=not home.serves(self._device)
+            self._groups, unit.placement, key, self._cut.encoding, stored=not tier.serves(self._device)
         )
         # One copy can be both main weights and what modules see; with a codec modules see decoded values.
         if unit.placement.mode.cached == 1 and not paths.shared:
             self.terms["device"]["persistent_weights"] += layout.numel * key.dtype.itemsize
-        source = make_source(main, paths, homes, self._device, trainable=key.trainable, coded=coded is not None)
+        source = make_source(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)
         if source is None:
             # Gathers begin with the main weights where they are.
             return
@@ -336,13 +336,13 @@ class _Tally:
         if key.trainable and (source.row is None or source.encodes):
             (self._sent_on if source.row is None else self._encoded).append(piece * source.dtype.itemsize)
 
-    def _add_states(self, homes: Homes, piece: int, dtype: torch.dtype) -> None:
+    def _add_states(self, tiers: Tiers, piece: int, dtype: torch.dtype) -> None:
         # Made by the wrapped optimizer, like what it steps.
-        here = min(homes.device_numel, piece)
+        here = min(tiers.device_numel, piece)
         self.device_states += self._states * here * dtype.itemsize
         # Rows of their own, each padded to whole blocks of the file.
         for _ in range(self._states if here < piece else 0):
-            row = homes.states.allocate(piece - here, dtype)
+            row = tiers.states.allocate(piece - here, dtype)
             if row.place == "device":
                 self.device_states += row.nbytes
             else:

@@ -17,9 +17,9 @@ from torch import nn
 from zeropp.comm.communicators import WORLD, Ctas, Sharing, choose_ctas, kind_of
 from zeropp.comm.hops import Groups, Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
-from zeropp.offload.storage_tiers import Files, Home, Memory, MemoryRow, Row
+from zeropp.offload.storage_tiers import Files, Memory, MemoryRow, Row, StorageTier
 from zeropp.offload.swap import ALIGNED
-from zeropp.offload.tier_choice import ALL, Homes, choose_homes
+from zeropp.offload.tier_choice import ALL, Tiers, choose_tiers
 from zeropp.params.buffer_maker import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
 from zeropp.partition.levels import BufferLayout, HopSpec, Placement, choose_mode, ranks_per_node
@@ -201,19 +201,19 @@ def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_cta
     return total
 
 
-# Homes whose rows take no memory.
+# Tiers whose tensors take no memory.
 
 
-def plan_homes(config: Config, device: torch.device) -> Homes:
-    """Homes as :func:`zeropp.offload.tier_choice.open_homes` would open them, without staging buffers."""
+def plan_homes(config: Config, device: torch.device) -> Tiers:
+    """Tiers as :func:`zeropp.offload.tier_choice.open_tiers` would open them, without staging buffers."""
     # Rows say where they would be by their place; their tensors are all on the meta device.
     memory = PlannedMemory(device)
     # A CPU that trains has its memory in common with the host.
-    host: Home = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
-    main, kept = choose_homes(
+    host: StorageTier = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
+    main, kept = choose_tiers(
         config, memory, host, lambda path: Files(partial(_in_file, path), config.aio.block_size, host)
     )
-    return Homes(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
+    return Tiers(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
 
 
 def _in_file(path: str, numel: int, dtype: torch.dtype) -> Row:
@@ -224,7 +224,7 @@ class PlannedMemory(Memory):
     """Memory of which nothing is taken."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """See :class:`zeropp.offload.storage_tiers.Home`."""
+        """See :class:`zeropp.offload.storage_tiers.StorageTier`."""
         # Sizes are all that is asked of it.
         return MemoryRow(torch.empty(numel, dtype=dtype, device=_META), self.place)
 

@@ -36,7 +36,7 @@ from zeropp.engine.engine import Engine, GradAccumulation
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
-from zeropp.offload.tier_choice import Homes, open_homes
+from zeropp.offload.tier_choice import Tiers, open_tiers
 from zeropp.order.prefetch import Limits
 from zeropp.params.buffer_maker import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
@@ -203,10 +203,10 @@ def build_engine(
         specs = together("looking for CUDA graphs", lambda: _cut(model, parameters, config, comm, device))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
-        homes = together(
+        tiers = together(
             "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, states)
         )
-        maker = BufferMaker(config, mode, comm, homes)
+        maker = BufferMaker(config, mode, comm, tiers)
         make_engine = partial(_make_engine, config, listener, scale)
         with agreement.telling("wrapping a model"):
             return _partition(model, parameters, specs, config, agreement, maker, make_engine)
@@ -244,7 +244,7 @@ def _partition(
         _adopt(model, parameters, units, comm)
         _share_buffers(model, parameters, config, comm, comm.device)
     engine = make_engine(agreement, maker, units)
-    engine.on_close(maker.homes.close)
+    engine.on_close(maker.tiers.close)
     engine.on_close(engine.reductions.loss_scale.forget)
     # Every question to a guarded parameter would go through Python, and none here is about values.
     with unguarded():
@@ -355,15 +355,15 @@ def _ctas(config: Config, device: torch.device) -> Ctas:
 
 def _make_room(
     model: nn.Module, specs: list[UnitSpec], config: Config, mode: Mode, comm: Comm, states: Callable[[], int]
-) -> Homes:
-    """Homes of all that the engine will have, with all the space that it will take on disks."""
+) -> Tiers:
+    """Tiers of all that the engine will have, with all the space that it will take on disks."""
     offloading = (config.zero.offload_optimizer, config.zero.offload_param)
     space: Mapping[str, int] = {}
     if any(block is not None and block.device == "nvme" for block in offloading):
         # Also of optimizer states, which are made in the first step: what is missing is to show before anything is cut.
         space = memory(model, config, comm.world, comm.local, device=comm.device, states=states()).paths
     largest = largest_shard(model, specs, config, mode, comm.world) if any(offloading) else (0, 1)
-    return open_homes(config, comm.device, *largest, space=space)
+    return open_tiers(config, comm.device, *largest, space=space)
 
 
 def _check_model(

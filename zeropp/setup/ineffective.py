@@ -45,7 +45,7 @@ def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Itera
     if block is None or config.steps_on_host:
         return
     # A CPU that trains has "cpu" anyway.
-    if any(buffer.trainable and not buffer.homes.weights.serves(buffer.device) for buffer in buffers):
+    if any(buffer.trainable and not buffer.tiers.weights.serves(buffer.device) for buffer in buffers):
         yield (
             f'offload_param.device "{block.device}" has no effect on weights that are trained: they are stepped on the '
             "device, and gathers begin with them there; set offload_optimizer.device, too"

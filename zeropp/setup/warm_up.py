@@ -105,8 +105,8 @@ class _Rehearsal:
             values = [torch.ones(numel, dtype=self._key.dtype, device=self._device) for numel in self._numels]
             parameters = [nn.Parameter(value) for value in values]
             main_dtype = self._key.main_dtype
-            homes = at_device(self._device)
-            gradient = Gradient("warm-up", parameters, self._layout, main_dtype, self._device, self._travels, homes)
+            tiers = at_device(self._device)
+            gradient = Gradient("warm-up", parameters, self._layout, main_dtype, self._device, self._travels, tiers)
             # The second is added to the first; what is held goes on with the one after.
             for hold in (False, False, True, False):
                 for parameter in parameters:

@@ -120,7 +120,7 @@ def differences(plan: zeropp.plan.MemoryPlan, optimizer: zeropp.ZeroOptimizer, *
 
 
 def rings(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
-    own = optimizer.engine.maker.homes
+    own = optimizer.engine.maker.tiers
     found = {"step_staging": own.ring, "gather_staging": own.reader.ring if own.reader is not None else None}
     return {name: ring.count * ring.nbytes for name, ring in found.items() if ring is not None}
 
@@ -144,7 +144,7 @@ def states_of(optimizer: zeropp.ZeroOptimizer) -> tuple[dict[Place, int], dict[P
             continue
         if host is not None and buffer in host._states:
             rows = host._states[buffer].values()
-            left = buffer.main.tensor.numel() - buffer.homes.device_numel
+            left = buffer.main.tensor.numel() - buffer.tiers.device_numel
             assert [row.tensor.numel() for row in rows] == [left] * 2
             for row in rows:
                 found[row.place] += row.nbytes

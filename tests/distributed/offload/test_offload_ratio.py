@@ -55,12 +55,12 @@ def border(ratio: float) -> dict[str, Any]:
         found = {
             "shards": shards,
             "here": sum(
-                min(buffer.homes.device_numel, buffer.main.tensor.numel())
+                min(buffer.tiers.device_numel, buffer.main.tensor.numel())
                 for buffer in optimizer.engine.trainable_buffers
             ),
             "ordered": max(order.index(p.name) for p in here) <= min(order.index(p.name) for p in there),
             "both": {part.name for part in here} & {part.name for part in there},
-            "places": {(buffer.main.place, buffer.homes.states.place) for buffer in optimizer.engine.trainable_buffers},
+            "places": {(buffer.main.place, buffer.tiers.states.place) for buffer in optimizer.engine.trainable_buffers},
         }
         optimizer.close()
         return found

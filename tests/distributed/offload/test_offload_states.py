@@ -66,7 +66,7 @@ def owned(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
     found["states"] = 0
     for part in optimizer.slices.cut:
         states = optimizer.inner.state.get(part.parameter, {}).values()
-        place = "host" if part.on_host and not optimizer.engine.maker.homes.main.serves(HERE) else "states"
+        place = "host" if part.on_host and not optimizer.engine.maker.tiers.main.serves(HERE) else "states"
         found[place] += sum(s.untyped_storage().nbytes() for s in states if isinstance(s, torch.Tensor) and s.dim())
     return found
 
