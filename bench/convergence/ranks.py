@@ -20,7 +20,7 @@ from zeropp.comm.hops import Hop, Ledger
 from zeropp.comm.process_groups import HOST
 from zeropp.comm.streams import CommStreams, InlineStream
 from zeropp.config import Config
-from zeropp.offload.storage_tiers import MemoryRow
+from zeropp.offload.storage_tiers import MemoryTensor
 from zeropp.offload.tier_choice import at_device
 from zeropp.optimizer.rank_state import CarriedErrors
 from zeropp.params.buffer_maker import BufferMaker
@@ -151,7 +151,7 @@ class VirtualRanks:
         mean = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for buffer in ranks:
             start, stop = buffer.placement.slice_of(layout.numel, self.world)
-            buffer.gradient.row = MemoryRow(mean[start:stop])
+            buffer.gradient.row = MemoryTensor(mean[start:stop])
         return Reduced(layout, ranks, mean, torch.zeros_like(mean))
 
     def take(self, rank: int) -> None:

@@ -21,7 +21,7 @@ from tests.support.branching_models import make_config
 from tests.support.small_models import MODELS
 from zeropp.offload import swap, tier_choice
 from zeropp.offload.read_ahead import Arriving
-from zeropp.offload.storage_tiers import HostMemory, MemoryRow
+from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
 from zeropp.optimizer import host_step
 from zeropp.params.wire_copy import Source
 
@@ -32,8 +32,8 @@ _DELAYED: dict[str, tuple[Any, str]] = {
     "step": (host_step.HostStep, "_step"),
     "read": (swap, "read_at"),
     "write": (swap, "write_at"),
-    "copy from a row": (MemoryRow, "read"),
-    "copy to a row": (MemoryRow, "write"),
+    "copy from a row": (MemoryTensor, "read"),
+    "copy to a row": (MemoryTensor, "write"),
     "copy to the device": (Arriving, "copy_to"),
     "new weights": (Source, "take"),
 }
@@ -222,7 +222,7 @@ def host_apart(apart: bool = True) -> Iterator[None]:
     at_hand = property(lambda row: row.place == "host")
     with (
         mock.patch.object(tier_choice, "host_memory", lambda _: HostMemory()),
-        mock.patch.object(MemoryRow, "at_hand", at_hand),
+        mock.patch.object(MemoryTensor, "at_hand", at_hand),
     ):
         yield
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from zeropp._compat import unguarded
 from zeropp.comm.streams import Event, ThreadStream
 from zeropp.offload import tier_choice
-from zeropp.offload.storage_tiers import HostMemory, MemoryRow
+from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
 
 __all__ = ["DEVICE", "Memories", "two_memories"]
 
@@ -131,7 +131,7 @@ def two_memories() -> Iterator[Memories]:
         mock.patch.object(ThreadStream, "run", run_tagged),
         mock.patch.object(Tensor, "device", property(lambda tensor: DEVICE if memories.of_device(tensor) else HOST)),
         mock.patch.object(tier_choice, "host_memory", lambda device: HostMemory()),
-        mock.patch.object(MemoryRow, "at_hand", property(lambda row: row.place == "host")),
+        mock.patch.object(MemoryTensor, "at_hand", property(lambda row: row.place == "host")),
         mock.patch.object(Tensor, "to", to),
         mock.patch.object(Tensor, "cpu", cpu),
         _Kernels(memories),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, ThreadStream, issued_here
-from zeropp.offload.storage_tiers import FileRow, Row
+from zeropp.offload.storage_tiers import FileTensor, StoredTensor
 from zeropp.offload.swap import Descriptors, SwapError, aligned
 
 __all__ = ["Arriving", "ReadAhead", "Ring", "Straight", "StraightReads"]
@@ -49,15 +49,15 @@ class ReadAhead:
         self._straight = straight
         self._stream = ThreadStream("read")
 
-    def begin(self, row: Row, after: Event | None) -> Arriving | Straight:
+    def begin(self, row: StoredTensor, after: Event | None) -> Arriving | Straight:
         """Read a row, behind those asked for before, once ``after`` has happened."""
-        if self._straight is not None and isinstance(row, FileRow):
+        if self._straight is not None and isinstance(row, FileTensor):
             return Straight(row, self._straight)
         arriving = Arriving(self.ring, row.tensor.numel())
         self._stream.run(lambda: self._read(row, arriving, after))
         return arriving
 
-    def _read(self, row: Row, arriving: Arriving, after: Event | None) -> None:
+    def _read(self, row: StoredTensor, arriving: Arriving, after: Event | None) -> None:
         try:
             # Here and not by the stream: after an error this thread still has to tell whoever waits.
             if after is not None:
@@ -200,7 +200,7 @@ class Ring:
 class Straight:
     """A row that is read where a gather wants it."""
 
-    def __init__(self, row: FileRow, reads: StraightReads) -> None:
+    def __init__(self, row: FileTensor, reads: StraightReads) -> None:
         self._row = row
         self._reads = reads
 
@@ -248,7 +248,7 @@ class StraightReads:
         # A file is closed with its descriptors.
         self._files: weakref.WeakKeyDictionary[Descriptors, Any] = weakref.WeakKeyDictionary()
 
-    def read(self, row: FileRow, into: Tensor) -> None:
+    def read(self, row: FileTensor, into: Tensor) -> None:
         """Fill a tensor [numel] of the row's dtype, contiguous and on the card; returns when it is there.
 
         Raises:

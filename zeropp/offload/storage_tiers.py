@@ -1,7 +1,7 @@
 """Rows of numbers, and their homes: the memory of a device, the host's memory, or a file.
 
-A `Row` is read and written in parts, wherever it lies. A `StorageTier` allocates rows. Rows in files are read and
-written past the page cache where work is waiting for them.
+A `StoredTensor` is read and written in parts, wherever it lies. A `StorageTier` allocates rows. Rows in files are read
+and written past the page cache where work is waiting for them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from zeropp.offload.transfer import Transfers
 
 __all__ = [
     "PLACES",
-    "FileRow",
+    "FileTensor",
     "Files",
     "HostMemory",
     "Memory",
-    "MemoryRow",
+    "MemoryTensor",
     "PartlyInMemory",
     "Place",
-    "Row",
     "StorageTier",
+    "StoredTensor",
     "host_memory",
 ]
 
@@ -36,7 +36,7 @@ PLACES: tuple[Place, ...] = ("device", "host", "disk")
 """Whose bytes a row takes: of the device that trains, of the host where that is another, or of a disk."""
 
 
-class Row(Protocol):
+class StoredTensor(Protocol):
     """Numbers of one kind that belong to one buffer's shard.
 
     Attributes:
@@ -74,7 +74,7 @@ class Row(Protocol):
 class StorageTier(Protocol):
     """A storage tier: a device's memory, the host's, or files."""
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """A row of zeros.
 
         Raises:
@@ -86,7 +86,7 @@ class StorageTier(Protocol):
         """Tell whether work on a device finds rows in its own memory."""
         ...
 
-    def accepts(self, row: Row) -> bool:
+    def accepts(self, row: StoredTensor) -> bool:
         """Tell whether a row that was allocated for another kind of number could serve as one of this home."""
         ...
 
@@ -95,7 +95,7 @@ class StorageTier(Protocol):
 
 
 @dataclass(frozen=True)
-class MemoryRow:
+class MemoryTensor:
     """A tensor."""
 
     tensor: Tensor
@@ -104,20 +104,20 @@ class MemoryRow:
 
     @property
     def at_hand(self) -> bool:
-        """See :class:`Row`."""
+        """See :class:`StoredTensor`."""
         return self.tensor.device.type == "cpu"
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Row`."""
+        """See :class:`StoredTensor`."""
         return self.tensor.untyped_storage().nbytes()
 
     def read(self, start: int, into: Tensor) -> Event:
-        """See :class:`Row`; of one memory, it is done when this returns."""
+        """See :class:`StoredTensor`; of one memory, it is done when this returns."""
         return copy(into, self.tensor[start : start + into.numel()])
 
     def write(self, start: int, values: Tensor) -> Event:
-        """See :class:`Row`; of one memory, it is done when this returns."""
+        """See :class:`StoredTensor`; of one memory, it is done when this returns."""
         # By ``.data``, which raises no version: steps of the host write here, and only the user's edits are to show.
         return copy(self.tensor.data[start : start + values.numel()], values)
 
@@ -129,17 +129,17 @@ class Memory:
     device: torch.device
     place: Place = "device"
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`StorageTier`."""
         # Zeros, since padding is stepped with the rest, and states begin with them.
-        return MemoryRow(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
+        return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
 
     def serves(self, device: torch.device) -> bool:
         """See :class:`StorageTier`."""
         # By type: a process trains on one device of a kind, whether or not its number is given.
         return self.place == "device" and self.device.type == device.type
 
-    def accepts(self, row: Row) -> bool:
+    def accepts(self, row: StoredTensor) -> bool:
         """See :class:`StorageTier`."""
         return row.place == self.place
 
@@ -160,7 +160,7 @@ def host_memory(device: torch.device) -> Memory:
 
 
 @dataclass(frozen=True)
-class FileRow:
+class FileTensor:
     """An extent of a swap file."""
 
     extent: Extent
@@ -171,20 +171,20 @@ class FileRow:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Row`; extents are whole blocks."""
+        """See :class:`StoredTensor`; extents are whole blocks."""
         return -(-self.extent.nbytes // self.extent.alignment) * self.extent.alignment
 
     @property
     def tensor(self) -> Tensor:
-        """See :class:`Row`."""
+        """See :class:`StoredTensor`."""
         return self.extent.tensor
 
     def read(self, start: int, into: Tensor) -> Event:
-        """See :class:`Row`."""
+        """See :class:`StoredTensor`."""
         return self.transfers.read(self.extent, start * into.itemsize, into)
 
     def write(self, start: int, values: Tensor) -> Event:
-        """See :class:`Row`."""
+        """See :class:`StoredTensor`."""
         return self.transfers.write(self.extent, start * values.itemsize, values)
 
 
@@ -198,11 +198,11 @@ class Files:
         memory: of the host, where smaller ones are.
     """
 
-    in_file: Callable[[int, torch.dtype], Row]
+    in_file: Callable[[int, torch.dtype], StoredTensor]
     least: int
     memory: StorageTier
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`StorageTier`."""
         if numel * dtype.itemsize < self.least:
             # A request for less than a block takes as long as one for a block, and a biased layer has many of them.
@@ -215,7 +215,7 @@ class Files:
         # Not even the CPU: through the mapping each page would be waited for where it is first touched.
         return False
 
-    def accepts(self, row: Row) -> bool:
+    def accepts(self, row: StoredTensor) -> bool:
         """See :class:`StorageTier`."""
         # Smaller rows are in memory here, too.
         return not row.in_memory or row.tensor.nbytes < self.least
@@ -228,7 +228,7 @@ class PartlyInMemory:
         self._files = files
         self._left = numel
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`StorageTier`."""
         # Whole rows: what is asked for first is wanted first in forward, when nothing has been read ahead.
         if numel > self._left:
@@ -240,7 +240,7 @@ class PartlyInMemory:
         """See :class:`StorageTier`."""
         return False
 
-    def accepts(self, row: Row) -> bool:
+    def accepts(self, row: StoredTensor) -> bool:
         """See :class:`StorageTier`."""
         # One that would fit is worth a copy in memory, which is what the setting asks for.
         return row.tensor.numel() > self._left and self._files.accepts(row)

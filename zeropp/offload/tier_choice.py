@@ -17,7 +17,15 @@ import torch
 from zeropp.config import Config
 from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
-from zeropp.offload.storage_tiers import FileRow, Files, Memory, PartlyInMemory, Row, StorageTier, host_memory
+from zeropp.offload.storage_tiers import (
+    Files,
+    FileTensor,
+    Memory,
+    PartlyInMemory,
+    StorageTier,
+    StoredTensor,
+    host_memory,
+)
 from zeropp.offload.swap import ALIGNED, SwapFile
 from zeropp.offload.transfer import Transfers
 from zeropp.partition.levels import BLOCK
@@ -253,5 +261,5 @@ class _Swapping:
         return self._files[path]
 
 
-def _in_file(swap: SwapFile, transfers: Transfers, numel: int, dtype: torch.dtype) -> Row:
-    return FileRow(swap.allocate(numel, dtype), transfers)
+def _in_file(swap: SwapFile, transfers: Transfers, numel: int, dtype: torch.dtype) -> StoredTensor:
+    return FileTensor(swap.allocate(numel, dtype), transfers)

@@ -69,7 +69,7 @@ class HostStep:
         # A thread for all of it, so that units are stepped one after another: the first ones are wanted first. Copies
         # have a stream of their own: on the model's they would wait for the forward that they are to be hidden behind.
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
-        self._states: dict[FlatBuffer, dict[str, storage_tiers.Row]] = {}
+        self._states: dict[FlatBuffer, dict[str, storage_tiers.StoredTensor]] = {}
         engine.agreement.on_loss(self._stream.abandon)
         # Somebody may ask the wrapped optimizer itself for its states.
         waits = partial(_wait, weakref.ref(engine), Refresh.wait_stepped)
@@ -184,7 +184,9 @@ class HostStep:
             if part.buffer is not None and part.buffer in elsewhere and state:
                 self._bring_home(part, part.buffer, state)
 
-    def _bring_home(self, part: Slice, buffer: FlatBuffer, state: dict[str, object]) -> dict[str, storage_tiers.Row]:
+    def _bring_home(
+        self, part: Slice, buffer: FlatBuffer, state: dict[str, object]
+    ) -> dict[str, storage_tiers.StoredTensor]:
         """Keep states of one value an element in their home, unless they are made there; their rows."""
         first = buffer.tiers.device_numel
         if buffer.main.in_memory and (not first or buffer.tiers.states.serves(buffer.device)):
@@ -443,7 +445,7 @@ class BufferStep:
 
     buffer: FlatBuffer
     slices: list[tuple[int, SliceStep]] = field(default_factory=list)
-    states: dict[str, storage_tiers.Row] = field(default_factory=dict)
+    states: dict[str, storage_tiers.StoredTensor] = field(default_factory=dict)
 
     @property
     def gradient(self) -> Gradient:
@@ -457,7 +459,7 @@ class BufferStep:
         return any(each.grad_scale is not None for _, each in self.slices)
 
     @property
-    def rows(self) -> dict[str, storage_tiers.Row]:
+    def rows(self) -> dict[str, storage_tiers.StoredTensor]:
         """All that a step reads."""
         return {_MAIN: self.buffer.main, _GRADIENT: self.gradient.row, **self.states}
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeropp.offload.storage_tiers import Row
+from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.offload.tier_choice import Tiers
 from zeropp.params.unit import FlatBuffer, WeightPaths
 from zeropp.partition.levels import BufferLayout, Fragment
@@ -51,7 +51,7 @@ class CodedBuffer(FlatBuffer):
         # The shard's own size says nothing of it: that is bytes of codes and scales.
         self._piece_numel = layout.numel // self.placement.mode.states
 
-    def _take_piece(self, whole: Tensor) -> Row:
+    def _take_piece(self, whole: Tensor) -> StoredTensor:
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
         shard = self.codec.empty(stop - start, 1, self.device)
         self.codec.encode_(shard, whole[start:stop])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
 from zeropp.comm.streams import CommStreams, Event, Work
-from zeropp.offload.storage_tiers import MemoryRow, Place, Row, StorageTier
+from zeropp.offload.storage_tiers import MemoryTensor, Place, StorageTier, StoredTensor
 from zeropp.offload.swap import aligned
 from zeropp.offload.tier_choice import Tiers
 from zeropp.params.gradient import Gradient
@@ -111,7 +111,7 @@ class FlatBuffer:
         # The main shard's, as of the last change of weights that the engine knows of.
         self._main_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
-        self.main: Row = MemoryRow(torch.empty(0, device=device))
+        self.main: StoredTensor = MemoryTensor(torch.empty(0, device=device))
         self.source: Source | None = None
         self.tiers = tiers
         self.secondary: Tensor | None = None
@@ -156,7 +156,7 @@ class FlatBuffer:
         if not shared:
             self.free_storage()
 
-    def _take_piece(self, whole: Tensor) -> Row:
+    def _take_piece(self, whole: Tensor) -> StoredTensor:
         """This rank's shard of whole values."""
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
         # A view would keep all of ``whole`` alive.
@@ -167,10 +167,10 @@ class FlatBuffer:
         """The place of the shard: with the optimizer's states if it is stepped, which frozen weights are not."""
         return self.tiers.of(self.trainable)
 
-    def _keep(self, values: Tensor, *, copy: bool = False) -> Row:
+    def _keep(self, values: Tensor, *, copy: bool = False) -> StoredTensor:
         """A shard in its tier; the very tensor if it is there, unless a ``copy`` is to be made."""
         if self.tier.serves(self.device):
-            return MemoryRow(values.clone() if copy else values)
+            return MemoryTensor(values.clone() if copy else values)
         row = self.tier.allocate(values.numel(), values.dtype)
         # Through the mapping, if it is a file: nothing else is under way yet.
         row.tensor.copy_(values)
@@ -441,7 +441,7 @@ class FlatBuffer:
 
 
 def make_source(
-    main: Row, paths: WeightPaths, tiers: Tiers, device: torch.device, *, trainable: bool, coded: bool
+    main: StoredTensor, paths: WeightPaths, tiers: Tiers, device: torch.device, *, trainable: bool, coded: bool
 ) -> Source | None:
     """The offloaded copy that gathers and refreshes start from, without values yet; None if that is the shard.
 
@@ -460,7 +460,7 @@ def make_source(
     codec = path.codec if kept and isinstance(path, CodedGatherPath) and not coded else None
     # Codes are made of main weights as they are. Lossless differences are of the rounded ones.
     exact = isinstance(path, CodedGatherPath) or (paths.differences is not None and not paths.counts_escapes)
-    row: Row | None = None
+    row: StoredTensor | None = None
     numel, dtype = main.tensor.numel(), main.tensor.dtype
     # Frozen weights never change, so that a second copy would save little; of others it is worth fewer bytes.
     serves = not trainable or (first_stream.accepts(main) and dtype == path.dtype)
@@ -752,7 +752,7 @@ class Unit:
             comm_streams.stream(buffer.paths.fetch.links[0]).free(buffer.free_storage)
 
 
-def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, Row]]:
+def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, StoredTensor]]:
     """(term, row) of what need not be on the device."""
     yield "main_weights" if buffer.trainable else "frozen_weights", buffer.main
     if buffer.gradient is not None:

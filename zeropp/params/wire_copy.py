@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeropp.comm.streams import Event, copy, used_here
 from zeropp.offload.read_ahead import Arriving, ReadAhead, Straight
-from zeropp.offload.storage_tiers import Row
+from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.wire.codecs import Codec
 
 __all__ = ["Source"]
@@ -27,9 +27,14 @@ class Source:
     """
 
     def __init__(
-        self, main: Row, row: Row | None, dtype: torch.dtype, codec: Codec | None, device: torch.device,
+        self,
+        main: StoredTensor,
+        row: StoredTensor | None,
+        dtype: torch.dtype,
+        codec: Codec | None,
+        device: torch.device,
         reader: ReadAhead | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Know where everything lies.
 
         Args:

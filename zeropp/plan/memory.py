@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeropp.config import Config, ConfigSource
-from zeropp.offload.storage_tiers import PLACES, Place, Row
+from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
 from zeropp.offload.tier_choice import Division, Staging, Tiers, choose_staging
 from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
 from zeropp.params.unit import TERMS, make_source
@@ -302,7 +302,7 @@ class _Tally:
                 )
         return UnitMemory(unit.name, own.cached == 1, gathered, message, held, arriving)
 
-    def _add(self, rows: Iterable[tuple[str, Row]]) -> None:
+    def _add(self, rows: Iterable[tuple[str, StoredTensor]]) -> None:
         for term, row in rows:
             self.terms[row.place][term] += row.nbytes
             if isinstance(row, PlannedExtent):
@@ -310,7 +310,7 @@ class _Tally:
 
     def _rows(
         self, unit: OutlineUnit, key: BufferKey, layout: BufferLayout, piece: int, tiers: Tiers
-    ) -> Iterator[tuple[str, Row]]:
+    ) -> Iterator[tuple[str, StoredTensor]]:
         """Rows of one buffer, allocated in the order in which the engine does it."""
         coded = None if key.trainable else self._cut.encoding.frozen
         tier = tiers.of(key.trainable)

@@ -17,7 +17,7 @@ from torch import nn
 from zeropp.comm.communicators import WORLD, Ctas, Sharing, choose_ctas, kind_of
 from zeropp.comm.hops import Groups, Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
-from zeropp.offload.storage_tiers import Files, Memory, MemoryRow, Row, StorageTier
+from zeropp.offload.storage_tiers import Files, Memory, MemoryTensor, StorageTier, StoredTensor
 from zeropp.offload.swap import ALIGNED
 from zeropp.offload.tier_choice import ALL, Tiers, choose_tiers
 from zeropp.params.buffer_maker import BufferKey, buffer_layouts, check_dtypes, planned_transfers
@@ -216,21 +216,21 @@ def plan_homes(config: Config, device: torch.device) -> Tiers:
     return Tiers(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
 
 
-def _in_file(path: str, numel: int, dtype: torch.dtype) -> Row:
+def _in_file(path: str, numel: int, dtype: torch.dtype) -> StoredTensor:
     return PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk", path)
 
 
 class PlannedMemory(Memory):
     """Memory of which nothing is taken."""
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`zeropp.offload.storage_tiers.StorageTier`."""
         # Sizes are all that is asked of it.
-        return MemoryRow(torch.empty(numel, dtype=dtype, device=_META), self.place)
+        return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place)
 
 
 @dataclass(frozen=True)
-class PlannedExtent(MemoryRow):
+class PlannedExtent(MemoryTensor):
     """A row of a file that is not there.
 
     Attributes:
@@ -243,5 +243,5 @@ class PlannedExtent(MemoryRow):
 
     @property
     def nbytes(self) -> int:
-        """See :class:`zeropp.offload.storage_tiers.Row`."""
+        """See :class:`zeropp.offload.storage_tiers.StoredTensor`."""
         return -(-self.tensor.nbytes // ALIGNED) * ALIGNED
