@@ -26,7 +26,7 @@ from zeropp.comm.streams import Event, ThreadStream, issued_here
 from zeropp.offload.storage_tiers import FileTensor, StoredTensor
 from zeropp.offload.swap import Descriptors, SwapError, aligned
 
-__all__ = ["Arriving", "ReadAhead", "Ring", "Straight", "StraightReads"]
+__all__ = ["Arriving", "GdsTensor", "ReadAhead", "Ring", "StraightReads"]
 
 _Part = tuple[int, Tensor, Tensor, Event]  # first element, values, the ring's buffer that they are in, when they are
 
@@ -49,10 +49,10 @@ class ReadAhead:
         self._straight = straight
         self._stream = ThreadStream("read")
 
-    def begin(self, row: StoredTensor, after: Event | None) -> Arriving | Straight:
+    def begin(self, row: StoredTensor, after: Event | None) -> Arriving | GdsTensor:
         """Read a row, behind those asked for before, once ``after`` has happened."""
         if self._straight is not None and isinstance(row, FileTensor):
-            return Straight(row, self._straight)
+            return GdsTensor(row, self._straight)
         arriving = Arriving(self.ring, row.tensor.numel())
         self._stream.run(lambda: self._read(row, arriving, after))
         return arriving
@@ -197,7 +197,7 @@ class Ring:
 # Reads straight from files to a card.
 
 
-class Straight:
+class GdsTensor:
     """A row that is read where a gather wants it."""
 
     def __init__(self, row: FileTensor, reads: StraightReads) -> None:

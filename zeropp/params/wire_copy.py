@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, copy, used_here
-from zeropp.offload.read_ahead import Arriving, ReadAhead, Straight
+from zeropp.offload.read_ahead import Arriving, GdsTensor, ReadAhead
 from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.wire.codecs import Codec
 
@@ -70,7 +70,7 @@ class Source:
         """Bytes of new values that have not been sent on."""
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
-    def begin(self, after: Event | None) -> Tensor | Arriving | Straight:
+    def begin(self, after: Event | None) -> Tensor | Arriving | GdsTensor:
         """The tensor that each gather starts from; it is read now, or when weights are stepped ``after`` an event."""
         assert self.row is not None
         return self.row.tensor if self._reader is None else self._reader.begin(self.row, after)
