@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
-from zeropp.offload.read_ahead import StraightReads
+from zeropp.offload.read_ahead import GdsReader
 from zeropp.optimizer.host_step import HostStep
 
 CPU = torch.device("cpu")
@@ -57,8 +57,8 @@ class Card:
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CuFile]]:
     monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace(CuFile=CuFile))
     monkeypatch.setattr(CuFile, "opened", [])
-    plain = StraightReads.__init__
-    monkeypatch.setattr(StraightReads, "__init__", lambda self, device: plain(self, cast(Any, Card())))
+    plain = GdsReader.__init__
+    monkeypatch.setattr(GdsReader, "__init__", lambda self, device: plain(self, cast(Any, Card())))
     yield CuFile
 
 
@@ -124,7 +124,7 @@ def test_no_card(tmp_path: Path) -> None:
 def test_without_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(ImportError, match=r"needs kvikio, which cannot be imported .*zeropp\[gds\]"):
-        StraightReads(Card())  # type: ignore[arg-type]
+        GdsReader(Card())  # type: ignore[arg-type]
 
 
 def test_nothing_to_read() -> None:

@@ -26,7 +26,7 @@ from zeropp.comm.streams import Event, ThreadStream, issued_here
 from zeropp.offload.storage_tiers import FileTensor, StoredTensor
 from zeropp.offload.swap import Descriptors, SwapError, aligned
 
-__all__ = ["Arriving", "GdsTensor", "ReadAhead", "Ring", "StraightReads"]
+__all__ = ["Arriving", "GdsReader", "GdsTensor", "ReadAhead", "Ring"]
 
 _Part = tuple[int, Tensor, Tensor, Event]  # first element, values, the ring's buffer that they are in, when they are
 
@@ -38,7 +38,7 @@ class ReadAhead:
         ring: of staging buffers, on their way from being read into to being free.
     """
 
-    def __init__(self, ring: Ring, straight: StraightReads | None = None) -> None:
+    def __init__(self, ring: Ring, straight: GdsReader | None = None) -> None:
         """Start it.
 
         Args:
@@ -200,7 +200,7 @@ class Ring:
 class GdsTensor:
     """A row that is read where a gather wants it."""
 
-    def __init__(self, row: FileTensor, reads: StraightReads) -> None:
+    def __init__(self, row: FileTensor, reads: GdsReader) -> None:
         self._row = row
         self._reads = reads
 
@@ -224,7 +224,7 @@ class GdsTensor:
             target.copy_(values)
 
 
-class StraightReads:
+class GdsReader:
     """Files that are open for kvikio."""
 
     def __init__(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from zeropp.config import Config
 from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.offload.read_ahead import ReadAhead, Ring, StraightReads
+from zeropp.offload.read_ahead import GdsReader, ReadAhead, Ring
 from zeropp.offload.storage_tiers import (
     Files,
     FileTensor,
@@ -149,7 +149,7 @@ def open_tiers(config: Config, device: torch.device, largest: int, itemsize: int
             ring = Ring(steps.count, steps.nbytes, pinned=steps.pinned)
             opened.callback(ring.close)
         if reads is not None:
-            straight = StraightReads(device) if config.aio.use_gds else None
+            straight = GdsReader(device) if config.aio.use_gds else None
             reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned), straight)
             opened.callback(reader.close)
         failed.pop_all()
