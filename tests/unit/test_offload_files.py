@@ -25,7 +25,7 @@ from tests.support.disk_faults import open_descriptors
 from tests.support.tmpfs import tmpfs
 from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
-from zeropp.offload.swap import Stretches, SwapError, SwapFile, aligned
+from zeropp.offload.swap import ExtentAllocator, SwapError, SwapFile, aligned
 from zeropp.offload.transfer import Transfers
 
 
@@ -114,16 +114,16 @@ def test_a_thousand_files_leave_no_descriptor(tmp_path: Path) -> None:
 
 def test_stretches_at_random() -> None:
     """None is given twice, and what is free is found again."""
-    chosen, stretches, used = random.Random(1), Stretches(), dict[int, int]()
+    chosen, stretches, used = random.Random(1), ExtentAllocator(), dict[int, int]()
     for _ in range(3000):
         if used and chosen.random() < 0.5:
             begin = chosen.choice(list(used))
-            stretches.free(begin, used.pop(begin))
+            stretches.free_extent(begin, used.pop(begin))
         else:
             before, nbytes = stretches.end, chosen.randrange(1, 20)
-            begin = stretches.take(nbytes)
+            begin = stretches.allocate_extent(nbytes)
             if chosen.random() < 0.2:
-                stretches.give_back(begin, nbytes, before)
+                stretches.undo_allocation(begin, nbytes, before)
                 assert stretches.end == before
                 continue
             used[begin] = nbytes

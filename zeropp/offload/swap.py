@@ -1,8 +1,8 @@
 """Swap files: a file of extents on a disk, which are allocated, freed and allocated again, as memory is.
 
-`SwapFile` hands out extents; `Stretches` knows which parts of the file are free. Bytes move by `read_at` and `write_at`
-alone. Callers name this module (``swap.read_at``), so that a test that puts a function in their place reaches them all.
-Direct I/O wants memory that begins on a page, which `aligned` allocates.
+`SwapFile` hands out extents; `ExtentAllocator` knows which parts of the file are free. Bytes move by `read_at` and
+`write_at` alone. Callers name this module (``swap.read_at``), so that a test that puts a function in their place
+reaches them all. Direct I/O wants memory that begins on a page, which `aligned` allocates.
 
 [Note: mapping beside direct I/O] An extent is reached in two ways: by its tensor, a shared mapping in the page cache,
 and by transfers past the cache. Linux keeps them coherent one after the other: before a direct read or write it writes
@@ -37,7 +37,7 @@ __all__ = [
     "REFUSED",
     "Descriptors",
     "Extent",
-    "Stretches",
+    "ExtentAllocator",
     "SwapError",
     "SwapFile",
     "aligned",
@@ -112,7 +112,7 @@ class SwapFile:
         block = os.fstatvfs(self._open.cached).f_frsize
         self.alignment = max(ALIGNED, block)
         self._guard = threading.Lock()
-        self._stretches = Stretches()
+        self._extents = ExtentAllocator()
         self._spaced = 0  # bytes from the beginning that have space on the disk
         # Rows end on any thread, even on one that holds the lock above, when Python collects garbage in between; a
         # deque takes what is freed without a lock.
@@ -121,7 +121,7 @@ class SwapFile:
     @property
     def nbytes(self) -> int:
         """Bytes of all extents there are, and free ones between them; the file may have more, see :meth:`reserve`."""
-        return self._stretches.end
+        return self._extents.end
 
     def reserve(self, nbytes: int) -> None:
         """Take space for extents of so many bytes, beyond what they have now.
@@ -132,7 +132,7 @@ class SwapFile:
         descriptors = self._descriptors()
         with self._guard:
             try:
-                self._take_space(descriptors, self._stretches.end + nbytes)
+                self._take_space(descriptors, self._extents.end + nbytes)
             except OSError as error:
                 raise self._refused(error, nbytes, descriptors) from error
 
@@ -158,16 +158,16 @@ class SwapFile:
             return Extent(torch.empty(0, dtype=dtype, device="cpu"), 0, self.alignment, descriptors)
         with self._guard:
             while self._freed:
-                self._stretches.free(*self._freed.popleft())
-            before = self._stretches.end
-            offset = self._stretches.take(nbytes)
+                self._extents.free_extent(*self._freed.popleft())
+            before = self._extents.end
+            offset = self._extents.allocate_extent(nbytes)
             try:
                 self._prepare(descriptors, offset, nbytes, before)
                 # No cycle and no way back to this object: what is freed after it is dropped does no harm.
                 freed = partial(self._freed.append, (offset, nbytes))
                 tensor = mapped(descriptors.cached, offset, nbytes, numel, dtype, freed)
             except OSError as error:
-                self._stretches.give_back(offset, nbytes, before)
+                self._extents.undo_allocation(offset, nbytes, before)
                 raise self._refused(error, nbytes, descriptors) from error
         return Extent(tensor, offset, self.alignment, descriptors)
 
@@ -313,7 +313,7 @@ class Descriptors:
         )
 
 
-class Stretches:
+class ExtentAllocator:
     """Free stretches before an end that moves up when none of them fits.
 
     Attributes:
@@ -325,7 +325,7 @@ class Stretches:
         # (begin, nbytes) in order of their begins; neighbours are one.
         self._free: list[tuple[int, int]] = []
 
-    def take(self, nbytes: int) -> int:
+    def allocate_extent(self, nbytes: int) -> int:
         """Return the begin of a stretch of ``nbytes``: of the smallest free one that holds it, or at the end."""
         fitting = [(size, begin) for begin, size in self._free if size >= nbytes]
         if fitting:
@@ -341,7 +341,7 @@ class Stretches:
         self.end = begin + nbytes
         return begin
 
-    def free(self, begin: int, nbytes: int) -> None:
+    def free_extent(self, begin: int, nbytes: int) -> None:
         """Take a stretch back."""
         place = bisect.bisect(self._free, (begin, nbytes))
         if place < len(self._free) and self._free[place][0] == begin + nbytes:
@@ -351,12 +351,12 @@ class Stretches:
             nbytes += before
         bisect.insort(self._free, (begin, nbytes))
 
-    def give_back(self, begin: int, nbytes: int, end: int) -> None:
-        """Undo the last :meth:`take`, before which the end was at ``end``."""
+    def undo_allocation(self, begin: int, nbytes: int, end: int) -> None:
+        """Undo the last :meth:`allocate_extent`, before which the end was at ``end``."""
         if self.end > end:
             self.end, nbytes = end, end - begin
         if nbytes:
-            self.free(begin, nbytes)
+            self.free_extent(begin, nbytes)
 
 
 # System calls that move bytes of a file.
