@@ -1,6 +1,6 @@
 """The choice of a home for each part of an engine's flat buffers, by the configuration.
 
-`open_tiers` makes room: files, staging buffers, and the thread that reads ahead. `Division` gives each buffer its
+`open_tiers` makes room: files, staging buffers, and the thread that reads ahead. `PartialOffload` gives each buffer its
 homes where the device steps one part and the host the other.
 """
 
@@ -32,7 +32,7 @@ from zeropp.partition.levels import BLOCK
 
 __all__ = [
     "ALL",
-    "Division",
+    "PartialOffload",
     "Staging",
     "Tiers",
     "at_device",
@@ -80,7 +80,7 @@ class Tiers:
         return self.main if trainable else self.weights
 
 
-class Division:
+class PartialOffload:
     """Gives each trainable buffer its tiers: with the device's part of what is stepped, the host's, or both.
 
     Decided buffer by buffer, in the order in which the model defines them, which mostly is that of forward: what the

@@ -11,7 +11,7 @@ from torch import nn
 from zeropp.comm.hops import Comm, Groups, Hop
 from zeropp.config import Config
 from zeropp.offload.storage_tiers import Memory
-from zeropp.offload.tier_choice import Division, Tiers
+from zeropp.offload.tier_choice import PartialOffload, Tiers
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
 from zeropp.params.gradient import Gradient, GradientPaths
@@ -135,7 +135,7 @@ class BufferMaker:
     Attributes:
         config: of the engine.
         mode: levels of the parts of units, persistent ones aside.
-        tiers: of all parts; a `Division` says which buffers are stepped on the device instead.
+        tiers: of all parts; a `PartialOffload` says which buffers are stepped on the device instead.
     """
 
     def __init__(self, config: Config, mode: Mode, comm: Comm, tiers: Tiers) -> None:
@@ -154,7 +154,7 @@ class BufferMaker:
             layout.numel // mode.states
             for mode, own in zip(modes, layouts, strict=True) for key, _, layout in own if key.trainable
         ]  # fmt: skip
-        division = Division(self.config, self.tiers, Memory(self._comm.device), stepped)
+        division = PartialOffload(self.config, self.tiers, Memory(self._comm.device), stepped)
         units = []
         for index, (spec, mode, own) in enumerate(zip(specs, modes, layouts, strict=True)):
             placement = Placement(mode, self._comm.rank, self._comm.local)

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeropp.config import Config, ConfigSource
 from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
-from zeropp.offload.tier_choice import Division, Staging, Tiers, choose_staging
+from zeropp.offload.tier_choice import PartialOffload, Staging, Tiers, choose_staging
 from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
 from zeropp.params.unit import TERMS, make_source
 from zeropp.partition.levels import BufferLayout, choose_mode
@@ -252,7 +252,7 @@ class _Tally:
             layout.numel // unit.placement.mode.states
             for unit in cut.units for key, layout in unit.buffers if key.trainable
         ]  # fmt: skip
-        self._division = Division(cut.settings, self._tiers, PlannedMemory(device), stepped)
+        self._partial_offload = PartialOffload(cut.settings, self._tiers, PlannedMemory(device), stepped)
         self._groups = cut.no_groups(world)
 
     @property
@@ -283,7 +283,7 @@ class _Tally:
         for key, layout in unit.buffers:
             gathered += layout.numel * key.dtype.itemsize
             piece = layout.numel // own.states
-            tiers = self._division.next(piece) if key.trainable else self._tiers
+            tiers = self._partial_offload.next(piece) if key.trainable else self._tiers
             if key.trainable:
                 device["gradient_norms"] += report_nbytes(piece, key.main_dtype)
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
