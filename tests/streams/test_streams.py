@@ -67,7 +67,7 @@ SHOWN_BY: dict[str, list[str]] = {
     ],
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "files": [
-        "offload/read_ahead.py Arriving.copy_to 1", "optimizer/host_step.py Tiles.run 1",
+        "offload/read_ahead.py Arriving.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
         "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
     ],
     "files, pipelined": ["optimizer/host_step.py _begin 1"],
@@ -90,7 +90,7 @@ REDUNDANT = {
     "offload/parked.py Parked.__init__ 1": "what comes next on the stream waits; that the host waits is promised",
     "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
     "offload/parked.py Parked.copy_of 1": "read on streams, which wait for the stream of the copy; the host may, too",
-    "optimizer/host_step.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
+    "optimizer/host_step.py SubGroupSteps.step_buffers 2": "the next tile waits before it reads, and the end for all",
     "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the stream that steps waits, too; errors of the step end here",
     "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
     "order/reductions.py Reductions.end_learning 1": "for Python's attributes: comm streams' threads say what is held",

@@ -21,7 +21,7 @@ from zeropp.offload.read_ahead import Ring
 from zeropp.offload.storage_tiers import Place
 from zeropp.optimizer import host_step
 from zeropp.optimizer.fused import Rule, SettingsSnapshot, SliceStep, rule_of
-from zeropp.optimizer.host_step import BufferStep, Cores, Tiles, step_slices
+from zeropp.optimizer.host_step import BufferStep, Cores, SubGroupSteps, step_slices
 from zeropp.params.unit import FlatBuffer
 
 NUMEL, TILE = 10_000, 1024  # the last tile is a part of one
@@ -118,7 +118,7 @@ def test_bits_of_one_call(
     ring, cores = Ring(4, 3 * TILE * 4, pinned=False), Cores(2)
     for done in range(2):
         job = job_of(rule, rule.snapshot(optimizer.param_groups[0]), main, grad, states, first, done)
-        Tiles(ring, cores, rule, read_ahead=read_ahead, write_behind=write_behind).run([job])
+        SubGroupSteps(ring, cores, rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
     cores.close()
     assert torch.equal(main.tensor[:first], param[:first])
     assert torch.equal(main.tensor[first:], expected.detach()[first:])
@@ -158,7 +158,7 @@ def test_what_goes_on_while_a_tile_is_stepped(
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
     job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
     ring = Ring(4, (1 + read_ahead + write_behind) * TILE * 4, pinned=False)
-    Tiles(ring, Cores(1), rule, read_ahead=read_ahead, write_behind=write_behind).run([job])
+    SubGroupSteps(ring, Cores(1), rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
     at = {entry: index for index, entry in enumerate(log)}
     assert len(at) == len(log) == 5 * (2 + 4 * 2 + 3 * 2)
     for number, name in itertools.product(range(4), ("main", "grad", "exp_avg", "exp_avg_sq")):
@@ -196,7 +196,9 @@ def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
     job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
     with pytest.raises(OSError, match=f"{bad} cannot be read"):
-        Tiles(Ring(4, 2 * TILE * 4, pinned=False), Cores(1), rule, read_ahead=True, write_behind=False).run([job])
+        SubGroupSteps(
+            Ring(4, 2 * TILE * 4, pinned=False), Cores(1), rule, read_ahead=True, write_behind=False
+        ).step_buffers([job])
     begun, ended = log.count("read begins"), log.count("read ends")
     # The bad row has begun one for each tile, and ended none.
     assert begun - ended in (1, 2) and ended == begun // 4 * 3

@@ -2,10 +2,11 @@
 
 :class:`HostStep` decides and queues a step, unit by unit. :class:`Cores` are the threads that take it: torch would
 divide each kernel among intra-op threads, whose number is the process's, and training would have to give up its own; a
-few threads that each call the kernel on chunks leave that number alone. :class:`Tiles` steps shards whose numbers are
-not all in memory, or whose new weights go on elsewhere: a tile's numbers are read into staging buffers, stepped there,
-and written back, while the next tile's may be read and the last one's written. A tile is as large as the staging
-buffers allow: each kind of number that is not in memory has a buffer, or a part of one, for each tile under way.
+few threads that each call the kernel on chunks leave that number alone. :class:`SubGroupSteps` steps shards whose
+numbers are not all in memory, or whose new weights go on elsewhere: a sub-group's numbers are read into staging
+buffers, stepped there, and written back, while the next sub-group's may be read and the last one's written. A sub-group
+is as large as the staging buffers allow: each kind of number that is not in memory has a buffer, or a part of one, for
+each sub-group under way.
 
 [Note: steps on the host] Where states are offloaded, ``step()`` decides all that there is to decide: whether the step
 is skipped, by what gradients are clipped, which of them there are, and with which settings and counts they are stepped,
@@ -51,7 +52,7 @@ __all__ = [
     "BufferStep",
     "Cores",
     "HostStep",
-    "Tiles",
+    "SubGroupSteps",
     "spare_cores",
     "step_slices",
     "waits_for_main_weights",
@@ -144,10 +145,10 @@ class HostStep:
             block = self._engine.maker.config.zero.offload_optimizer
             tiers = self._engine.maker.tiers
             assert block is not None and tiers.ring is not None  # or nothing would be anywhere else
-            tiles = Tiles(
+            sub_groups = SubGroupSteps(
                 tiers.ring, self._cores, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
             )
-            tiles.run(others)
+            sub_groups.step_buffers(others)
 
     def _decide(
         self, rule: Rule, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None
@@ -426,7 +427,7 @@ def _seconds(step: Callable[[Cores], None], cores: Cores) -> float:
     return time.perf_counter() - begin
 
 
-# Steps of shards that are not in memory, tile by tile.
+# Steps of shards that are not in memory, sub-group by sub-group.
 
 _MAIN = "main weights"
 _GRADIENT = "gradients"
@@ -481,13 +482,13 @@ class BufferStep:
         return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * follows
 
     def in_tile(self, start: int, values: dict[str, Tensor]) -> list[SliceStep]:
-        """Steps of what lies in a tile, on the tile's own numbers."""
+        """Steps of what lies in a sub-group, on the sub-group's own numbers."""
         stop = start + values[_MAIN].numel()
         found = []
         for first, each in self.slices:
             begin = max(first, start)
             end = min(first + each.param.numel(), stop)
-            # A slice may begin in one tile and end in another: these steps are element by element.
+            # A slice may begin in one sub-group and end in another: these steps are element by element.
             if begin < end:
                 cut = slice(begin - start, end - start)
                 own = slice(begin - first, end - first)
@@ -497,7 +498,7 @@ class BufferStep:
         return found
 
 
-class Tiles:
+class SubGroupSteps:
     """One step of many buffers, through a ring that nobody else uses meanwhile."""
 
     def __init__(self, ring: Ring, cores: Cores, rule: Rule, *, read_ahead: bool, write_behind: bool) -> None:
@@ -507,8 +508,8 @@ class Tiles:
             ring: of staging buffers.
             cores: that step.
             rule: of the optimizer.
-            read_ahead: read the next tile while one is stepped.
-            write_behind: write a tile while the next one is stepped.
+            read_ahead: read the next sub-group while one is stepped.
+            write_behind: write a sub-group while the next one is stepped.
         """
         self._ring = ring
         self._cores = cores
@@ -516,7 +517,7 @@ class Tiles:
         self._count = 1 + read_ahead + write_behind
         self._read_ahead = read_ahead
 
-    def run(self, jobs: Sequence[BufferStep]) -> None:
+    def step_buffers(self, jobs: Sequence[BufferStep]) -> None:
         """Step buffers, one after another."""
         with self._ring.all_taken() as buffers:
             # For the buffer with most kinds: small ones, which stay in memory, have fewer.
@@ -524,14 +525,14 @@ class Tiles:
             parts = _divide(buffers, kinds * self._count)
             slots = [_Slot(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
             itemsize = max(job.buffer.main_dtype.itemsize for job in jobs)
-            tiles = [(job, *tile) for job in jobs for tile in _cut(job.buffer, _room(parts, itemsize))]
+            sub_groups = [(job, *sub_group) for job in jobs for sub_group in _cut(job.buffer, _room(parts, itemsize))]
             try:
-                for number, (job, start, stop) in enumerate(tiles):
+                for number, (job, start, stop) in enumerate(sub_groups):
                     own = slots[number % self._count]
                     if number == 0 or not self._read_ahead:
                         _begin(own, job, start, stop)
-                    if self._read_ahead and number + 1 < len(tiles):
-                        _begin(slots[(number + 1) % self._count], *tiles[number + 1])
+                    if self._read_ahead and number + 1 < len(sub_groups):
+                        _begin(slots[(number + 1) % self._count], *sub_groups[number + 1])
                     # Also for what was written from this memory before, if no reading has waited for it.
                     own.wait()
                     self._step(own, job, start, stop)
@@ -544,7 +545,7 @@ class Tiles:
                         ending.callback(each.wait)
 
     def _step(self, own: _Slot, job: BufferStep, start: int, stop: int) -> None:
-        """Step one tile, and begin to write what is new."""
+        """Step one sub-group, and begin to write what is new."""
         step_slices(self._cores, self._rule, job.in_tile(start, own.values))
         for kind, row in job.rows.items():
             # Gradients are changed by clipping alone, which nobody sees once they have been forgotten.
@@ -569,7 +570,7 @@ class Tiles:
 
 
 class _Slot:
-    """Staging memory for one tile under way."""
+    """Staging memory for one sub-group under way."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
@@ -589,7 +590,7 @@ class _Slot:
 
 
 def _begin(own: _Slot, job: BufferStep, start: int, stop: int) -> None:
-    """Begin to read a tile's numbers, where what the memory held before has been written."""
+    """Begin to read a sub-group's numbers, where what the memory held before has been written."""
     own.wait()
     parts = iter(own.parts)
     own.values = {}
@@ -608,18 +609,18 @@ def _divide(buffers: Sequence[Tensor], count: int) -> list[Tensor]:
     # Everything is in memory, and only new weights go elsewhere.
     if not count:
         return []
-    # Equal ones: a tile has as many elements of each kind, and the largest kind decides how many.
+    # Equal ones: a sub-group has as many elements of each kind, and the largest kind decides how many.
     each = -(-count // len(buffers))
     nbytes = buffers[0].numel() // each // ALIGNED * ALIGNED
     return [buffer[index * nbytes : (index + 1) * nbytes] for buffer in buffers for index in range(each)]
 
 
 def _room(parts: Sequence[Tensor], itemsize: int) -> int:
-    """Elements of a tile."""
+    """Elements of a sub-group."""
     return parts[0].numel() // itemsize if parts else 1 << 62
 
 
 def _cut(buffer: FlatBuffer, most: int) -> list[_Range]:
-    """The host's part of a shard in tiles of at most ``most`` elements."""
+    """The host's part of a shard in sub-groups of at most ``most`` elements."""
     numel = buffer.main.tensor.numel()
     return [(start, min(start + most, numel)) for start in range(buffer.tiers.device_numel, numel, most)]
