@@ -523,7 +523,7 @@ class SubGroupSteps:
             # For the buffer with most kinds: small ones, which stay in memory, have fewer.
             kinds = max(len(job.staged) for job in jobs)
             parts = _divide(buffers, kinds * self._count)
-            slots = [_Slot(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
+            slots = [_Staging(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
             itemsize = max(job.buffer.main_dtype.itemsize for job in jobs)
             sub_groups = [(job, *sub_group) for job in jobs for sub_group in _cut(job.buffer, _room(parts, itemsize))]
             try:
@@ -534,17 +534,17 @@ class SubGroupSteps:
                     if self._read_ahead and number + 1 < len(sub_groups):
                         _begin(slots[(number + 1) % self._count], *sub_groups[number + 1])
                     # Also for what was written from this memory before, if no reading has waited for it.
-                    own.wait()
+                    own.wait_for_copies()
                     self._step(own, job, start, stop)
                     if self._count == 1:
-                        own.wait()
+                        own.wait_for_copies()
             finally:
                 # Memory that is still read into or written from must not be used for something else.
                 with contextlib.ExitStack() as ending:
                     for each in slots:
-                        ending.callback(each.wait)
+                        ending.callback(each.wait_for_copies)
 
-    def _step(self, own: _Slot, job: BufferStep, start: int, stop: int) -> None:
+    def _step(self, own: _Staging, job: BufferStep, start: int, stop: int) -> None:
         """Step one sub-group, and begin to write what is new."""
         step_slices(self._cores, self._rule, job.in_tile(start, own.values))
         for kind, row in job.rows.items():
@@ -569,7 +569,7 @@ class SubGroupSteps:
             source.finish()
 
 
-class _Slot:
+class _Staging:
     """Staging memory for one sub-group under way."""
 
     def __init__(self, parts: list[Tensor]) -> None:
@@ -577,7 +577,7 @@ class _Slot:
         self.events: list[Event] = []
         self.values: dict[str, Tensor] = {}
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until reads have arrived, and writes have ended."""
         try:
             while self.events:
@@ -589,9 +589,9 @@ class _Slot:
                     self.events.pop().wait(threading.TIMEOUT_MAX)
 
 
-def _begin(own: _Slot, job: BufferStep, start: int, stop: int) -> None:
+def _begin(own: _Staging, job: BufferStep, start: int, stop: int) -> None:
     """Begin to read a sub-group's numbers, where what the memory held before has been written."""
-    own.wait()
+    own.wait_for_copies()
     parts = iter(own.parts)
     own.values = {}
     for kind, row in job.rows.items():
