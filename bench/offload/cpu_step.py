@@ -3,7 +3,7 @@
     python -m bench.offload.cpu_step --numel 64000000 --rounds 8
 
 Every round runs each way once, one after the other, and ratios are by round: machines differ from minute to minute.
-Torch steps one tensor and divides it among its intra-op threads; zeropp cuts it into chunks for `Cores`.
+Torch steps one tensor and divides it among its intra-op threads; zeropp cuts it into chunks for `CpuStepPool`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from bench.common import results
 from bench.common.machine import machine
 from zeropp.optimizer.fused import SliceStep, rule_of
-from zeropp.optimizer.host_step import CHUNK_NUMEL, Cores, spare_cores, step_slices
+from zeropp.optimizer.host_step import CHUNK_NUMEL, CpuStepPool, spare_cores, step_slices
 
 THREADS = (1, 2)
 COLUMNS = ("way", "threads", "ms", "M parameters/s", "/ torch fused")
@@ -65,7 +65,7 @@ def zeropp_step(numel: int) -> Callable[[int], None]:
     optimizer = AdamW([param])
     rule, state = rule_of(optimizer), dict[str, Tensor]()
     assert rule is not None
-    cores = {threads: Cores(threads) for threads in THREADS}
+    cores = {threads: CpuStepPool(threads) for threads in THREADS}
 
     def step(threads: int) -> None:
         settings = rule.snapshot(optimizer.param_groups[0])

@@ -31,7 +31,7 @@ import zeropp
 from bench.common import results
 from bench.common.machine import machine
 from zeropp.optimizer.fused import Rule, SliceStep
-from zeropp.optimizer.host_step import Cores, step_slices
+from zeropp.optimizer.host_step import CpuStepPool, step_slices
 
 COLUMNS = ("way", "s", "kernels s", "GB/s", "/ disk")
 READ, WRITTEN = 16, 12  # bytes an element of float32 AdamW
@@ -68,7 +68,7 @@ class Kernels:
     def __init__(self) -> None:
         self.times, self.seconds = 1, 0.0
 
-    def __call__(self, cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
+    def __call__(self, cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
         begin = time.perf_counter()
         for _ in range(self.times):
             step_slices(cores, rule, steps)

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from zeropp.optimizer import host_step as module
 from zeropp.optimizer.fused import Rule, SliceStep, rule_of
-from zeropp.optimizer.host_step import Cores, spare_cores, step_slices
+from zeropp.optimizer.host_step import CpuStepPool, spare_cores, step_slices
 
 
 def names() -> list[str]:
@@ -38,7 +38,7 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_everyone_works_at_once(count: int) -> None:
     """As many chunks as threads meet inside, so each has one; the caller is among them, and every chunk runs once."""
-    cores, meeting = Cores(count), threading.Barrier(count)
+    cores, meeting = CpuStepPool(count), threading.Barrier(count)
     found: list[int] = []
 
     def meet() -> None:
@@ -47,12 +47,12 @@ def test_everyone_works_at_once(count: int) -> None:
 
     for _ in range(3):
         found.clear()
-        cores.run([meet] * count)
+        cores.run_chunks([meet] * count)
         assert len(set(found)) == count and threading.get_ident() in found
     many: list[int] = []
-    cores.run([partial(many.append, number) for number in range(100)])
+    cores.run_chunks([partial(many.append, number) for number in range(100)])
     assert sorted(many) == list(range(100))
-    cores.run([])
+    cores.run_chunks([])
     cores.close()
 
 
@@ -68,7 +68,7 @@ def elsewhere(work: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("count", [1, 3])
 def test_intra_op_threads_stay_with_others(three_threads: None, count: int) -> None:
     """Inside there is one, in the caller too; the caller, and threads that begin later or meanwhile, have theirs."""
-    cores, meeting = Cores(count), threading.Barrier(count)
+    cores, meeting = CpuStepPool(count), threading.Barrier(count)
     inside: list[tuple[int, bool, int]] = []
 
     def look() -> None:
@@ -76,12 +76,12 @@ def test_intra_op_threads_stay_with_others(three_threads: None, count: int) -> N
         inside.append((torch.get_num_threads(), torch.is_grad_enabled(), elsewhere(torch.get_num_threads)))
 
     for _ in range(2):
-        cores.run([look] * count)
+        cores.run_chunks([look] * count)
         assert torch.get_num_threads() == 3 and torch.is_grad_enabled()
         assert elsewhere(torch.get_num_threads) == 3
     assert inside == [(1, False, 3)] * 2 * count
     with pytest.raises(ZeroDivisionError):
-        cores.run([lambda: 1 // 0])
+        cores.run_chunks([lambda: 1 // 0])
     assert torch.get_num_threads() == 3
     cores.close()
 
@@ -89,7 +89,7 @@ def test_intra_op_threads_stay_with_others(three_threads: None, count: int) -> N
 @pytest.mark.parametrize("count", [1, 3])
 def test_errors_come_after_all_have_run(count: int) -> None:
     """The first one, and the cores work on."""
-    cores = Cores(count)
+    cores = CpuStepPool(count)
     failed, ran = threading.Event(), list[int]()
 
     def fail() -> None:
@@ -103,9 +103,9 @@ def test_errors_come_after_all_have_run(count: int) -> None:
 
     # One thread takes them in order; with several, later ones wait for the first.
     with pytest.raises(ValueError, match="the first"):
-        cores.run([fail, *[partial(ran.append, number) for number in range(1, 50)], fail_later])
+        cores.run_chunks([fail, *[partial(ran.append, number) for number in range(1, 50)], fail_later])
     assert sorted(ran) == list(range(50))
-    cores.run([partial(ran.append, 50)])
+    cores.run_chunks([partial(ran.append, 50)])
     assert ran[-1] == 50
     cores.close()
 
@@ -113,7 +113,7 @@ def test_errors_come_after_all_have_run(count: int) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_tensor_stays(fails: bool) -> None:
     """Without the garbage collector's help: neither in idle threads nor in an error that has been dropped."""
-    cores = Cores(3)
+    cores = CpuStepPool(3)
     meeting = threading.Barrier(3)
 
     def use(tensor: Tensor) -> None:
@@ -127,7 +127,7 @@ def test_no_tensor_stays(fails: bool) -> None:
     gc.disable()
     try:
         try:
-            cores.run([partial(use, tensor) for tensor in tensors])
+            cores.run_chunks([partial(use, tensor) for tensor in tensors])
         except ValueError:
             assert fails
         tensors.clear()
@@ -152,8 +152,8 @@ def test_chunks_are_let_go_before_the_caller_hears(count: int, monkeypatch: pyte
 
     before = [sys.getrefcount(chunk) for chunk in chunks]
     monkeypatch.setattr(module, "SimpleQueue", Watched)
-    cores = Cores(count)
-    cores.run(chunks)
+    cores = CpuStepPool(count)
+    cores.run_chunks(chunks)
     assert held == [before] * count
     cores.close()
 
@@ -161,14 +161,14 @@ def test_chunks_are_let_go_before_the_caller_hears(count: int, monkeypatch: pyte
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_threads_end(how: str) -> None:
     before = len(names())
-    cores = Cores(3)
-    cores.run([lambda: None] * 8)
+    cores = CpuStepPool(3)
+    cores.run_chunks([lambda: None] * 8)
     started = [t for t in threading.enumerate() if t.name.startswith("zeropp core ")]
     assert len(started) == before + 2 and all(thread.daemon for thread in started)
     if how == "closed":
         cores.close()
         found: list[int] = []
-        cores.run([lambda: found.append(threading.get_ident())] * 5)
+        cores.run_chunks([lambda: found.append(threading.get_ident())] * 5)
         assert set(found) == {threading.get_ident()}
     del cores
     for thread in started[before:]:
@@ -178,14 +178,14 @@ def test_threads_end(how: str) -> None:
 
 def test_one_core_needs_no_thread() -> None:
     before = threading.active_count()
-    Cores(1).run([lambda: None] * 3)
+    CpuStepPool(1).run_chunks([lambda: None] * 3)
     assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_cores_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
-        Cores(count)
+        CpuStepPool(count)
     with pytest.raises(ValueError, match="at least 1"):
         spare_cores(count)
 
@@ -217,7 +217,7 @@ def test_rows_step_like_torch(
     monkeypatch.setattr(module, "CHUNK_NUMEL", 512)
     theirs, whole, grads = make(kind, **options)
     ours, cut, _ = make(kind, **options)
-    rule, cores = rule_of(ours), Cores(count)
+    rule, cores = rule_of(ours), CpuStepPool(count)
     assert rule is not None
     for _ in range(3):
         own = [grad.clone() for grad in grads]
@@ -260,7 +260,7 @@ def test_rows_that_kernels_would_misread_are_refused(name: str, bad: Tensor | No
     states = {key: value for key, value in other.items() if value is not None}
     bad_step = SliceStep(states=states, settings=settings, step=step, **fields)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"(?s){name}.*(expected a|let the rule)"):
-        step_slices(Cores(1), rule, [SliceStep(good, torch.ones(512), state, settings, step), bad_step])
+        step_slices(CpuStepPool(1), rule, [SliceStep(good, torch.ones(512), state, settings, step), bad_step])
     assert torch.equal(good, torch.ones(512))
 
 

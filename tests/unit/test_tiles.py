@@ -21,7 +21,7 @@ from zeropp.offload.read_ahead import Ring
 from zeropp.offload.storage_tiers import Place
 from zeropp.optimizer import host_step
 from zeropp.optimizer.fused import Rule, SettingsSnapshot, SliceStep, rule_of
-from zeropp.optimizer.host_step import BufferStep, Cores, SubGroupSteps, step_slices
+from zeropp.optimizer.host_step import BufferStep, CpuStepPool, SubGroupSteps, step_slices
 from zeropp.params.unit import FlatBuffer
 
 NUMEL, TILE = 10_000, 1024  # the last tile is a part of one
@@ -115,7 +115,7 @@ def test_bits_of_one_call(
     states = {name: row(torch.zeros(NUMEL - first)) for name in ("exp_avg", "exp_avg_sq")}
     rule = rule_of(optimizer)
     assert rule is not None
-    ring, cores = Ring(4, 3 * TILE * 4, pinned=False), Cores(2)
+    ring, cores = Ring(4, 3 * TILE * 4, pinned=False), CpuStepPool(2)
     for done in range(2):
         job = job_of(rule, rule.snapshot(optimizer.param_groups[0]), main, grad, states, first, done)
         SubGroupSteps(ring, cores, rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
@@ -133,7 +133,7 @@ def test_what_goes_on_while_a_tile_is_stepped(
     """The next one is read, and the last one written, each if asked for."""
     log, stepped = list[tuple[str, int]](), [threading.Event() for _ in range(5)]
 
-    def step(cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
+    def step(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
         number = sum(event.is_set() for event in stepped)
         log.append(("steps", number))
         step_slices(cores, rule, steps)
@@ -158,7 +158,7 @@ def test_what_goes_on_while_a_tile_is_stepped(
     states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
     job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
     ring = Ring(4, (1 + read_ahead + write_behind) * TILE * 4, pinned=False)
-    SubGroupSteps(ring, Cores(1), rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
+    SubGroupSteps(ring, CpuStepPool(1), rule, read_ahead=read_ahead, write_behind=write_behind).step_buffers([job])
     at = {entry: index for index, entry in enumerate(log)}
     assert len(at) == len(log) == 5 * (2 + 4 * 2 + 3 * 2)
     for number, name in itertools.product(range(4), ("main", "grad", "exp_avg", "exp_avg_sq")):
@@ -197,7 +197,7 @@ def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
     job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
     with pytest.raises(OSError, match=f"{bad} cannot be read"):
         SubGroupSteps(
-            Ring(4, 2 * TILE * 4, pinned=False), Cores(1), rule, read_ahead=True, write_behind=False
+            Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, read_ahead=True, write_behind=False
         ).step_buffers([job])
     begun, ended = log.count("read begins"), log.count("read ends")
     # The bad row has begun one for each tile, and ended none.

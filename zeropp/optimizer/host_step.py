@@ -1,9 +1,9 @@
 """Steps on the host's cores, beside the next forward.
 
-:class:`HostStep` decides and queues a step, unit by unit. :class:`Cores` are the threads that take it: torch would
-divide each kernel among intra-op threads, whose number is the process's, and training would have to give up its own; a
-few threads that each call the kernel on chunks leave that number alone. :class:`SubGroupSteps` steps shards whose
-numbers are not all in memory, or whose new weights go on elsewhere: a sub-group's numbers are read into staging
+:class:`HostStep` decides and queues a step, unit by unit. :class:`CpuStepPool` are the threads that take it: torch
+would divide each kernel among intra-op threads, whose number is the process's, and training would have to give up its
+own; a few threads that each call the kernel on chunks leave that number alone. :class:`SubGroupSteps` steps shards
+whose numbers are not all in memory, or whose new weights go on elsewhere: a sub-group's numbers are read into staging
 buffers, stepped there, and written back, while the next sub-group's may be read and the last one's written. A sub-group
 is as large as the staging buffers allow: each kind of number that is not in memory has a buffer, or a part of one, for
 each sub-group under way.
@@ -50,7 +50,7 @@ from zeropp.params.unit import FlatBuffer
 __all__ = [
     "CHUNK_NUMEL",
     "BufferStep",
-    "Cores",
+    "CpuStepPool",
     "HostStep",
     "SubGroupSteps",
     "spare_cores",
@@ -66,7 +66,7 @@ class HostStep:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
-        self._cores = Cores(spare_cores(_ranks_on_the_same_cores(engine)))
+        self._pool = CpuStepPool(spare_cores(_ranks_on_the_same_cores(engine)))
         # A thread for all of it, so that units are stepped one after another: the first ones are wanted first. Copies
         # have a stream of their own: on the model's they would wait for the forward that they are to be hidden behind.
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
@@ -77,7 +77,7 @@ class HostStep:
         optimizer.register_state_dict_pre_hook(waits)
         optimizer.register_load_state_dict_pre_hook(waits)
         # Not methods of this object, by which the engine would hold itself.
-        engine.on_close(self._cores.close)
+        engine.on_close(self._pool.close)
         engine.on_close(self._stream.close)
 
     def can_step(self) -> bool:
@@ -139,14 +139,14 @@ class HostStep:
         # In one call, so that small slices fill the threads together.
         in_place = [each for job in jobs if job.in_place for _, each in job.slices]
         if in_place:
-            step_slices(self._cores, rule, in_place)
+            step_slices(self._pool, rule, in_place)
         others = [job for job in jobs if not job.in_place]
         if others:
             block = self._engine.maker.config.zero.offload_optimizer
             tiers = self._engine.maker.tiers
             assert block is not None and tiers.ring is not None  # or nothing would be anywhere else
             sub_groups = SubGroupSteps(
-                tiers.ring, self._cores, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
+                tiers.ring, self._pool, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
             )
             sub_groups.step_buffers(others)
 
@@ -246,7 +246,7 @@ _ALIKE = 1.25  # the second fastest of four runs to the fastest, where figures c
 _NEARLY = 1.15  # what fewer threads may take, where more would take 1
 
 
-class Cores:
+class CpuStepPool:
     """Threads that run small closures, the caller among them; each with one intra-op thread, and no gradients.
 
     The threads are daemons. They end when this object is closed or dropped, and before the interpreter does.
@@ -263,7 +263,7 @@ class Cores:
         self.count = count
         self._streams = [ThreadStream(f"core {number}") for number in range(1, count)]
 
-    def run(self, chunks: Sequence[Callable[[], object]]) -> None:
+    def run_chunks(self, chunks: Sequence[Callable[[], object]]) -> None:
         """Run all of ``chunks``, in any order and at once; returns when all have ended, those that fail as well.
 
         Args:
@@ -321,7 +321,7 @@ def _attempt(chunk: Callable[[], object], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def step_slices(cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
+def step_slices(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
     """Step all of ``steps`` in place; the bits are those of whole tensors, however many cores there are.
 
     Raises:
@@ -330,7 +330,7 @@ def step_slices(cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
     # All of them first: a step that is refused half-way would leave some weights new and others old.
     for one in steps:
         _check(rule, one)
-    cores.run(
+    cores.run_chunks(
         [partial(_step_chunk, rule, one, start) for one in steps for start in range(0, one.param.numel(), CHUNK_NUMEL)]
     )
 
@@ -398,7 +398,7 @@ def _useful(limit: int) -> int:
     # Two chunks a thread, and more than most caches hold: 64 to 256 MiB, whose first touch takes most of the time.
     step = _trial(min(max(2 * limit, 8), 32) * CHUNK_NUMEL)
     for count in [*(1 << power for power in range((limit - 1).bit_length())), limit]:
-        cores = Cores(count)
+        cores = CpuStepPool(count)
         fastest, second = sorted(_seconds(step, cores) for _ in range(4))[:2]
         cores.close()
         if second > _ALIKE * fastest:
@@ -408,7 +408,7 @@ def _useful(limit: int) -> int:
     return next(count for count, seconds in times.items() if seconds <= _NEARLY * min(times.values()))
 
 
-def _trial(numel: int) -> Callable[[Cores], None]:
+def _trial(numel: int) -> Callable[[CpuStepPool], None]:
     """A step of AdamW over ``numel`` elements."""
     param = torch.ones(numel, device="cpu")
     optimizer = AdamW([param])
@@ -421,7 +421,7 @@ def _trial(numel: int) -> Callable[[Cores], None]:
     return partial(step_slices, rule=rule, steps=[one])
 
 
-def _seconds(step: Callable[[Cores], None], cores: Cores) -> float:
+def _seconds(step: Callable[[CpuStepPool], None], cores: CpuStepPool) -> float:
     begin = time.perf_counter()
     step(cores)
     return time.perf_counter() - begin
@@ -501,7 +501,7 @@ class BufferStep:
 class SubGroupSteps:
     """One step of many buffers, through a ring that nobody else uses meanwhile."""
 
-    def __init__(self, ring: Ring, cores: Cores, rule: Rule, *, read_ahead: bool, write_behind: bool) -> None:
+    def __init__(self, ring: Ring, cores: CpuStepPool, rule: Rule, *, read_ahead: bool, write_behind: bool) -> None:
         """Use the whole ring.
 
         Args:
@@ -512,7 +512,7 @@ class SubGroupSteps:
             write_behind: write a sub-group while the next one is stepped.
         """
         self._ring = ring
-        self._cores = cores
+        self._pool = cores
         self._rule = rule
         self._count = 1 + read_ahead + write_behind
         self._read_ahead = read_ahead
@@ -546,7 +546,7 @@ class SubGroupSteps:
 
     def _step(self, own: _Staging, job: BufferStep, start: int, stop: int) -> None:
         """Step one sub-group, and begin to write what is new."""
-        step_slices(self._cores, self._rule, job.in_tile(start, own.values))
+        step_slices(self._pool, self._rule, job.in_tile(start, own.values))
         for kind, row in job.rows.items():
             # Gradients are changed by clipping alone, which nobody sees once they have been forgotten.
             if not row.at_hand and (kind != _GRADIENT or (job.clips and job.gradient.arrived)):
@@ -558,7 +558,7 @@ class SubGroupSteps:
         # By these cores, and into memory that may be page-locked: a file takes bytes as they are, and a copy to a card
         # that also rounds is made by one core, from memory that the card cannot read by itself.
         rounded = own.parts[len(job.staged) - 1][: new.numel() * source.dtype.itemsize].view(source.dtype)
-        self._cores.run(
+        self._pool.run_chunks(
             [
                 partial(rounded[at : at + CHUNK_NUMEL].copy_, new[at : at + CHUNK_NUMEL])
                 for at in range(0, new.numel(), CHUNK_NUMEL)
