@@ -100,7 +100,7 @@ def offloaded(numel: int, device: str, *, pinned: bool, opened: contextlib.ExitS
     kind = "pinned" if pinned else "pageable"
 
     def gather() -> None:
-        arriving = source.begin(None)
+        arriving = source.begin_gather(None)
         assert not isinstance(arriving, Tensor)
         arriving.copy_to(target)
 
@@ -110,7 +110,7 @@ def offloaded(numel: int, device: str, *, pinned: bool, opened: contextlib.ExitS
         ),
         f"weights for a gather, {kind} ring": Way("to device", gather, target.nbytes, lambda: target, rounded),
         f"new weights, {kind} ring": Way(
-            "to device", lambda: new.take(0, there.shard), row.nbytes, lambda: row, rounded
+            "to device", lambda: new.take_new_weights(0, there.shard), row.nbytes, lambda: row, rounded
         ),
     }  # fmt: skip
 

@@ -23,7 +23,7 @@ from zeropp.offload import swap, tier_choice
 from zeropp.offload.read_ahead import Arriving
 from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
 from zeropp.optimizer import host_step
-from zeropp.params.wire_copy import Source
+from zeropp.params.wire_copy import WireCopy
 
 __all__ = ["Run", "States", "compare", "delayed", "host_apart", "run", "same", "states_of"]
 
@@ -35,7 +35,7 @@ _DELAYED: dict[str, tuple[Any, str]] = {
     "copy from a row": (MemoryTensor, "read"),
     "copy to a row": (MemoryTensor, "write"),
     "copy to the device": (Arriving, "copy_to"),
-    "new weights": (Source, "take"),
+    "new weights": (WireCopy, "take"),
 }
 
 

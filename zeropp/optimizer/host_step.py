@@ -564,9 +564,9 @@ class SubGroupSteps:
                 for at in range(0, new.numel(), CHUNK_NUMEL)
             ]
         )
-        own.events.append(source.take(start, rounded))
+        own.events.append(source.take_new_weights(start, rounded))
         if stop == job.buffer.main.tensor.numel():
-            source.finish()
+            source.finish_taking()
 
 
 class _Staging:

@@ -21,7 +21,7 @@ from zeropp.comm.streams import CommStreams, Event, EventGroup, span
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
 from zeropp.params.unit import FlatBuffer, Unit
-from zeropp.params.wire_copy import Source
+from zeropp.params.wire_copy import WireCopy
 
 __all__ = ["Refresh", "chunk_of"]
 
@@ -90,7 +90,7 @@ class Refresh:
                 source.take_edits()
             self.start()
 
-    def _sources(self) -> Iterator[Source]:
+    def _sources(self) -> Iterator[WireCopy]:
         for unit in self._units:
             yield from (buffer.source for buffer in unit.trainable_buffers if buffer.source is not None)
 

@@ -28,12 +28,12 @@ from zeropp.offload.swap import aligned
 from zeropp.offload.tier_choice import Tiers
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
-from zeropp.params.wire_copy import Source
+from zeropp.params.wire_copy import WireCopy
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.differences import DifferencePath
 from zeropp.wire.paths import CodedGatherPath, GatherPath, Stored
 
-__all__ = ["TERMS", "FlatBuffer", "Unit", "UnitState", "WeightPaths", "make_source"]
+__all__ = ["TERMS", "FlatBuffer", "Unit", "UnitState", "WeightPaths", "make_wire_copy"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class FlatBuffer:
         self._main_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.main: StoredTensor = MemoryTensor(torch.empty(0, device=device))
-        self.source: Source | None = None
+        self.source: WireCopy | None = None
         self.tiers = tiers
         self.secondary: Tensor | None = None
 
@@ -143,7 +143,7 @@ class FlatBuffer:
             # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
             self._absent = [absent.expand(view.shape) for view in self._present]
             self._prepare_paths()
-            self.source = make_source(
+            self.source = make_wire_copy(
                 self.main, self.paths, self.tiers, self.device, trainable=self.trainable, coded=self.coded
             )
             if self.source is not None:
@@ -190,7 +190,7 @@ class FlatBuffer:
             self._present = self.layout.views(self.flat)
             self._prepare_paths()
         if self.source is not None:
-            self.source = make_source(
+            self.source = make_wire_copy(
                 self.main, self.paths, self.tiers, self.device, trainable=self.trainable, coded=self.coded
             )
             if self.source is not None:
@@ -245,7 +245,7 @@ class FlatBuffer:
         assert self.paths.fetch is not None  # whole weights that are cached are only refreshed
         own: Tensor | Stored | None = self.secondary
         if own is None:
-            own = self.shard if self.source is None else self.source.begin(after)
+            own = self.shard if self.source is None else self.source.begin_gather(after)
         return self.paths.fetch.gather(own, self._fetch_places, self.unit)
 
     @property
@@ -440,9 +440,9 @@ class FlatBuffer:
         return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, states), states)
 
 
-def make_source(
+def make_wire_copy(
     main: StoredTensor, paths: WeightPaths, tiers: Tiers, device: torch.device, *, trainable: bool, coded: bool
-) -> Source | None:
+) -> WireCopy | None:
     """The offloaded copy that gathers and refreshes start from, without values yet; None if that is the shard.
 
     Args:
@@ -469,7 +469,7 @@ def make_source(
     elif kept:
         row = first_stream.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
     reader = None if row is None or row.place == "device" else tiers.reader
-    return Source(main, row, dtype if exact else path.dtype, codec, device, reader)
+    return WireCopy(main, row, dtype if exact else path.dtype, codec, device, reader)
 
 
 TERMS = (

@@ -15,10 +15,10 @@ from zeropp.offload.read_ahead import Arriving, GdsTensor, ReadAhead
 from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.wire.codecs import Codec
 
-__all__ = ["Source"]
+__all__ = ["WireCopy"]
 
 
-class Source:
+class WireCopy:
     """One buffer's.
 
     Attributes:
@@ -70,7 +70,7 @@ class Source:
         """Bytes of new values that have not been sent on."""
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
-    def begin(self, after: Event | None) -> Tensor | Arriving | GdsTensor:
+    def begin_gather(self, after: Event | None) -> Tensor | Arriving | GdsTensor:
         """The tensor that each gather starts from; it is read now, or when weights are stepped ``after`` an event."""
         assert self.row is not None
         return self.row.tensor if self._reader is None else self._reader.begin(self.row, after)
@@ -90,7 +90,7 @@ class Source:
 
     # New main weights.
 
-    def take(self, start: int, values: Tensor) -> Event:
+    def take_new_weights(self, start: int, values: Tensor) -> Event:
         """Main weights from ``start`` on are new.
 
         Args:
@@ -107,7 +107,7 @@ class Source:
             self._new = torch.empty(self._main.tensor.numel(), dtype=self.dtype, device=self._device)
         return copy(self._new[start : start + values.numel()], values)
 
-    def finish(self) -> None:
+    def finish_taking(self) -> None:
         """All of them have been taken."""
         if self._codec is not None and self._new is not None:
             self._encode(self._new)

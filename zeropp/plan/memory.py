@@ -13,7 +13,7 @@ from zeropp.config import Config, ConfigSource
 from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
 from zeropp.offload.tier_choice import PartialOffload, Staging, Tiers, choose_staging
 from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
-from zeropp.params.unit import TERMS, make_source
+from zeropp.params.unit import TERMS, make_wire_copy
 from zeropp.partition.levels import BufferLayout, choose_mode
 from zeropp.partition.units import form_units, unit_options
 from zeropp.plan.limits import require_below
@@ -327,7 +327,7 @@ class _Tally:
         # One copy can be both main weights and what modules see; with a codec modules see decoded values.
         if unit.placement.mode.cached == 1 and not paths.shared:
             self.terms["device"]["persistent_weights"] += layout.numel * key.dtype.itemsize
-        source = make_source(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)
+        source = make_wire_copy(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)
         if source is None:
             # Gathers begin with the main weights where they are.
             return

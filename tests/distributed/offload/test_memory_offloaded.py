@@ -26,7 +26,7 @@ from zeropp.offload import tier_choice
 from zeropp.offload.storage_tiers import PLACES, HostMemory, Place
 from zeropp.offload.swap import SwapFile
 from zeropp.params.gradient import Gradient
-from zeropp.params.wire_copy import Source
+from zeropp.params.wire_copy import WireCopy
 from zeropp.partition.levels import BLOCK
 from zeropp.setup import build
 
@@ -255,9 +255,9 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
     """
     model, sums = Routed(3, 24), Counter[str]()
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
-    drop, empty, most, stepped = Source.drop_new, Gradient._empty_sum, 0, False
+    drop, empty, most, stepped = WireCopy.drop_new, Gradient._empty_sum, 0, False
 
-    def late(source: Source) -> None:
+    def late(source: WireCopy) -> None:
         nonlocal most
         until = time.monotonic() + 5
         # What is cached at first was never stepped.
@@ -271,7 +271,7 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
         sums[gradient.unit] += total.nbytes
         return total
 
-    with elsewhere(), mock.patch.object(Source, "drop_new", late), mock.patch.object(Gradient, "_empty_sum", summed):
+    with elsewhere(), mock.patch.object(WireCopy, "drop_new", late), mock.patch.object(Gradient, "_empty_sum", summed):
         inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
 

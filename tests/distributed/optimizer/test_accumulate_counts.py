@@ -19,7 +19,7 @@ from tests.support.offload_pairs import host_apart
 from tests.support.parity import Recipe, build, make_optimizer
 from tests.support.rank_pool import run_ranks
 from zeropp.params.unit import UnitState
-from zeropp.params.wire_copy import Source
+from zeropp.params.wire_copy import WireCopy
 
 NOTHING_KEPT = {"prefetch": 0, "live": 0, "reuse": 0}
 
@@ -173,13 +173,13 @@ def _train_apart(device: str, folder: str, loop: bool) -> tuple[dict[str, Tensor
     inner = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     optimizer = zeropp.ZeroOptimizer(inner, module, make_config(**settings))
     names = {id(b.source): unit.name for unit in optimizer.engine.units for b in unit.buffers}
-    losses, reads, begin = [], Counter[str](), Source.begin
+    losses, reads, begin = [], Counter[str](), WireCopy.begin_gather
 
-    def counted(source: Source, after: Any) -> Any:
+    def counted(source: WireCopy, after: Any) -> Any:
         reads[names[id(source)]] += 1
         return begin(source, after)
 
-    with mock.patch.object(Source, "begin", counted):
+    with mock.patch.object(WireCopy, "begin_gather", counted):
         for step in range(4):
             reads.clear()
             if loop:
