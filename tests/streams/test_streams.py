@@ -170,7 +170,7 @@ def test_messages_are_kept_until_lanes_have_read_them(tmp_path: Path) -> None:
 def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
     """The one race that is meant to be: what such a refresh brings is replaced before anybody looks at it.
 
-    See `zeropp.optimizer.host_step.waits_for_main_weights`.
+    See `zeropp.optimizer.host_step.waits_for_weights`.
     """
     (race,) = races(Run(CASES["hpZ, bf16"], [edited_in_groups]), tmp_path)
     assert race.startswith("write by the model's stream") and "does not wait for read by comm stream" in race

@@ -55,7 +55,7 @@ __all__ = [
     "SubGroupSteps",
     "spare_cores",
     "step_slices",
-    "waits_for_main_weights",
+    "waits_for_weights",
 ]
 
 
@@ -209,7 +209,7 @@ class HostStep:
         return rows
 
 
-def waits_for_main_weights(engine: Engine) -> Callable[[], None] | None:
+def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
     """A function that waits until nothing under way keeps the caller from main weights; None where nothing ever does.
 
     These are steps of the host, and refreshes by messages whose size depends on the weights: those that are counted

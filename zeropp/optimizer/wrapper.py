@@ -36,7 +36,7 @@ from zeropp.optimizer.checks import (
     weakly,
     zero_grad_by,
 )
-from zeropp.optimizer.host_step import waits_for_main_weights
+from zeropp.optimizer.host_step import waits_for_weights
 from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload_states
 from zeropp.optimizer.optimizer_step import GradientNorms, OptimizerStep, gradient_norms, scale_gradients
 from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
@@ -126,7 +126,7 @@ class ZeroOptimizer(Optimizer):
         )
         self.step_sync = StepSync(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
-        self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_main_weights(self.engine))
+        self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_weights(self.engine))
         self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
