@@ -96,7 +96,7 @@ def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: Sequence[int
 def moments(optimizer: zeropp.ZeroOptimizer) -> dict[str, tuple[int, dict[str, Any]]]:
     """Copies of this rank's states."""
     found = {}
-    for part in optimizer.slices.cut:
+    for part in optimizer.slices.all:
         state = optimizer.inner.state.get(part.parameter, {})
         found[part.name] = part.start, {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
     return found

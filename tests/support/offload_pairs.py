@@ -158,7 +158,7 @@ def states_of(optimizer: zeropp.ZeroOptimizer) -> States:
     """This rank's states, by name of the parameter and where its slice begins; slices side by side are one."""
     found: States = {}
     name, stop = "", ("", 0)
-    for part in optimizer.slices.cut:
+    for part in optimizer.slices.all:
         states = {key: value for key, value in optimizer.state[part.parameter].items() if isinstance(value, Tensor)}
         if (part.name, part.start) != stop:
             name = f"{part.name}:{part.start}"

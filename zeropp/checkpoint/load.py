@@ -231,7 +231,7 @@ class Restore:
                 "the checkpoint was saved without an optimizer; leave it out here, or load with strict=False, which "
                 "leaves its states as they are"
             )
-        self.result.fresh = [part.name for part in self.optimizer.slices.cut]
+        self.result.fresh = [part.name for part in self.optimizer.slices.all]
 
     def _compare_modules(self, strict: bool) -> None:
         """States that modules have besides tensors (``get_extra_state``), by torch's names for them."""
@@ -309,7 +309,7 @@ class Restore:
             found["modules"] = self.metadata.values.get("modules", {})
         if self._loads_optimizer:
             assert self.optimizer is not None
-            here = {part.name for part in self.optimizer.slices.cut}
+            here = {part.name for part in self.optimizer.slices.all}
             numbers = {name: state for rank in self.metadata.ranks for name, state in rank.get("numbers", {}).items()}
             found["numbers"] = {
                 name: numbers[there] for name, there in self._renamed.items() if name in here and there in numbers
@@ -340,7 +340,7 @@ class Restore:
         assert optimizer is not None
         keys = self._keys()
         rows: list[tuple[Slice, str, Tensor]] = []
-        for part in optimizer.slices.cut:
+        for part in optimizer.slices.all:
             for key, dtype in keys.get(self._renamed.get(part.name, ""), {}).items():
                 tensor = torch.empty(part.parameter.shape, dtype=dtype, device=part.parameter.device)
                 rows.append((part, key, tensor))
@@ -402,12 +402,12 @@ class Restore:
             self._load_slices(self.optimizer)
 
     def _load_slices(self, optimizer: ZeroOptimizer) -> None:
-        for part in optimizer.slices.cut:
+        for part in optimizer.slices.all:
             if part.name in self.values["numbers"]:
                 self.states.setdefault(part.parameter, {}).update(self.values["numbers"][part.name])
         inner, state, groups, index = optimizer.inner, {}, [], 0
         read: dict[nn.Parameter, dict[str, Any]] = {}
-        names = {part.parameter: part.name for part in optimizer.slices.cut}
+        names = {part.parameter: part.name for part in optimizer.slices.all}
         for group, settings in zip(inner.param_groups, self.values["groups"], strict=True):
             # torch takes groups as they are loaded, and would drop settings that the checkpoint does not have.
             kept = {key: value for key, value in group.items() if key != "params"}

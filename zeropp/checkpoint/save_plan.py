@@ -409,7 +409,7 @@ def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) ->
     rows: list[tuple[Slice, str, Tensor]] = []
     numbers: dict[str, dict[str, Any]] = {}
     single = _single(optimizer)
-    for part in slices.cut:
+    for part in slices.all:
         for key, value in optimizer.inner.state.get(part.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == part.parameter.shape and key not in single:
                 rows.append((part, key, value))
@@ -441,7 +441,7 @@ def _single(optimizer: ZeroOptimizer) -> set[str]:
     # A slice of one element does not tell; what other slices have under the name does.
     return {
         key
-        for part in optimizer.slices.cut
+        for part in optimizer.slices.all
         if part.parameter.numel() != 1
         for key, value in optimizer.inner.state.get(part.parameter, {}).items()
         if isinstance(value, Tensor) and value.numel() == 1

@@ -176,7 +176,7 @@ class _State(Stateful):
         numbers: dict[str, Any] = {}
         named, _ = model_names(self._model)
         self._states_of = []
-        for part in optimizer.slices.cut:
+        for part in optimizer.slices.all:
             # A load finds places only for states that are there; see :func:`fresh_state`.
             state = optimizer.inner.state.get(part.parameter) or fresh_state(optimizer.inner, part.parameter)
             self._states_of.append((part, state))

@@ -48,7 +48,7 @@ class _Place:
         """The parameter's slices on this rank; two where the device steps one and the host the other."""
         if self.optimizer is None:
             return []
-        parts = [part for part in self.optimizer.slices.cut if part.buffer is self.buffer and part.name == self.name]
+        parts = [part for part in self.optimizer.slices.all if part.buffer is self.buffer and part.name == self.name]
         return sorted(parts, key=lambda part: part.start)
 
 

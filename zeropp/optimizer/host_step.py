@@ -42,7 +42,7 @@ from zeropp.offload import storage_tiers
 from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.fused import CUT, Rule, SettingsSnapshot, SliceStep, rule_of
-from zeropp.optimizer.sharded_params import Slice, Slices
+from zeropp.optimizer.sharded_params import ShardedParams, Slice
 from zeropp.order.refresh import Refresh
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import FlatBuffer
@@ -62,7 +62,7 @@ __all__ = [
 class HostStep:
     """Steps slices of one engine's weights; see [Note: steps on the host]."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, slices: Slices) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices

@@ -18,7 +18,7 @@ from zeropp._compat import is_aliased
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import COMPUTING, EVERYTHING, KINDS, NOTHING, TRAINING
-from zeropp.optimizer.sharded_params import Slice, Slices
+from zeropp.optimizer.sharded_params import ShardedParams, Slice
 from zeropp.params.unit import FlatBuffer
 
 __all__ = ["chosen_kinds", "offload_states", "reload_states"]
@@ -30,7 +30,7 @@ _PASSING = "contiguous_grad_buffer"
 def offload_states(
     engine: Engine,
     optimizer: Optimizer,
-    slices: Slices,
+    slices: ShardedParams,
     kinds: frozenset[str],
     *,
     pin_memory: bool,
@@ -134,14 +134,14 @@ class _Memory:
     keep: bool = True
 
 
-def _memory(engine: Engine, optimizer: Optimizer, slices: Slices, kinds: frozenset[str]) -> list[_Memory]:
+def _memory(engine: Engine, optimizer: Optimizer, slices: ShardedParams, kinds: frozenset[str]) -> list[_Memory]:
     """The tensors that can be sent away."""
     named = (*_weights(engine, slices), *_gradients(engine, slices), *_states(engine, optimizer, slices, kinds))
     # Not what an earlier call has sent away, nor empty parameters.
     return [each for each in named if each.kind in kinds and each.tensor.untyped_storage().nbytes() > 0]
 
 
-def _weights(engine: Engine, slices: Slices) -> Iterator[_Memory]:
+def _weights(engine: Engine, slices: ShardedParams) -> Iterator[_Memory]:
     cut = _by_buffer(slices)
     for buffer in engine.buffers:
         cached = buffer.paths.refresh is not None
@@ -159,7 +159,7 @@ def _weights(engine: Engine, slices: Slices) -> Iterator[_Memory]:
             yield _Memory("lp_params", buffer.flat)
 
 
-def _gradients(engine: Engine, slices: Slices) -> Iterator[_Memory]:
+def _gradients(engine: Engine, slices: ShardedParams) -> Iterator[_Memory]:
     cut = _by_buffer(slices)
     for buffer in engine.trainable_buffers:
         gradient = buffer.gradient
@@ -175,7 +175,7 @@ def _gradients(engine: Engine, slices: Slices) -> Iterator[_Memory]:
             yield _Memory("carried_errors", feedback.state, [feedback.scales])
 
 
-def _states(engine: Engine, optimizer: Optimizer, slices: Slices, kinds: frozenset[str]) -> Iterator[_Memory]:
+def _states(engine: Engine, optimizer: Optimizer, slices: ShardedParams, kinds: frozenset[str]) -> Iterator[_Memory]:
     if "optim_states" not in kinds:
         return
     stay: list[str] = []
@@ -199,9 +199,11 @@ def _states(engine: Engine, optimizer: Optimizer, slices: Slices, kinds: frozens
         )
 
 
-def _states_on_device(engine: Engine, optimizer: Optimizer, slices: Slices) -> Iterator[tuple[str, dict[str, Any]]]:
+def _states_on_device(
+    engine: Engine, optimizer: Optimizer, slices: ShardedParams
+) -> Iterator[tuple[str, dict[str, Any]]]:
     apart = not engine.maker.tiers.states.serves(engine.device)
-    for part in slices.cut:
+    for part in slices.all:
         here = part.buffer is not None and part.buffer.main.place == "device" and not (apart and part.on_host)
         if here and part.parameter in optimizer.state:
             yield part.name, optimizer.state[part.parameter]
@@ -210,9 +212,9 @@ def _states_on_device(engine: Engine, optimizer: Optimizer, slices: Slices) -> I
         yield from slices.frozen_states().items()
 
 
-def _by_buffer(slices: Slices) -> dict[FlatBuffer, list[Slice]]:
+def _by_buffer(slices: ShardedParams) -> dict[FlatBuffer, list[Slice]]:
     found: dict[FlatBuffer, list[Slice]] = {}
-    for part in slices.cut:
+    for part in slices.all:
         if part.buffer is not None:
             found.setdefault(part.buffer, []).append(part)
     return found

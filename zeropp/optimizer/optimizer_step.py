@@ -23,7 +23,7 @@ from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import treats_each_alone
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
-from zeropp.optimizer.sharded_params import Slice, Slices
+from zeropp.optimizer.sharded_params import ShardedParams, Slice
 from zeropp.optimizer.step_sync import StepStats
 from zeropp.order.refresh import chunk_of
 from zeropp.params.unit import FlatBuffer
@@ -37,7 +37,7 @@ _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 class OptimizerStep:
     """Steps what has a gradient, and lets new weights travel to where they are cached."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, slices: Slices) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zeropp.comm.agreement import ADDED, Agreement
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
-from zeropp.optimizer.sharded_params import Slices
+from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.params.unit import FlatBuffer, UnitState
 
 __all__ = ["GroupSettings", "add_group", "fold", "switch_mode", "take_weight_edits"]
@@ -32,7 +32,11 @@ __all__ = ["GroupSettings", "add_group", "fold", "switch_mode", "take_weight_edi
 
 
 def add_group(
-    group: dict[str, Any], engine: Engine, optimizer: Optimizer, slices: Slices, apply_requires_grad: Callable[[], None]
+    group: dict[str, Any],
+    engine: Engine,
+    optimizer: Optimizer,
+    slices: ShardedParams,
+    apply_requires_grad: Callable[[], None],
 ) -> None:
     """Add a group to the wrapped optimizer, as its slices. Collective.
 
@@ -54,7 +58,7 @@ def add_group(
     # The object's own attribute refuses; see refuse_inner_group. torch gets the model's parameters, for its checks.
     type(optimizer).add_param_group(optimizer, group)
     before = set(slices.stepped)
-    slices.put()
+    slices.assign()
     for part in slices.stepped:
         # Gradients of parameters that were in no group have been reduced all the same, and can be stepped.
         if part not in before and part.arrived:
@@ -122,7 +126,7 @@ def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], 
 
 
 @torch.no_grad()
-def take_weight_edits(engine: Engine, slices: Slices) -> list[str]:
+def take_weight_edits(engine: Engine, slices: ShardedParams) -> list[str]:
     """Let a forward that begins compute with weights that the user has edited in the groups since the last one.
 
     Nothing travels where nothing was edited. See [Note: edits of slices].

@@ -34,7 +34,7 @@ from zeropp.params.guard import handler_of, is_managed
 from zeropp.params.unit import FlatBuffer, Unit
 from zeropp.partition.levels import Fragment
 
-__all__ = ["Slice", "SliceStates", "Slices"]
+__all__ = ["ShardedParams", "Slice", "SliceStates"]
 
 _MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
 _MARKER_NUMEL = 2  # a loop that leaves out tensors of one element edits markers, too
@@ -120,7 +120,7 @@ class Slice:
         self.shown = present
 
 
-class Slices:
+class ShardedParams:
     """This rank's slices, in the place of the optimizer's parameters, state included.
 
     Attributes:
@@ -154,12 +154,12 @@ class Slices:
         self._marks: list[list[Slice]] = []  # of each group
         self.accumulated: list[str] = []
         self._hidden = self._kept_away = False
-        self.put()
+        self.assign()
         self._hook_state_dicts()
 
     # Parameters made in inference mode could not be stepped outside of it.
     @torch.inference_mode(False)
-    def put(self) -> None:
+    def assign(self) -> None:
         """Cut what has not been cut yet, and put the slices into the groups; also into groups added since.
 
         Raises:
@@ -333,7 +333,7 @@ class Slices:
     def _take(self, replaced: list[Slice]) -> bool:
         moved = {part.buffer for part in replaced if part.buffer is not None and part.buffer.move_main()}
         self._put_back(replaced)
-        for part in self.cut if moved else ():
+        for part in self.all if moved else ():
             if part.buffer in moved:
                 part.parameter.data = part.own
         stayed = [part.name for part in replaced if part.buffer not in moved]
@@ -361,7 +361,7 @@ class Slices:
         return any(marker.parameter.edited for marker in self.markers)  # type: ignore[attr-defined]
 
     @property
-    def cut(self) -> list[Slice]:
+    def all(self) -> list[Slice]:
         """This rank's slices of all trainable parameters."""
         return [part for parts in self._cut.values() for part in parts]
 
@@ -615,7 +615,7 @@ class SliceStates(defaultdict[Any, Any]):
         slices: that have the states; set by them.
     """
 
-    slices: weakref.ref[Slices] | None = None
+    slices: weakref.ref[ShardedParams] | None = None
 
     def __missing__(self, key: Any) -> Any:
         _refuse_of_model(key)

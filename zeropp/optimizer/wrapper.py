@@ -51,7 +51,7 @@ from zeropp.optimizer.rank_state import (
     load_optimizer,
     warn_if_alone,
 )
-from zeropp.optimizer.sharded_params import Slices
+from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.optimizer.step_sync import StepStats, StepSync
 from zeropp.setup.build import build_engine
 
@@ -126,7 +126,7 @@ class ZeroOptimizer(Optimizer):
         )
         self.step_sync = StepSync(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
-        self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_weights(self.engine))
+        self.slices = ShardedParams(optimizer, self.engine.units, self.engine.device, waits_for_weights(self.engine))
         self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
@@ -636,7 +636,7 @@ class ZeroOptimizer(Optimizer):
         """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
         changed = bool(self.engine.flipped)
         if self._trainability.apply():
-            self.slices.put()
+            self.slices.assign()
             self.step_sync.invalidate()
         if changed:
             self.slices.show_trained()

@@ -74,7 +74,7 @@ def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, 
         # What threads may write to is their stacks, too.
         with limited(status("VmData") + slack + _STACKS):
             found = checkpoint.load_safetensors(model, folder, progress=False)
-    right = [bool((part.parameter == int(part.name.split(".")[1]) + 1).all()) for part in optimizer.slices.cut]
+    right = [bool((part.parameter == int(part.name.split(".")[1]) + 1).all()) for part in optimizer.slices.all]
     return found.nbytes_read, peak.nbytes, all(right) and bool(right)
 
 

@@ -48,14 +48,14 @@ def in_memory(value: Tensor, strides: tuple[int, ...]) -> Tensor:
 def wrong_states(optimizer: zeropp.ZeroOptimizer, model: torch.nn.Module, there: dict[str, Tensor]) -> list[str]:
     """States of this rank's slices that are not the saved ones."""
     strides, found, seen = {n: p.stride() for n, p in model.named_parameters()}, [], 0
-    for part in (part for part in optimizer.slices.cut if part.unit >= 0):
+    for part in (part for part in optimizer.slices.all if part.unit >= 0):
         for key, value in optimizer.inner.state[part.parameter].items():
             expected, seen = there[f"optimizer.state.{part.name}.{key}"], seen + 1
             if key != "step":
                 expected = in_memory(expected, strides[part.name])[part.start : part.start + value.numel()]
             if not equal(value, expected.to(value.dtype)):
                 found.append(f"{part.name}.{key}")
-    assert seen or not optimizer.slices.cut
+    assert seen or not optimizer.slices.all
     return found
 
 

@@ -129,14 +129,14 @@ def test_states_keep_dtypes_of_their_own(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "here", model, optimizer)
     other, loaded = built(lambda model: Odd(model.parameters()))
     checkpoint.load(tmp_path / "here", other, loaded)
-    for one, two in zip(optimizer.slices.cut, loaded.slices.cut, strict=True):
+    for one, two in zip(optimizer.slices.all, loaded.slices.all, strict=True):
         left, right = optimizer.inner.state[one.parameter], loaded.inner.state[two.parameter]
         assert left.keys() == right.keys() and right["word"] == "words"
         for key in ("m", "count", "mask", "number", "single"):
             assert right[key].dtype == left[key].dtype and torch.equal(right[key], left[key]), key
-    numbers = [loaded.inner.state[part.parameter]["single"] for part in loaded.slices.cut]
+    numbers = [loaded.inner.state[part.parameter]["single"] for part in loaded.slices.all]
     assert len({number.data_ptr() for number in numbers}) == len(numbers)  # steps count in place
-    optimizer.inner.state[optimizer.slices.cut[0].parameter]["pair"] = torch.zeros(2)
+    optimizer.inner.state[optimizer.slices.all[0].parameter]["pair"] = torch.zeros(2)
     with pytest.raises(checkpoint.CheckpointError, match="expected one element for each of the parameter's"):
         checkpoint.save(tmp_path / "pair", model, optimizer)
 

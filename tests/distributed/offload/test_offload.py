@@ -230,7 +230,7 @@ def kinds_of_memory(folder: str) -> set[bool]:
     places = [(int(begin, 16), int(end, 16)) for begin, end in mapped]
     found = {
         any(begin <= state["square_avg"].data_ptr() < end for begin, end in places)
-        for part in optimizer.slices.cut
+        for part in optimizer.slices.all
         if (state := optimizer.state[part.parameter]) and part.buffer is not None and not part.buffer.main.in_memory
     }
     optimizer.close()

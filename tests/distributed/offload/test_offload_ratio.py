@@ -48,8 +48,8 @@ def border(ratio: float) -> dict[str, Any]:
         model, optimizer = make(ratio)
         train(model, optimizer, range(2))
         optimizer.engine.refresh.wait_stepped()
-        here = [part for part in optimizer.slices.cut if not part.on_host]
-        there = [part for part in optimizer.slices.cut if part.on_host]
+        here = [part for part in optimizer.slices.all if not part.on_host]
+        there = [part for part in optimizer.slices.all if part.on_host]
         shards = sum(buffer.main.tensor.numel() for buffer in optimizer.engine.trainable_buffers)
         order = [name for name, _ in model.named_parameters()]
         found = {
@@ -176,7 +176,7 @@ def unfreezes() -> tuple[list[float], list[float]]:
         for parameter in frozen:
             parameter.requires_grad_(True)
         found.append(losses + train(model, optimizer, range(2, 5)))
-        later = {part.on_host for part in optimizer.slices.cut if part.name.startswith("blocks.1.")}
+        later = {part.on_host for part in optimizer.slices.all if part.name.startswith("blocks.1.")}
         assert later == {ratio is not None}
         optimizer.close()
     return found[0], found[1]

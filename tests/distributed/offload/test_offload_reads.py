@@ -29,7 +29,7 @@ READS: dict[str, Any] = {
     "export": lambda model, optimizer, average, folder: exported(model, folder),
     "states": lambda model, optimizer, average, folder: {
         f"{number} {key}": value.clone()
-        for number, part in enumerate(optimizer.slices.cut)
+        for number, part in enumerate(optimizer.slices.all)
         for key, value in optimizer.state[part.parameter].items()
     },
     "slices after close": lambda model, optimizer, average, folder: closed(optimizer),
@@ -60,7 +60,7 @@ def exported(model: nn.Module, folder: str) -> dict[str, Tensor]:
 
 def closed(optimizer: zeropp.ZeroOptimizer) -> dict[str, Tensor]:
     optimizer.close()
-    return {str(number): part.parameter.detach().clone() for number, part in enumerate(optimizer.slices.cut)}
+    return {str(number): part.parameter.detach().clone() for number, part in enumerate(optimizer.slices.all)}
 
 
 def read_at_once(what: str, settings: dict[str, Any], folder: str, late: bool) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ def owned(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
     del found["gradient_norms"], found["edit_markers"]  # a few numbers, which stay
     found["host"] = sum(sum(owned_bytes(optimizer, place).values()) for place in ("host", "disk"))
     found["states"] = 0
-    for part in optimizer.slices.cut:
+    for part in optimizer.slices.all:
         states = optimizer.inner.state.get(part.parameter, {}).values()
         place = "host" if part.on_host and not optimizer.engine.maker.tiers.main.serves(HERE) else "states"
         found[place] += sum(s.untyped_storage().nbytes() for s in states if isinstance(s, torch.Tensor) and s.dim())
@@ -101,7 +101,7 @@ def pointers(optimizer: zeropp.ZeroOptimizer) -> list[object]:
     """Which tensors the optimizer has, over which storages, of which classes, in which versions."""
     states = [(p, *s.values()) for p, s in optimizer.inner.state.items()]
     tensors = [t for row in states for t in row if isinstance(t, torch.Tensor)]
-    tensors += [t for part in optimizer.slices.cut for t in (part.parameter, part.gradient)]
+    tensors += [t for part in optimizer.slices.all for t in (part.parameter, part.gradient)]
     tensors += [b.shard for b in optimizer.engine.buffers] + [b.flat for b in optimizer.engine.buffers]
     return [(id(t), type(t), t.untyped_storage()._cdata, t._version) for t in tensors]
 
