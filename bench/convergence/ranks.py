@@ -22,7 +22,7 @@ from zeropp.comm.streams import CommStreams, InlineStream
 from zeropp.config import Config
 from zeropp.offload.storage_tiers import MemoryTensor
 from zeropp.offload.tier_choice import at_device
-from zeropp.optimizer.rank_state import CarriedErrors
+from zeropp.optimizer.rank_state import ErrorFeedback
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import BufferLayout, HopSpec, choose_mode
@@ -136,7 +136,7 @@ class VirtualRanks:
         self._reductions = 0  # of which the ledgers know
         loco = config.zero.zeropp_loco_param
         self.carried = [
-            CarriedErrors(
+            ErrorFeedback(
                 SimpleNamespace(trainable_buffers=[b.ranks[rank] for b in self.buffers]), loco.reset_T if loco else 1
             )
             for rank in range(self.world)

@@ -30,7 +30,7 @@ from zeropp.params.gradient import LossScale
 from zeropp.wire.codecs import Feedback
 
 __all__ = [
-    "CarriedErrors",
+    "ErrorFeedback",
     "StepResult",
     "check_state",
     "describe_rank",
@@ -165,7 +165,7 @@ def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
     engine.weights_changed(engine.trainable_buffers)
 
 
-def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] | None) -> None:
+def load_carried(engine: Engine, carried: ErrorFeedback, saved: dict[str, Any] | None) -> None:
     """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. That costs little."""
     steps = saved["steps"] if saved is not None else 0
     # With the steps since they were cleared: ranks that clear at different steps would part.
@@ -222,7 +222,7 @@ def warn_if_alone(engine: Engine) -> None:
 # Carried errors.
 
 
-class CarriedErrors:
+class ErrorFeedback:
     """Errors that quantized gradients carry over, of all units: cleared every so many steps, saved and restored.
 
     An error goes with the next gradient, and a new one takes its place in the same memory. Where a step is skipped, or

@@ -41,7 +41,7 @@ from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload
 from zeropp.optimizer.optimizer_step import GradientNorms, OptimizerStep, gradient_norms, scale_gradients
 from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
 from zeropp.optimizer.rank_state import (
-    CarriedErrors,
+    ErrorFeedback,
     StepResult,
     check_state,
     describe_rank,
@@ -130,7 +130,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
-        self.carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
+        self.carried = ErrorFeedback(self.engine, loco.reset_T if loco is not None else 1)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
         for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
             name = f"_optimizer_{call}_{when}_hooks"
