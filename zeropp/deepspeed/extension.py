@@ -44,7 +44,7 @@ class ZeroParamStatus(Enum):
 _ids = itertools.count()
 
 
-class CarriedPart(ABC):
+class DsTensor(ABC):
     """A parameter's ``ds_tensor``: this rank's elements, in the order of memory; maybe none.
 
     Whatever a tensor has is asked of :attr:`data`.
@@ -94,7 +94,7 @@ class CarriedPart(ABC):
         return getattr(self.values(), name)
 
 
-class LocalPart(CarriedPart):
+class LocalPart(DsTensor):
     """A parameter's part of its main weights."""
 
     def __init__(self, engine: Engine, parameter: nn.Parameter) -> None:
@@ -103,12 +103,12 @@ class LocalPart(CarriedPart):
 
     @property
     def ds_numel(self) -> int:
-        """See :class:`CarriedPart`."""
+        """See :class:`DsTensor`."""
         _, own = self._place()
         return 0 if own is None else own.stop - own.start
 
     def values(self) -> Tensor:
-        """See :class:`CarriedPart`; of frozen weights in codes, those, uint8 [blocks, 256]."""
+        """See :class:`DsTensor`; of frozen weights in codes, those, uint8 [blocks, 256]."""
         buffer, own = self._place()
         if own is None:
             return torch.empty(0, dtype=buffer.main_dtype, device=buffer.device)
@@ -129,7 +129,7 @@ class LocalPart(CarriedPart):
         return buffer, next((found for found in buffer.fragments() if found.slot == index), None)
 
 
-class LocalPiece(CarriedPart):
+class LocalPiece(DsTensor):
     """A built parameter's part: of its row, or of what its values would give."""
 
     def __init__(self, piece: Piece, parameter: nn.Parameter) -> None:
@@ -138,11 +138,11 @@ class LocalPiece(CarriedPart):
 
     @property
     def ds_numel(self) -> int:
-        """See :class:`CarriedPart`."""
+        """See :class:`DsTensor`."""
         return self.values().numel()
 
     def values(self) -> Tensor:
-        """See :class:`CarriedPart`."""
+        """See :class:`DsTensor`."""
         piece, parameter = self._piece(), self._parameter()
         if piece is None or parameter is None:
             raise RuntimeError("what this ds_tensor was a part of is gone: ask the parameter for the one it has now")
@@ -188,7 +188,7 @@ def remove(parameter: nn.Parameter) -> None:
         del parameter.__dict__[name]
 
 
-def _add(parameter: nn.Parameter, part: CarriedPart, status: ZeroParamStatus, *, persistent: bool) -> None:
+def _add(parameter: nn.Parameter, part: DsTensor, status: ZeroParamStatus, *, persistent: bool) -> None:
     """Give a parameter ``ds_id``, ``ds_shape``, ``ds_tensor`` and kin; anew, all but ``ds_id`` are replaced.
 
     Args:
