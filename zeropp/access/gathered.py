@@ -29,25 +29,25 @@ from zeropp.engine.hooks import tensors_in
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.params.dtypes import digest_of, fingerprint
 from zeropp.params.guard import handler_of, is_guarded
-from zeropp.params.sharded_build import Piece, Spread, piece_of
+from zeropp.params.sharded_build import Piece, ShardedBuild, piece_of
 from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "GatheredParameters",
     "Graphs",
     "PiecesLoan",
+    "builds_of",
     "external_parameters",
     "register_external_parameter",
-    "spreads_of",
 ]
 
 
-def spreads_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Spread, list[nn.Parameter]]]:
+def builds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[ShardedBuild, list[nn.Parameter]]]:
     """Parameters that nobody manages yet, by who spreads them."""
-    found: dict[int, tuple[Spread, list[nn.Parameter]]] = {}
+    found: dict[int, tuple[ShardedBuild, list[nn.Parameter]]] = {}
     for parameter in parameters:
         piece = piece_of(parameter)
-        if piece is not None and isinstance(piece.fetcher, Spread):
+        if piece is not None and isinstance(piece.fetcher, ShardedBuild):
             found.setdefault(id(piece.fetcher), (piece.fetcher, []))[1].append(parameter)
     return list(found.values())
 
@@ -59,11 +59,11 @@ class PiecesLoan:
         lent: parameters, by identity, and what they are called.
     """
 
-    def __init__(self, spread: Spread, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
-        if modifier_rank is not None and modifier_rank not in spread.carrier.ranks:
-            ranks = list(spread.carrier.ranks)
+    def __init__(self, build: ShardedBuild, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
+        if modifier_rank is not None and modifier_rank not in build.carrier.ranks:
+            ranks = list(build.carrier.ranks)
             raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")
-        self._spread = spread
+        self._build = build
         self._modifier_rank = modifier_rank
         self._pieces = [(parameter, _piece(parameter)) for parameter in parameters]
         self.lent = {parameter: piece.name for parameter, piece in self._pieces}
@@ -74,11 +74,11 @@ class PiecesLoan:
         if awaited:
             raise RuntimeError(f"{awaited[:10]} have no values before the model is wrapped and they are loaded")
         doing = "entering GatheredParameters"
-        spread.agree(f"{doing} with modifier_rank {modifier_rank}", parameters, None)
-        if spread.building:
+        build.agree(f"{doing} with modifier_rank {modifier_rank}", parameters, None)
+        if build.building:
             # Each rank has what it built, until rank 0's values are everyone's.
-            spread.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
-        spread.gather(parameters, lent=True)
+            build.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
+        build.gather(parameters, lent=True)
         for parameter, piece in self._pieces:
             piece.lend(parameter)
         self._before = [(tuple(p.shape), p.dtype) for p in parameters]
@@ -97,23 +97,23 @@ class PiecesLoan:
 
     def tell(self, error: BaseException) -> None:
         """The block has failed on this rank; the others may be about to leave it, and must not wait."""
-        self._spread.tell(error)
+        self._build.report_failure(error)
 
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
-        spread, keeps = self._spread, self._modifier_rank
+        build, keeps = self._build, self._modifier_rank
         edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
         parameters = [parameter for parameter, _ in self._pieces]
         own = bool(wrong), digest_of(edits.items()) if edits else 0
-        accounts = spread.agree("leaving GatheredParameters", parameters, own)
+        accounts = build.agree("leaving GatheredParameters", parameters, own)
         if keeps is None and accounts[0][1] and all(each == accounts[0] for each in accounts):
             # All ranks have made the same edits, and any of them has what is meant.
-            keeps = spread.carrier.ranks[0]
+            keeps = build.carrier.ranks[0]
         lost = [index for index, (bad, edited) in enumerate(accounts) if bad or (keeps is None and edited)]
         if lost:
             for parameter, value in self._restored.items():
                 parameter.data = value
-            ranks = [spread.carrier.ranks[index] for index in lost]
+            ranks = [build.carrier.ranks[index] for index in lost]
             raise RuntimeError(
                 f"edits made inside GatheredParameters on ranks {ranks} are lost: "
                 f"{wrong or list(edits) or 'see the error there'}. Say whose edits are kept, "
@@ -122,15 +122,15 @@ class PiecesLoan:
             )
         if keeps is None:
             return
-        source = spread.carrier.ranks.index(keeps)
+        source = build.carrier.ranks.index(keeps)
         whole: list[nn.Parameter] = []
         cut: list[nn.Parameter] = []
         for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
             (whole if piece.row is None else cut).append(parameter)
             # The user may have given another dtype.
             piece.unshard(parameter, value.detach().to(dtype), lent=True)
-        spread.broadcast(whole, source)
-        spread.scatter(cut, source)
+        build.broadcast(whole, source)
+        build.scatter(cut, source)
 
     def _edits(self) -> dict[str, object]:
         """Parameters that were edited, by name, and what tells their values from others."""
@@ -318,7 +318,7 @@ class GatheredParameters:
             if isinstance(engine, Engine):
                 by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
         self._wanted = list(by_engine.values())
-        self._built = spreads_of(parameters)
+        self._built = builds_of(parameters)
 
     def __enter__(self) -> None:
         try:
@@ -330,8 +330,8 @@ class GatheredParameters:
                     wanted = [each for each in parameters if not engine.loans.lend(each, self._modifier_rank)]
                     if wanted:
                         self._loans.append(_Loan(engine, wanted, self._modifier_rank))
-            for spread, parameters in self._built:
-                self._loans.append(PiecesLoan(spread, parameters, self._modifier_rank))
+            for build, parameters in self._built:
+                self._loans.append(PiecesLoan(build, parameters, self._modifier_rank))
         except BaseException:
             # A loan of another model may stand already.
             self._give_back()

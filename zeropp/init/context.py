@@ -23,7 +23,7 @@ from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
 from zeropp.offload.swap import SwapFile
-from zeropp.params.sharded_build import Spread
+from zeropp.params.sharded_build import ShardedBuild
 
 __all__ = ["Init", "MiCS_Init"]
 
@@ -82,7 +82,7 @@ class Init:
         Raises:
             ConfigError, TypeError, ValueError: an argument cannot be used; RuntimeError on the other ranks.
         """
-        self._spread: Spread | None = None
+        self._build: ShardedBuild | None = None
         self._stack = contextlib.ExitStack()
         self._built: WeakSet[nn.Module] = WeakSet()  # modules that another one has
         if not enabled:
@@ -100,21 +100,21 @@ class Init:
 
         # What one rank refuses no other waits for.
         self._settings = on_all_ranks(group, "preparing zero.Init", choose, patience=lambda chosen: chosen.seconds)
-        self._spread = make_spread(self._settings)
+        self._build = make_build(self._settings)
         if module is not None:
-            self._partition(module, self._spread)
+            self._partition(module, self._build)
 
-    def _partition(self, module: nn.Module, spread: Spread) -> None:
+    def _partition(self, module: nn.Module, build: ShardedBuild) -> None:
         with self:
             # All of it is there already, so nothing is cut before it is known that the pieces fit.
             self._settings.limit.require(each for each in module.parameters() if not each.is_meta)
-            spread.ready(_named(module))
+            build.ready(_named(module))
 
     def __enter__(self) -> None:
-        if self._spread is None:
+        if self._build is None:
             return
-        dtype, spread = self._settings.dtype, self._spread
-        if spread.building:
+        dtype, build = self._settings.dtype, self._build
+        if build.building:
             raise RuntimeError("this zero.Init was entered inside its own block; make another one")
         if dtype is not None:
             before = torch.get_default_dtype()
@@ -126,41 +126,41 @@ class Init:
         ):
             self._stack.callback(handle.remove)
         if self._settings.gathers_in_apply:
-            self._stack.enter_context(_gathering_apply(spread))
-        spread.building = True
+            self._stack.enter_context(_gathering_apply(build))
+        build.building = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # First, so that nothing is left of this whatever comes.
         self._stack.close()
-        if self._spread is None:
+        if self._build is None:
             return
         self._built.clear()
         self._settings.limit.forget()
         if error is None:
-            self._spread.finish()
+            self._build.finish_build()
         else:
-            self._spread.end()
-            self._spread.tell(error)
+            self._build.end_build()
+            self._build.report_failure(error)
 
     def _parameter_given(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        assert self._spread is not None  # hooks are there inside only
+        assert self._build is not None  # hooks are there inside only
         if parameter is None:
             return
         # Alike on every rank, since all build the same.
         self._settings.limit.add(parameter)
         if module in self._built:
             # It has been initialised before: it is loaded, for one.
-            self._spread.ready([(f"{type(module).__name__}.{name}", parameter, module)])
+            self._build.ready([(f"{type(module).__name__}.{name}", parameter, module)])
         else:
-            self._spread.begin(f"{type(module).__name__}.{name}", parameter, module)
+            self._build.note_parameter(f"{type(module).__name__}.{name}", parameter, module)
 
     def _module_given(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        assert self._spread is not None  # hooks are there inside only
+        assert self._build is not None  # hooks are there inside only
         if child is not None:
             self._built.update(child.modules())
-            self._spread.ready(_named(child))
+            self._build.ready(_named(child))
 
 
 class MiCS_Init(Init):
@@ -211,11 +211,11 @@ def _check(module: object, data_parallel_group: Group, sequence_data_parallel_gr
         raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
 
 
-def make_spread(settings: InitSettings) -> Spread:
+def make_build(settings: InitSettings) -> ShardedBuild:
     """Connect the ranks that build together. Collective."""
     carrier = BuildComm(settings.group, settings.trains_on, settings.seconds)
     keep = _in_files(settings.swap) if settings.swap is not None else partial(_in_memory, settings)
-    return Spread(carrier, settings.trains_on, settings.asked, keep)
+    return ShardedBuild(carrier, settings.trains_on, settings.asked, keep)
 
 
 def _in_memory(settings: InitSettings, row: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _gathering_apply(spread: Spread) -> Iterator[None]:
+def _gathering_apply(build: ShardedBuild) -> Iterator[None]:
     """While ``Module.apply`` fetches a module's own parameters together before it is given to the function."""
     plain = nn.Module.apply
 
@@ -252,9 +252,9 @@ def _gathering_apply(spread: Spread) -> Iterator[None]:
         # As the plain one, by children's own apply, which may be one of theirs.
         for child in module.children():
             child.apply(fn)
-        spread.fetch(parameter for parameter in module._parameters.values() if parameter is not None)
+        build.fetch(parameter for parameter in module._parameters.values() if parameter is not None)
         fn(module)
-        spread.let_go()
+        build.let_go()
         return module
 
     nn.Module.apply = apply  # type: ignore[method-assign, assignment]

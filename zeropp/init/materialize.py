@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource
-from zeropp.init.context import make_spread
+from zeropp.init.context import make_build
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
-from zeropp.params.sharded_build import Piece, Spread, piece_of
+from zeropp.params.sharded_build import Piece, ShardedBuild, piece_of
 from zeropp.setup.placing import give_memory, without_weak_weights
 
 __all__ = ["materialize"]
@@ -63,8 +63,8 @@ def materialize(
         )  # fmt: skip
 
     settings = on_all_ranks(group, "preparing materialize", choose, patience=lambda chosen: chosen.seconds)
-    spread = make_spread(settings)
-    spread.building = True
+    build = make_build(settings)
+    build.building = True
     try:
         with torch.no_grad(), without_weak_weights(model):
             # What is to be loaded has no pieces before it is wrapped.
@@ -72,16 +72,16 @@ def materialize(
             for path, module in model.named_modules():
                 name = path or type(module).__name__
                 if initialize is None:
-                    _await(module, name, spread, buffers)
+                    _await(module, name, build, buffers)
                 else:
                     _initialize(module, name, _without_values(module), initialize)
                 own = ((f"{name}.{key}", each, module) for key, each in module._parameters.items() if each is not None)
-                spread.ready(own)
+                build.ready(own)
     except BaseException as error:
-        spread.end()
-        spread.tell(error)
+        build.end_build()
+        build.report_failure(error)
         raise
-    spread.finish()
+    build.finish_build()
 
 
 def _without_values(module: nn.Module) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def _is_poisoned(tensor: Tensor) -> bool:
     return bool(found.any() if tensor.element_size() > 1 else found.all() and found.numel())
 
 
-def _await(module: nn.Module, name: str, spread: Spread, buffers: Initialize | None) -> None:
+def _await(module: nn.Module, name: str, build: ShardedBuild, buffers: Initialize | None) -> None:
     """Let parameters wait for being loaded, and buffers have memory, and values if no file has them."""
     tensors = _without_values(module)
     missing = {key: each for key, each in tensors.items() if key in module._non_persistent_buffers_set}
@@ -134,7 +134,7 @@ def _await(module: nn.Module, name: str, spread: Spread, buffers: Initialize | N
         )
     for key, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            Piece(spread, f"{name}.{key}", awaited=True).tie(tensor)
+            Piece(build, f"{name}.{key}", awaited=True).tie(tensor)
         elif key not in missing:
             give_memory(tensor, torch.device("cpu"))
             # NaN, so that a forward of what was not loaded is found out.

@@ -1,6 +1,6 @@
 """Parameters of a model that is being built: sharded over the ranks before there is a layout, and gathered on use.
 
-A :class:`Piece` is this rank's equal part of one parameter. A :class:`Spread` builds, cuts and gathers the
+A :class:`Piece` is this rank's equal part of one parameter. A :class:`ShardedBuild` builds, cuts and gathers the
 parameters of one process group.
 
 [Note: building in pieces] Every rank runs the code that builds the model, so every rank comes to the same parameters,
@@ -27,7 +27,7 @@ from zeropp.comm.collective import BuildComm, Failure
 from zeropp.params.guard import GuardHandler, guard, is_managed, nothing, register, unguard, unregister
 from zeropp.partition.levels import dense_strides
 
-__all__ = ["Fetcher", "Piece", "Spread", "dense_row", "is_whole", "piece_of", "take_over"]
+__all__ = ["Fetcher", "Piece", "ShardedBuild", "dense_row", "is_whole", "piece_of", "take_over"]
 
 
 class Fetcher(Protocol):
@@ -200,7 +200,7 @@ def _can_be_cut(parameter: nn.Parameter) -> bool:
     )
 
 
-class Spread:
+class ShardedBuild:
     """The parameters that are built for one group of ranks. See [Note: building in pieces].
 
     Attributes:
@@ -235,7 +235,7 @@ class Spread:
 
     # While the model is built.
 
-    def begin(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
+    def note_parameter(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
         """Take note of a parameter that a module has been given, which it may not have initialised yet."""
         if piece_of(parameter) is not None or not _can_be_cut(parameter):
             return
@@ -261,7 +261,7 @@ class Spread:
             parameters: with what they are called in their modules, and these.
         """
         for name, parameter, module in parameters:
-            self.begin(name, parameter, module)
+            self.note_parameter(name, parameter, module)
             if (begun := self._begun.pop(id(parameter), None)) is not None:
                 self._begun_nbytes -= begun[1]
                 self._wait(parameter)
@@ -322,12 +322,12 @@ class Spread:
         piece = piece_of(parameter)
         return piece is not None and piece.fetcher is self
 
-    def finish(self) -> None:
+    def finish_build(self) -> None:
         """Nothing is built any more; as :meth:`complete`."""
         try:
             self.complete()
         finally:
-            self.end()
+            self.end_build()
 
     def complete(self) -> None:
         """End the building of what is there: whole parameters are cut, small ones made equal on every rank."""
@@ -336,17 +336,17 @@ class Spread:
             self.broadcast(list(self._small.values()))
             self._cut_waiting(aliased=False)
         except BaseException as error:
-            self.tell(error)
+            self.report_failure(error)
             raise
         self._small, self._small_nbytes = {}, 0
 
-    def end(self) -> None:
+    def end_build(self) -> None:
         """Nothing is built any more, well or not."""
         self.building = False
         self._begun, self._waiting, self._small, self._begins = {}, {}, {}, None
         self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """This rank has failed where others wait for it, or will; tell them."""
         # Who is interrupted does not wait for others; and who has lost them has nobody to tell.
         if not self._lost and isinstance(error, Exception):
@@ -495,7 +495,7 @@ def take_over(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> No
     if cut:
         spread = _piece(cut[0]).fetcher
         # Of several blocks, too: all were built for the ranks that the model is wrapped for, so any of them will do.
-        assert isinstance(spread, Spread)
+        assert isinstance(spread, ShardedBuild)
         for parameter, values in spread.wholes(cut):
             places[id(parameter)].copy_(values)
     for parameter in built:

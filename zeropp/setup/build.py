@@ -42,7 +42,7 @@ from zeropp.params.buffer_maker import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
 from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register
-from zeropp.params.sharded_build import Spread, piece_of
+from zeropp.params.sharded_build import ShardedBuild, piece_of
 from zeropp.params.unit import Unit
 from zeropp.partition.levels import Mode, choose_mode, dense_strides
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
@@ -79,18 +79,18 @@ def autocast_forwards(model: nn.Module, engine: Engine, config: Config) -> None:
     engine.on_close(restorer(model, "forward", own))
 
 
-def _spreads(parameters: Iterable[nn.Parameter]) -> list[Spread]:
-    found: dict[int, Spread] = {}
+def _builds(parameters: Iterable[nn.Parameter]) -> list[ShardedBuild]:
+    found: dict[int, ShardedBuild] = {}
     for parameter in parameters:
         piece = piece_of(parameter)
-        if piece is not None and isinstance(piece.fetcher, Spread):
+        if piece is not None and isinstance(piece.fetcher, ShardedBuild):
             found[id(piece.fetcher)] = piece.fetcher
     return list(found.values())
 
 
 def built_for(parameters: Collection[nn.Parameter]) -> torch.device | None:
     """The device that a model was built to train on, if it is elsewhere and was built to be partitioned."""
-    spreads = _spreads(parameters)
+    spreads = _builds(parameters)
     if not spreads or all(parameter.device == spreads[0].trains_on for parameter in parameters):
         return None
     return spreads[0].trains_on
@@ -101,9 +101,9 @@ def complete(model: nn.Module) -> None:
 
     Its block goes on with what is built after it.
     """
-    for spread in _spreads(model.parameters()):
-        if spread.building:
-            spread.complete()
+    for build in _builds(model.parameters()):
+        if build.building:
+            build.complete()
 
 
 def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tuple[int, ...]) -> None:
@@ -120,13 +120,13 @@ def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tup
     """
     if any(piece is not None and piece.lent for piece in map(piece_of, parameters)):
         raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
-    for spread in _spreads(parameters):
-        if spread.world > 1 and spread.carrier.ranks != ranks:
+    for build in _builds(parameters):
+        if build.world > 1 and build.carrier.ranks != ranks:
             raise ValueError(
-                f"the model was built in zero.Init for ranks {list(spread.carrier.ranks)}, and process_group has ranks "
+                f"the model was built in zero.Init for ranks {list(build.carrier.ranks)}, and process_group has ranks "
                 f"{list(ranks)}; give both the same group"
             )
-        for key, value in spread.asked.items():
+        for key, value in build.asked.items():
             found = getattr(config.zero, key)
             if found != value:
                 raise ValueError(

@@ -153,9 +153,9 @@ def test_override_module_apply() -> None:
 def fetched(apply: bool) -> int:
     """Parameters that are brought together by a function that sets the weight of a layer."""
     count = 0
-    plain = sharded_build.Spread.gather
+    plain = sharded_build.ShardedBuild.gather
 
-    def gather(own: sharded_build.Spread, parameters: list[nn.Parameter], **options: bool) -> None:
+    def gather(own: sharded_build.ShardedBuild, parameters: list[nn.Parameter], **options: bool) -> None:
         nonlocal count
         count += len(parameters)
         plain(own, parameters, **options)
@@ -163,7 +163,7 @@ def fetched(apply: bool) -> int:
     config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
     with limits(0, 0), zero.Init(config_dict_or_path=config):
         model = nn.Sequential(nn.Linear(30, 30))
-        with mock.patch.object(sharded_build.Spread, "gather", gather):
+        with mock.patch.object(sharded_build.ShardedBuild, "gather", gather):
             model.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
     return count
 
