@@ -37,7 +37,7 @@ from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
 
-__all__ = ["SpreadTensor", "state"]
+__all__ = ["ShardedTensorView", "state"]
 
 
 def state(model: nn.Module, optimizer: Optimizer | None = None) -> Stateful:
@@ -63,7 +63,7 @@ def state(model: nn.Module, optimizer: Optimizer | None = None) -> Stateful:
     return _State(engine, model, require_ours(engine, optimizer))
 
 
-class SpreadTensor(Tensor):
+class ShardedTensorView(Tensor):
     """A tensor of which this rank has boxes; torch's planners ask it for them, and nothing else can be done with it.
 
     Attributes:
@@ -75,14 +75,16 @@ class SpreadTensor(Tensor):
     read: list[Part]
 
     @staticmethod
-    def __new__(cls, written: list[Part], read: list[Part], shape: Sequence[int], dtype: torch.dtype) -> SpreadTensor:
+    def __new__(
+        cls, written: list[Part], read: list[Part], shape: Sequence[int], dtype: torch.dtype
+    ) -> ShardedTensorView:
         # It has a shape but no memory: no rank has the whole tensor.
-        made: SpreadTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        made: ShardedTensorView = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.written, made.read = written, read
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there
-        return f"SpreadTensor({tuple(self.shape)}, {self.dtype}, {len(self.read)} boxes here)"
+        return f"ShardedTensorView({tuple(self.shape)}, {self.dtype}, {len(self.read)} boxes here)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
@@ -91,9 +93,9 @@ class SpreadTensor(Tensor):
         # What a copy for asynchronous saving begins with; boxes follow as attributes.
         if function in (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default):
             own = args[0]
-            return SpreadTensor(own.written, own.read, own.shape, own.dtype)
+            return ShardedTensorView(own.written, own.read, own.shape, own.dtype)
         raise RuntimeError(
-            f"{function} was called on a SpreadTensor, this rank's boxes of a parameter, which only "
+            f"{function} was called on a ShardedTensorView, this rank's boxes of a parameter, which only "
             "torch.distributed.checkpoint can use; whole values are in zeropp.full_state(model)"
         )
 
@@ -219,7 +221,7 @@ class _State(Stateful):
             # Boxes lie in the states' own memory. A number is copied: two slices of a parameter count one by one.
             values = {
                 key: state[key]
-                if isinstance(value, SpreadTensor)
+                if isinstance(value, ShardedTensorView)
                 else (value.clone() if isinstance(value, Tensor) else value)
                 for key, value in own.items()
             }
@@ -278,10 +280,10 @@ def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]
 
 def _spread(
     parts: Callable[[Which], Iterator[Part]], shapes: dict[str, tuple[Sequence[int], torch.dtype]]
-) -> dict[str, SpreadTensor]:
+) -> dict[str, ShardedTensorView]:
     """Tensors of the given names, with the boxes of them that this rank has."""
     boxes: dict[str, dict[str, list[Part]]] = {name: {"own": [], "pieces": []} for name in shapes}
     for which in ("own", "pieces"):
         for part in parts(which):
             boxes[part.name][which].append(part)
-    return {n: SpreadTensor(found["own"], found["pieces"], *shapes[n]) for n, found in boxes.items()}
+    return {n: ShardedTensorView(found["own"], found["pieces"], *shapes[n]) for n, found in boxes.items()}
