@@ -55,7 +55,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "params/unit.py Unit.wait_stepped 1",
     ],
     "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
-    "states, stage 1, at once": ["params/wire_copy.py Source.new 1", "params/unit.py Unit.refresh 1"],
+    "states, stage 1, at once": ["params/wire_copy.py TensorReader.new 1", "params/unit.py Unit.refresh 1"],
     "states, stage 1, lossless, one node": [
         "comm/streams.py EventGroup.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],

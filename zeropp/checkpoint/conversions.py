@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zeropp.checkpoint.boxes import MODEL, Box, CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.tensor_reader import Built, Source, StridedBox
+from zeropp.checkpoint.tensor_reader import Built, StridedBox, TensorReader
 
 __all__ = ["Outgoing", "convert_source"]
 
@@ -87,7 +87,7 @@ def _tools(model: nn.Module) -> tuple[Any, list[Any]] | None:
     return tools, found(model)
 
 
-def convert_source(source: Source, model: nn.Module, names: Iterable[str]) -> Source:
+def convert_source(source: TensorReader, model: nn.Module, names: Iterable[str]) -> TensorReader:
     """The tensors of files of transformers under the names and in the shapes of a model.
 
     Args:

@@ -21,7 +21,7 @@ from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
 from zeropp.checkpoint.rank_sync import Left, Progress, common_path, together
 from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.saving import require_files
-from zeropp.checkpoint.tensor_reader import Source, Verify
+from zeropp.checkpoint.tensor_reader import TensorReader, Verify
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING
@@ -391,7 +391,7 @@ def consolidate(
     """
     folder, target = Path(checkpoint).absolute(), Path(os.path.realpath(out))
     metadata = Metadata.read(folder)
-    source = Source(folder, metadata, verify)
+    source = TensorReader(folder, metadata, verify)
     shapes = {
         n.removeprefix(MODEL): (DTYPES[t.dtype], t.shape) for n, t in metadata.tensors.items() if n.startswith(MODEL)
     }

@@ -40,7 +40,7 @@ from zeropp.checkpoint.metadata import (
     encode,
 )
 from zeropp.checkpoint.save_plan import model_names
-from zeropp.checkpoint.tensor_reader import Source, StridedBox
+from zeropp.checkpoint.tensor_reader import StridedBox, TensorReader
 from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file, refused
 from zeropp.config.base import notify
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -174,7 +174,7 @@ class Found:
         folder: that they are in.
         files: with their sizes.
         entries: tensors, values, and values that are read later, by path.
-        locate: as in :class:`~zeropp.checkpoint.tensor_reader.Source`.
+        locate: as in :class:`~zeropp.checkpoint.tensor_reader.TensorReader`.
     """
 
     place: Path
@@ -226,7 +226,7 @@ def named_source(
     names: Mapping[str, Tensor],
     optimizer: ZeroOptimizer | None,
     prefix: str | None,
-) -> Source:
+) -> TensorReader:
     """The tensors of files under the names of a checkpoint.
 
     Args:
@@ -257,7 +257,7 @@ def named_source(
             named.tensors[MODEL + full.removeprefix(prefix)] = value
     if optimizer is not None:
         _Optimizer(found, flat, prefix, named, optimizer, {id(each): name for name, each in names.items()}).add()
-    return Source(found.folder, metadata_of(found.files, named), "none", locate=found.locate)
+    return TensorReader(found.folder, metadata_of(found.files, named), "none", locate=found.locate)
 
 
 def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, object]) -> str:
@@ -341,7 +341,7 @@ class _Optimizer:
         if not isinstance(value, TensorEntry):
             return value
         one = metadata_of(self._found.files, Named(tensors={name: value}))
-        return Source(self._found.folder, one, "none", locate=self._found.locate).tensor(name).tolist()
+        return TensorReader(self._found.folder, one, "none", locate=self._found.locate).tensor(name).tolist()
 
     def _numbered(self, listed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         """Names of parameters that are numbers there, by number: those that groups list, else by their order.
@@ -616,7 +616,7 @@ def foreign_source(
     strict: bool,
     prefix: str | None,
     safetensors: bool = False,
-) -> Source:
+) -> TensorReader:
     """The tensors of others' files, under the names of a checkpoint.
 
     Args:
@@ -632,7 +632,7 @@ def foreign_source(
     """
     names, aliases = model_names(model)
     if safetensors:
-        source = Source(*safetensors_metadata(place), "none")
+        source = TensorReader(*safetensors_metadata(place), "none")
     else:
         source = _source(place, names, optimizer, prefix)
     if source.locate is None:
@@ -646,7 +646,9 @@ def foreign_source(
     return source
 
 
-def _source(place: Path, names: Mapping[str, Tensor], optimizer: ZeroOptimizer | None, prefix: str | None) -> Source:
+def _source(
+    place: Path, names: Mapping[str, Tensor], optimizer: ZeroOptimizer | None, prefix: str | None
+) -> TensorReader:
     if not place.exists():
         raise CheckpointError(f"there is nothing at {str(place)!r}; expected {_known()}")
     if place.is_file() and place.suffix != ".safetensors":
@@ -660,9 +662,9 @@ def _source(place: Path, names: Mapping[str, Tensor], optimizer: ZeroOptimizer |
         found = extension.read_checkpoint(place, keys)
         if found is not None:
             folder, files, named = found
-            return Source(folder, metadata_of(files, named), "none")
+            return TensorReader(folder, metadata_of(files, named), "none")
     if place.is_file() or any(place.glob("*.safetensors")):
-        return Source(*safetensors_metadata(place), "none")
+        return TensorReader(*safetensors_metadata(place), "none")
     if (place / TORCH_INDEX).is_file() or (place / TORCH_SINGLE).is_file():
         return named_source(find_torch(place), names, optimizer, prefix)
     raise CheckpointError(

@@ -46,7 +46,7 @@ from zeropp.checkpoint.save_plan import (
     restore_random_state,
 )
 from zeropp.checkpoint.saving import require_ours, unfreeze, wait_together
-from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, Source, Verify
+from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, TensorReader, Verify
 from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.rank_state import layout_id, load_carried, load_optimizer
@@ -56,7 +56,7 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 __all__ = ["IN_PART", "KINDS", "Loaded", "Restore", "load", "load_foreign", "load_safetensors", "require_equal"]
 
 
-def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[str, str], source: Source) -> None:
+def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[str, str], source: TensorReader) -> None:
     """Make sure that what is one here is one there: each rank compares its own part, and nothing changes.
 
     Args:
@@ -142,7 +142,7 @@ class Restore:
         model: nn.Module,
         optimizer: ZeroOptimizer | None,
         extra: Mapping[str, Any],
-        source: Source,
+        source: TensorReader,
         strict: bool,
         kinds: frozenset[str],
     ) -> None:
@@ -556,7 +556,7 @@ def load(
         kinds = _kinds(only)
         if only is not None and "optimizer" in kinds and optimizer is None:
             raise ValueError(f"only is {only!r}, and no optimizer is given; give the model's ZeroOptimizer")
-        source = Source(folder, Metadata.read(folder), verify, shown)
+        source = TensorReader(folder, Metadata.read(folder), verify, shown)
         source.check_sizes(engine.comm.rank, engine.comm.world)
         return Restore(engine, model, require_ours(engine, optimizer), extra or {}, source, strict, kinds)
 

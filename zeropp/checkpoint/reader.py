@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from zeropp.checkpoint.boxes import MODEL, STATE, Box, CheckpointError, Part
 from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata, decode
-from zeropp.checkpoint.tensor_reader import Source, Verify, require_verify
+from zeropp.checkpoint.tensor_reader import TensorReader, Verify, require_verify
 
 __all__ = ["Reader"]
 
@@ -49,7 +49,7 @@ class Reader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], *, verify: Verify = "all") -> None:
         self._path = Path(path).absolute()
         self._verify: Verify = require_verify(verify)
-        self._source: Source | None = None
+        self._source: TensorReader | None = None
         # Names in the checkpoint of what has several, or another one here; and what is no tensor.
         self._names: dict[str, str] = {}
         self._values: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Reader(StorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> TorchMetadata:
         """The checkpoint's contents, as torch's metadata."""
         metadata = Metadata.read(self._path)
-        self._source = source = Source(self._path, metadata, self._verify)
+        self._source = source = TensorReader(self._path, metadata, self._verify)
         self._names = {name: name for name in metadata.tensors if name.startswith((MODEL, STATE))}
         self._names |= {MODEL + name: MODEL + name for name in metadata.coded}
         self._names |= {MODEL + alias: MODEL + name for alias, name in metadata.aliases.items()}

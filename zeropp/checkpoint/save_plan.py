@@ -43,7 +43,7 @@ from zeropp.checkpoint.metadata import (
     comparable,
     encode,
 )
-from zeropp.checkpoint.tensor_reader import CODES, SCALES, Source
+from zeropp.checkpoint.tensor_reader import CODES, SCALES, TensorReader
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.sharded_params import Slice
@@ -164,7 +164,7 @@ def compare(
 
 
 def match_groups(
-    optimizer: ZeroOptimizer, named: Mapping[str, Tensor], matched: Mapping[str, str], source: Source
+    optimizer: ZeroOptimizer, named: Mapping[str, Tensor], matched: Mapping[str, str], source: TensorReader
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Settings for each group, encoded, as the checkpoint has them for its parameters; and trained ones without states.
 

@@ -38,7 +38,7 @@ from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import Fragment
 from zeropp_kernels import dequantize_, message_layout
 
-__all__ = ["CODES", "SCALES", "Built", "Encoded", "Source", "StridedBox", "Verify", "decoded", "require_verify"]
+__all__ = ["CODES", "SCALES", "Built", "Encoded", "StridedBox", "TensorReader", "Verify", "decoded", "require_verify"]
 
 
 CODES, SCALES = "zeropp.codes.", "zeropp.scales."
@@ -156,7 +156,7 @@ class _Request:
         return self.part.numel * self.dtype.itemsize
 
 
-class Source:
+class TensorReader:
     """The tensors of one checkpoint.
 
     Attributes:

@@ -26,7 +26,7 @@ from zeropp.checkpoint.files import WholeFiles
 from zeropp.checkpoint.foreign import TORCH_INDEX, TORCH_SINGLE, metadata_of
 from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata, sync_folder, write_synced
 from zeropp.checkpoint.series import Series
-from zeropp.checkpoint.tensor_reader import Source
+from zeropp.checkpoint.tensor_reader import TensorReader
 from zeropp.deepspeed.zero_checkpoints import ZeroFolder, zero_folder
 from zeropp.engine.engine import engine_of
 
@@ -63,7 +63,7 @@ class LazyTensor:
 
     dtype: torch.dtype
     shape: torch.Size
-    source: Source
+    source: TensorReader
     name: str
 
     def contiguous(self) -> Tensor:
@@ -121,7 +121,7 @@ def _lazy(root: Path, tag: str | None, trained_only: bool) -> dict[str, LazyTens
     return found | {alias: found[first] for alias, first in metadata.aliases.items() if first in found}
 
 
-def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[Source, set[str]]:
+def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[TensorReader, set[str]]:
     """A checkpoint, and names of tensors that are not wanted of it."""
     folder = root if tag is None else root / tag
     # A training engine names its newest in ``latest``, as DeepSpeed does in folders of its own; a series has steps.
@@ -132,7 +132,7 @@ def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[Source, se
         folder = root / (root / "latest").read_text().strip()
     if (folder / METADATA).is_file():
         metadata = Metadata.read(folder)
-        return Source(folder, metadata, "all"), _untrained(folder, metadata) if trained_only else set()
+        return TensorReader(folder, metadata, "all"), _untrained(folder, metadata) if trained_only else set()
     there = zero_folder(root, tag) if root.is_dir() else None
     if there is None:
         raise CheckpointError(
@@ -141,7 +141,7 @@ def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[Source, se
         )
     zero = ZeroFolder(there)
     # DeepSpeed's files have no checksums to verify.
-    return Source(there, metadata_of(zero.files, zero.named), "none"), zero.frozen if trained_only else set()
+    return TensorReader(there, metadata_of(zero.files, zero.named), "none"), zero.frozen if trained_only else set()
 
 
 def _untrained(folder: Path, metadata: Metadata) -> set[str]:

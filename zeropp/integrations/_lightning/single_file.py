@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeropp.checkpoint.metadata import METADATA, Metadata, decode
-from zeropp.checkpoint.tensor_reader import Source
+from zeropp.checkpoint.tensor_reader import TensorReader
 from zeropp.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeropp.integrations._lightning.checkpoint_io import FOREIGN, require_folder, unpack
 
@@ -48,7 +48,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder = root / tag
     # Of DeepSpeed's, whose files would have to be unpickled, no more than tensors are read.
     if (folder / METADATA).is_file():
-        source = Source(folder, Metadata.read(folder), "all")
+        source = TensorReader(folder, Metadata.read(folder), "all")
         extra = decode(source.metadata.values.get("extra", {}), source.tensor)
         found = unpack(extra.get("client_state", {}), weights_only)
     found["state_dict"] = get_fp32_state_dict_from_zero_checkpoint(root, tag)
