@@ -19,7 +19,7 @@ from torch import nn
 
 from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.foreign import find_dcp
-from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
+from zeropp.checkpoint.torch_files import Record, TorchFileTensor, read_torch_file
 
 VALUES: dict[str, Any] = {
     "numbers": [1, 2.5, True, None, -(2**70)],
@@ -72,7 +72,10 @@ def test_tensors_are_where_they_lie(old: bool, tmp_path: Path) -> None:
     found, data = read_torch_file(path), path.read_bytes()
     assert found.pop("inside")[0]["deep"][0].begin == found["whole"].begin
     for name, stored in found.items():
-        assert isinstance(stored, Stored) and (stored.dtype, stored.shape) == (given[name].dtype, given[name].shape)
+        assert isinstance(stored, TorchFileTensor) and (stored.dtype, stored.shape) == (
+            given[name].dtype,
+            given[name].shape,
+        )
         extent = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
         if given[name].numel():
             memory = bytearray(data[stored.begin : stored.begin + extent * stored.dtype.itemsize])
@@ -111,10 +114,10 @@ def test_values_in_several_places(tmp_path: Path) -> None:
     loop.append(loop)
     torch.save([shared, loop], tmp_path / "a.pt")
     found, again = read_torch_file(tmp_path / "a.pt")
-    assert again[1] is again and isinstance(again[0], Stored)
+    assert again[1] is again and isinstance(again[0], TorchFileTensor)
     while isinstance(found, tuple):
         found = found[0]
-    assert isinstance(found, Stored)
+    assert isinstance(found, TorchFileTensor)
 
 
 class Made:
@@ -130,7 +133,11 @@ def test_records_are_inert(tmp_path: Path) -> None:
     torch.save([Made(), Made, numpy.arange(3)], tmp_path / "a.pt")
     found = read_torch_file(tmp_path / "a.pt", ("tests", "numpy"))
     assert isinstance(found[0], Record) and found[0].get("scale") == 3 and found[0].get("other") is None
-    assert isinstance(found[0].get("inner")[0], Stored) and found[0].name == "Made" and isinstance(found[2], Record)
+    assert (
+        isinstance(found[0].get("inner")[0], TorchFileTensor)
+        and found[0].name == "Made"
+        and isinstance(found[2], Record)
+    )
     assert set(torch.serialization.get_safe_globals()) == set(before)
     with pytest.raises(CheckpointError, match=r"is refused: it names numpy.*, tests\.unit\.\w+\.Made, which unpick"):
         read_torch_file(tmp_path / "a.pt")

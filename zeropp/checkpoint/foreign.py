@@ -41,7 +41,7 @@ from zeropp.checkpoint.metadata import (
 )
 from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.tensor_reader import StridedBox, TensorReader
-from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file, refused
+from zeropp.checkpoint.torch_files import Record, TorchFileTensor, read_torch_file, refused
 from zeropp.config.base import notify
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -394,7 +394,9 @@ def find_torch(place: Path) -> Found:
             raise CheckpointError(f"{str(folder / name)!r} holds a {type(tree).__name__}, expected a dict of tensors")
         found.files.append(FileEntry(name=name, nbytes=(folder / name).stat().st_size, sums=""))
         for path, value in _all_paths(tree, folder / name):
-            found.entries[path] = entry_of(value, number, ".".join(path)) if isinstance(value, Stored) else value
+            found.entries[path] = (
+                entry_of(value, number, ".".join(path)) if isinstance(value, TorchFileTensor) else value
+            )
     return found
 
 
@@ -432,7 +434,7 @@ def paths_of(tree: Mapping[Any, Any], above: tuple[str, ...] = ()) -> Iterator[t
             yield path, value
 
 
-def box_of(stored: Stored, number: int) -> BoxEntry:
+def box_of(stored: TorchFileTensor, number: int) -> BoxEntry:
     """All of a tensor of a file as one box, counted from its own first element."""
     offsets = (0,) * len(stored.shape)
     # Strides of dimensions of one element may be anything.
@@ -443,7 +445,7 @@ def box_of(stored: Stored, number: int) -> BoxEntry:
     return StridedBox(file=number, begin=stored.begin, offsets=offsets, sizes=stored.shape, strides=stored.strides)
 
 
-def entry_of(stored: Stored, number: int, name: str) -> TensorEntry:
+def entry_of(stored: TorchFileTensor, number: int, name: str) -> TensorEntry:
     """A tensor of a file, as a checkpoint's metadata has it."""
     return TensorEntry(dtype=dtype_code(stored.dtype, name), shape=stored.shape, boxes=(box_of(stored, number),))
 
@@ -573,7 +575,7 @@ class _Folder:
         number, begin = self._item(name, info)
         path = self._folder / list(self._numbers)[number]
         value = self._read(name, path, begin, self._items[number, begin])
-        if isinstance(value, Stored):
+        if isinstance(value, TorchFileTensor):
             raise CheckpointError(f"{str(path)!r} has a tensor where {name!r} is said to be a value")
         return value
 
@@ -583,7 +585,10 @@ class _Folder:
         if key not in self._located:
             path = self._folder / list(self._numbers)[entry.file]
             stored = self._read(self._names[key], path, entry.begin, self._items[key])
-            if not isinstance(stored, Stored) or (stored.shape, stored.dtype) != (entry.sizes, self._dtypes[key]):
+            if not isinstance(stored, TorchFileTensor) or (stored.shape, stored.dtype) != (
+                entry.sizes,
+                self._dtypes[key],
+            ):
                 raise CheckpointError(
                     f"{str(path)!r} has {stored} at byte {entry.begin}, where {str(self._path)!r} has a tensor of "
                     f"shape {entry.sizes} and dtype {self._dtypes[key]}"

@@ -21,7 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zeropp.checkpoint.boxes import CheckpointError
 
-__all__ = ["Record", "Stored", "read_torch_file", "refused"]
+__all__ = ["Record", "TorchFileTensor", "read_torch_file", "refused"]
 
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the first bytes of a file of torch before 1.6
 _HEADER, _LENGTHS = 30, 26  # bytes of an entry's own header, and the place of two lengths in it
@@ -54,7 +54,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Stored:
+class TorchFileTensor:
     """A tensor in a file: first byte of its first element, dtype, shape, and strides in elements."""
 
     begin: int
@@ -91,7 +91,7 @@ class _Window(io.RawIOBase):
 
 
 def read_torch_file(path: Path, records: Collection[str] = (), begin: int = 0, length: int | None = None) -> Any:
-    """The values of a file of ``torch.save``, with a :class:`Stored` for each tensor.
+    """The values of a file of ``torch.save``, with a :class:`TorchFileTensor` for each tensor.
 
     Args:
         path: of the file.
@@ -199,7 +199,7 @@ class _Notes:
             value.args, value.state = self.replace(value.args), self.replace(value.state)
         return found
 
-    def _note(self, tensor: Tensor) -> Stored:
+    def _note(self, tensor: Tensor) -> TorchFileTensor:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise self._error(
                 f"of class {type(tensor).__module__}.{type(tensor).__qualname__}, with layout {tensor.layout}; "
@@ -219,7 +219,7 @@ class _Notes:
                 "was not written by torch.save; load it with torch.load(weights_only=True) and save it again"
             )
         begin += self._begin + int(tensor.storage_offset()) * tensor.dtype.itemsize
-        return Stored(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return TorchFileTensor(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{str(self._path)!r} has a tensor {what}")

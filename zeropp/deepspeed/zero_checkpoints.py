@@ -17,7 +17,7 @@ import torch
 from zeropp.checkpoint.boxes import MODEL, STATE, CheckpointError, boxes_of_range, row_major
 from zeropp.checkpoint.foreign import Named, entry_of
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.torch_files import Record, Stored, read_torch_file
+from zeropp.checkpoint.torch_files import Record, TorchFileTensor, read_torch_file
 
 __all__ = ["PACKAGES", "RunValues", "ZeroFolder", "model_files", "read_run_values", "zero_folder"]
 
@@ -172,7 +172,7 @@ class ZeroFolder:
         for name, value in model["module"].items():
             is_buffer = name in model["buffer_names"]
             # Stage 3 leaves parameters there without elements.
-            if isinstance(value, Stored) and (self.stage < 3 or is_buffer):
+            if isinstance(value, TorchFileTensor) and (self.stage < 3 or is_buffer):
                 self.named.tensors[MODEL + name] = entry_of(value, number, name)
                 if not is_buffer:
                     self.frozen.add(name)
@@ -191,7 +191,7 @@ class ZeroFolder:
             pieces = [piece for number, each in fragments for piece in _pieces(number, [each])]
             self.named.tensors[MODEL + name] = _joined(name, tuple(shape), pieces)
 
-    def _rows(self, rows: Sequence[Sequence[Stored]]) -> Iterator[tuple[str, TensorEntry]]:
+    def _rows(self, rows: Sequence[Sequence[TorchFileTensor]]) -> Iterator[tuple[str, TensorEntry]]:
         """Each trained parameter, of what every rank has in rows: one for each group.
 
         Args:
@@ -243,7 +243,9 @@ class ZeroFolder:
             group: Mapping[str, Any] = next((each for each in settings if index in each["params"]), {})
             steps[index] = state.get("step", group.get("step", self._states[0].get("base_optimizer_state_step")))
         # A state of one number, such as the count of steps, has no shape.
-        rowwise = [k for k, v in by_row[0][0].items() if isinstance(v, Stored) and v.shape] if by_row[0] else []
+        rowwise = (
+            [k for k, v in by_row[0][0].items() if isinstance(v, TorchFileTensor) and v.shape] if by_row[0] else []
+        )
         for key in rowwise:
             for name, entry in self._rows([[state[key] for state in rank] for rank in by_row]):
                 self.named.add_state(name, key, entry)
@@ -254,10 +256,10 @@ class ZeroFolder:
             self.named.add_group(self._trained, {}, known)
         for each in settings:
             names = [name for index in each["params"] if index < len(self._shapes) for name in self._shapes[index]]
-            self.named.add_group(names, {k: v for k, v in each.items() if not isinstance(v, Stored)}, known)
+            self.named.add_group(names, {k: v for k, v in each.items() if not isinstance(v, TorchFileTensor)}, known)
 
     def _add_step(self, name: str, step: object) -> None:
-        if isinstance(step, Stored):
+        if isinstance(step, TorchFileTensor):
             self.named.add_state(name, "step", entry_of(step, self._optims[0][0], f"{STATE}{name}.step"))
         elif step is not None:
             self.named.add_state(name, "step", step)
@@ -271,13 +273,13 @@ def _by_row(base: Any) -> Iterator[Mapping[str, Any]]:
         yield from (base["state"][index] for index in sorted(base["state"]))
 
 
-def _numel(stored: Stored) -> int:
+def _numel(stored: TorchFileTensor) -> int:
     if len(stored.shape) != 1 or (stored.shape[0] > 1 and stored.strides[0] != 1):
         raise ValueError(f"a row is of shape {stored.shape} and strides {stored.strides}")
     return stored.shape[0]
 
 
-def _pieces(number: int, rows: Iterable[Stored]) -> Iterator[_Piece]:
+def _pieces(number: int, rows: Iterable[TorchFileTensor]) -> Iterator[_Piece]:
     for row in rows:
         yield _Piece(number, row.begin, _numel(row), row.dtype)
 
@@ -394,4 +396,6 @@ def _is_plain(value: object) -> bool:
         return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
-    return not isinstance(value, Stored | Record) and (value is None or isinstance(value, str | bytes | int | float))
+    return not isinstance(value, TorchFileTensor | Record) and (
+        value is None or isinstance(value, str | bytes | int | float)
+    )
