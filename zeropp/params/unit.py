@@ -31,7 +31,7 @@ from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.wire_copy import WireCopy
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.differences import DifferencePath
-from zeropp.wire.paths import CodedGatherPath, GatherPath, Stored
+from zeropp.wire.paths import CodedGatherPath, GatherPath, StoredShard
 
 __all__ = ["TERMS", "FlatBuffer", "Unit", "UnitState", "WeightPaths", "make_wire_copy"]
 
@@ -243,7 +243,7 @@ class FlatBuffer:
         See :meth:`zeropp.wire.paths.GatherPath.gather`.
         """
         assert self.paths.fetch is not None  # whole weights that are cached are only refreshed
-        own: Tensor | Stored | None = self.secondary
+        own: Tensor | StoredShard | None = self.secondary
         if own is None:
             own = self.shard if self.source is None else self.source.begin_gather(after)
         return self.paths.fetch.gather(own, self._fetch_places, self.unit)

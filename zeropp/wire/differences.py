@@ -17,7 +17,7 @@ import zeropp_kernels as kernels
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import used_here
 from zeropp.partition.levels import Placement
-from zeropp.wire.paths import GatherPath, Stored
+from zeropp.wire.paths import GatherPath, StoredShard
 
 __all__ = ["BASES", "Delta4", "DifferenceCodec", "DifferencePath", "Lossless", "make_difference_codec"]
 
@@ -159,7 +159,7 @@ class DifferencePath(GatherPath):
         """See :class:`GatherPath`."""
         return self.codec.name
 
-    def _begin(self, own: Tensor | Stored, places: list[Tensor]) -> list[Tensor]:
+    def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
         # Values are sent on from memory, whatever keeps them between steps.
         assert isinstance(own, Tensor)
         # Not before this work's turn: ranks have agreed on the room of lossless messages by then.

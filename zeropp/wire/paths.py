@@ -16,7 +16,7 @@ from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.wire.codecs import Codec, Feedback, Messages, PlainCodec, Report, dtype_name
 from zeropp_kernels import BlockTable
 
-__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "Stored"]
+__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "StoredShard"]
 
 
 def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
@@ -26,7 +26,7 @@ def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
     return found or [("local", [])]
 
 
-class Stored(Protocol):
+class StoredShard(Protocol):
     """A rank's slice that is brought from where it is kept."""
 
     def copy_to(self, target: Tensor) -> None:
@@ -34,7 +34,7 @@ class Stored(Protocol):
         ...
 
 
-def _put(target: Tensor, own: Tensor | Stored) -> None:
+def _put(target: Tensor, own: Tensor | StoredShard) -> None:
     if isinstance(own, Tensor):
         target.copy_(own)
     else:
@@ -106,7 +106,7 @@ class GatherPath:
             views.append(whole[start:stop])
         return views
 
-    def gather(self, own: Tensor | Stored, places: list[Tensor], unit: str) -> Iterator[None]:
+    def gather(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> Iterator[None]:
         """Fill a result from every rank's slice at ``outer``; pauses before each further class of links.
 
         Args:
@@ -126,7 +126,7 @@ class GatherPath:
                 self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name(views[index]))
         self._end(views[-1], places)
 
-    def run(self, own: Tensor | Stored, places: list[Tensor], unit: str) -> None:
+    def run(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> None:
         """Gather without a pause."""
         for _ in self.gather(own, places, unit):
             pass
@@ -136,7 +136,7 @@ class GatherPath:
         # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
-    def _begin(self, own: Tensor | Stored, places: list[Tensor]) -> list[Tensor]:
+    def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
         """Put this rank's slice where hops begin; returns what it has there, and will have after each hop."""
         # The cast from main weights to the compute dtype happens here, before anything travels.
         _put(places[0], own)
@@ -197,7 +197,7 @@ class CodedGatherPath(GatherPath):
         # Messages have memory of their own, which lives only while they travel.
         return [whole] if self.decodes else self._views(whole)
 
-    def _begin(self, own: Tensor | Stored, places: list[Tensor]) -> list[Tensor]:
+    def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
         # Made on the comm stream, when its turn comes: what waits in a queue holds no messages.
         views = self._views(self._messages(places[0].numel(), places[0].device)) if self.decodes else places
         if self.coded:
