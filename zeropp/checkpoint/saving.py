@@ -67,8 +67,8 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp_kernels import __version__
 
 __all__ = [
-    "Attempt",
     "Background",
+    "CheckpointWriter",
     "background_of",
     "backgrounds",
     "begin",
@@ -191,7 +191,7 @@ _IN_PLACE = "It is in place and complete, but a crash of the machine may undo th
 
 
 @dataclass(eq=False)
-class Attempt:
+class CheckpointWriter:
     """One rank's part in writing a checkpoint.
 
     Attributes:
@@ -220,7 +220,7 @@ class Attempt:
         # Two links to one folder are one path for is_under_way(). Of each rank: nodes may have other links.
         self.path = Path(os.path.realpath(self.path))
 
-    def run(self, meeting: Meeting) -> None:
+    def write_checkpoint(self, meeting: Meeting) -> None:
         """Write it; every rank calls this.
 
         Raises:
@@ -325,7 +325,7 @@ class Attempt:
 
 
 # Of this process, on first ranks.
-_under_way: set[Attempt] = set()
+_under_way: set[CheckpointWriter] = set()
 
 
 def is_under_way(path: Path) -> bool:
@@ -484,16 +484,16 @@ class Background:
             _log.error("%s", error)
             _logged.append(str(error))
 
-    def copied(self, attempt: Attempt) -> Attempt:
+    def copied(self, attempt: CheckpointWriter) -> CheckpointWriter:
         """The same of values that training does not change; the one before must have been waited for."""
         return replace(attempt, contents=replace(attempt.contents, parts=self._copied(attempt.contents.parts)))
 
-    def start(self, attempt: Attempt) -> None:
+    def start(self, attempt: CheckpointWriter) -> None:
         """Write what was copied, and return meanwhile."""
         self._path, meeting = str(attempt.path), self._meeting
 
         def write() -> None:
-            attempt.run(meeting)
+            attempt.write_checkpoint(meeting)
             _unfinished.pop(self, None)
 
         # Before it begins, since it may end at once.
@@ -692,11 +692,11 @@ def begin(
     refused = 0 if in_window else engine.accumulation.count
     found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)
     shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
-    attempt = Attempt(target, token, found, checks, file_nbytes, shown, completed)
+    attempt = CheckpointWriter(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
         # Threads copy from cards, on streams of their own.
         wait_for_cards(found.parts)
-        attempt.run(meeting)
+        attempt.write_checkpoint(meeting)
     else:
         doing, left = f"copying what is to be saved at {str(target)!r}", "nothing was saved"
         background.start(together(engine, doing, lambda: background.copied(attempt), left))

@@ -82,7 +82,7 @@ def loses_at_the_end(path: Path) -> str:
         return instead
 
     slow = replaced(Metadata, "write", late(TIMEOUT + 0.5)), replaced(os, "unlink", late(0.3))
-    lost = replaced(saving.Attempt, "_together", goes if second else lambda function: function)
+    lost = replaced(saving.CheckpointWriter, "_together", goes if second else lambda function: function)
     try:
         with slow[0], slow[1], lost:
             checkpoint.save(path, model, optimizer, asynchronous=True, file_nbytes=1 << 16)
