@@ -65,6 +65,6 @@ def test_boxes_that_meet() -> None:
             boxes.append((Box(tuple(offsets), tuple(sizes)), len(boxes)))
         offsets = [chosen.randrange(size) for size in shape]
         wanted = Box(tuple(offsets), tuple(chosen.randint(1, n - o) for n, o in zip(shape, offsets, strict=True)))
-        found = {number: common for common, _, number in BoxIndex(shape, boxes).meeting(wanted)}
+        found = {number: common for common, _, number in BoxIndex(shape, boxes).overlapping(wanted)}
         assert found == {number: common for box, number in boxes if (common := wanted.intersect(box)) is not None}
         assert sum(common.numel for common in found.values()) == wanted.numel

@@ -198,7 +198,7 @@ class BoxIndex(Generic[_T]):
         for box, _ in self._boxes:
             self._reach.append(max(box.last(self._strides), self._reach[-1] if self._reach else -1))
 
-    def meeting(self, wanted: Box) -> Iterator[tuple[Box, Box, _T]]:
+    def overlapping(self, wanted: Box) -> Iterator[tuple[Box, Box, _T]]:
         """(common part, box, what belongs to it) of every box that has elements of ``wanted``."""
         if not wanted.numel:
             return

@@ -560,7 +560,7 @@ class Metadata(_Entry):
                 )
             # So many elements in all, and none twice: then each is there.
             index = BoxIndex(tensor.shape, [(each.box, each) for each in tensor.boxes])
-            if any(sum(1 for _ in index.meeting(each.box)) > 1 for each in tensor.boxes):
+            if any(sum(1 for _ in index.overlapping(each.box)) > 1 for each in tensor.boxes):
                 raise CheckpointError(f"{path} has parts of {name!r} that overlap")
         whole = self.world == len(self.ranks) > 0 and all("random" in rank for rank in self.ranks)
         if not whole or ("groups" in self.values) != ("skipped_steps" in self.values):

@@ -26,10 +26,10 @@ from zeropp.engine.engine import Engine
 
 __all__ = [
     "AFTER",
-    "EngineMeeting",
+    "EngineSync",
     "Left",
-    "Meeting",
     "Progress",
+    "RankSync",
     "Task",
     "Tried",
     "absolute",
@@ -287,7 +287,7 @@ def tried(work: Callable[[], _T]) -> Tried[_T]:
         return None, error, f"{type(error).__name__}: {error}"
 
 
-class Meeting:
+class RankSync:
     """Ranks that each do work of their own, such as reading or writing files, and tell each other how it went.
 
     Args:
@@ -387,7 +387,7 @@ class _Waiting:
         self._warn_after += now - self._since
 
 
-class EngineMeeting(Meeting):
+class EngineSync(RankSync):
     """The ranks of an engine between passes, as for any other collective call."""
 
     def __init__(self, engine: Engine) -> None:
@@ -424,14 +424,14 @@ def together(
         doing: for errors, "loading ..." for one.
         work: may raise.
         left: how things are after an error.
-        at_disk: what work tells of its progress, if it may take ranks any time; see :meth:`Meeting.do`. Otherwise they
+        at_disk: what work tells of its progress, if it may take ranks any time; see :meth:`RankSync.do`. Otherwise they
             wait for ``hang_timeout`` at most.
 
     Raises:
         Exception: this rank's own error, as it was.
         CheckpointError: another rank's, with its rank.
     """
-    result, error, told = tried(work) if at_disk is None else EngineMeeting(engine).do(work, doing, at_disk)
+    result, error, told = tried(work) if at_disk is None else EngineSync(engine).do(work, doing, at_disk)
     accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, Left) else left), doing)
     _, how = accounts[0]
     if isinstance(error, CheckpointError):

@@ -49,9 +49,9 @@ from zeropp.checkpoint.metadata import (
     written_first,
 )
 from zeropp.checkpoint.rank_sync import (
-    EngineMeeting,
-    Meeting,
+    EngineSync,
     Progress,
+    RankSync,
     Task,
     absolute,
     path_of_rank_0,
@@ -220,22 +220,22 @@ class CheckpointWriter:
         # Two links to one folder are one path for is_under_way(). Of each rank: nodes may have other links.
         self.path = Path(os.path.realpath(self.path))
 
-    def write_checkpoint(self, meeting: Meeting) -> None:
+    def write_checkpoint(self, sync: RankSync) -> None:
         """Write it; every rank calls this.
 
         Raises:
             CheckpointError: some rank could not; on every rank, with its cause.
         """
-        first = meeting.rank == 0
+        first = sync.rank == 0
         try:
-            self._together(meeting, "making a folder for a checkpoint", self._make if first else _nothing)
-            stem, parts, own = stem_of(meeting.rank, self.token), self.contents.parts, self.contents.own
+            self._together(sync, "making a folder for a checkpoint", self._make if first else _nothing)
+            stem, parts, own = stem_of(sync.rank, self.token), self.contents.parts, self.contents.own
             written = self._together(
-                meeting, "writing a checkpoint",
+                sync, "writing a checkpoint",
                 lambda: (write_files(self.path, stem, parts, self.checks, self.limit, self.progress), own),
             )  # fmt: skip
             self._together(
-                meeting, "completing a checkpoint",
+                sync, "completing a checkpoint",
                 (lambda: self._finish(self._metadata(written))) if first else _nothing,
             )  # fmt: skip
         except BaseException:
@@ -247,11 +247,11 @@ class CheckpointWriter:
             _under_way.discard(self)
             self.progress.close()
 
-    def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
+    def _together(self, sync: RankSync, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
         try:
-            result, error, told = meeting.do(work, doing, self.progress)
-            answers = meeting.exchange((result, told, self._left), doing)
+            result, error, told = sync.do(work, doing, self.progress)
+            answers = sync.exchange((result, told, self._left), doing)
         except RuntimeError as lost:
             if self._left == _UNTOUCHED:
                 raise
@@ -260,7 +260,7 @@ class CheckpointWriter:
         if failed:
             # A large one may take long to remove, and a lost rank is the next call's concern.
             with contextlib.suppress(RuntimeError):
-                meeting.do(self._discard if meeting.rank == 0 else _nothing, "removing what was written", self.progress)
+                sync.do(self._discard if sync.rank == 0 else _nothing, "removing what was written", self.progress)
             if error is not None and not isinstance(error, Exception):
                 raise error
             _, _, left = answers[0]  # the first rank's, which alone puts it in place
@@ -391,7 +391,7 @@ _ALIGNED = 64  # bytes; so that every dtype may lie at the beginning of a part
 _AFTER_LOSS = 30.0
 
 
-class _BackgroundMeeting(Meeting):
+class _BackgroundSync(RankSync):
     """The writing threads of all ranks, in a group of their own: collectives of one group need one order."""
 
     def __init__(self, comm: Comm, warn_after: float | None, number: int) -> None:
@@ -445,12 +445,12 @@ class Background:
         assert comm is not None  # of an engine that is being used
         comm.free_host_group(f"checkpoint {self._meetings}")
         self._meetings += 1
-        self._meeting = _BackgroundMeeting(comm, self._warn_after, self._meetings)
+        self._sync = _BackgroundSync(comm, self._warn_after, self._meetings)
 
     @property
     def broken(self) -> bool:
         """True if this rank has missed another one."""
-        return self._meeting.broken
+        return self._sync.broken
 
     @property
     def busy(self) -> bool:
@@ -490,10 +490,10 @@ class Background:
 
     def start(self, attempt: CheckpointWriter) -> None:
         """Write what was copied, and return meanwhile."""
-        self._path, meeting = str(attempt.path), self._meeting
+        self._path, sync = str(attempt.path), self._sync
 
         def write() -> None:
-            attempt.write_checkpoint(meeting)
+            attempt.write_checkpoint(sync)
             _unfinished.pop(self, None)
 
         # Before it begins, since it may end at once.
@@ -687,16 +687,16 @@ def begin(
     target = path_of_rank_0(engine, paths, "checkpoint.save()")
     if background is not None and any(broken):
         background.meet_anew()
-    checks, meeting = Checksums.common(names), EngineMeeting(engine)
+    checks, sync = Checksums.common(names), EngineSync(engine)
     collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)
     refused = 0 if in_window else engine.accumulation.count
     found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)
-    shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
+    shown = Progress(f"saving {target.name}", progress and sync.rank == 0)
     attempt = CheckpointWriter(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
         # Threads copy from cards, on streams of their own.
         wait_for_cards(found.parts)
-        attempt.write_checkpoint(meeting)
+        attempt.write_checkpoint(sync)
     else:
         doing, left = f"copying what is to be saved at {str(target)!r}", "nothing was saved"
         background.start(together(engine, doing, lambda: background.copied(attempt), left))

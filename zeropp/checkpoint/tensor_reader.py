@@ -320,7 +320,7 @@ class TensorReader:
             )
         if part.name not in self._indices:
             self._indices[part.name] = BoxIndex(entry.shape, [(each.box, each) for each in entry.boxes])
-        for common, box, found in self._indices[part.name].meeting(part.box):
+        for common, box, found in self._indices[part.name].overlapping(part.box):
             place = common.within(part.box)
             # A folder of torch.distributed.checkpoint says only in the file itself where a box begins.
             found = self.locate(found) if self.locate is not None else found

@@ -73,11 +73,11 @@ def loses_at_the_end(path: Path) -> str:
     gone = threading.Event()
 
     def goes(function: Any) -> Any:
-        def instead(self: Any, meeting: Any, doing: str, work: Any) -> Any:
+        def instead(self: Any, sync: Any, doing: str, work: Any) -> Any:
             if doing.startswith("completing"):
                 gone.wait(30)
                 raise RuntimeError("it was lost")
-            return function(self, meeting, doing, work)
+            return function(self, sync, doing, work)
 
         return instead
 
@@ -157,7 +157,7 @@ def one_by_one(root: Path) -> list[str]:
     # Its group is destroyed under it, as at the end of a program.
     with replaced(os, "pwrite", late(0.2)):
         checkpoint.save(root / "last", model, optimizer, asynchronous=True)
-        dist.destroy_process_group(saving.backgrounds[optimizer.engine]._meeting._group)
+        dist.destroy_process_group(saving.backgrounds[optimizer.engine]._sync._group)
         told.append(told_by(checkpoint.wait))
     assert (root / "last" / "metadata.json").exists(), "\n".join(told)
     checkpoint.load(root / "last", model, optimizer)
