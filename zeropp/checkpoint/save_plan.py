@@ -52,7 +52,7 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp_kernels.wire import BLOCK
 
 __all__ = [
-    "Contents",
+    "SavePlan",
     "add_extra",
     "average_parts",
     "averages_of",
@@ -303,7 +303,7 @@ def draw_anew(state: dict[str, Any], rank: int, world: int) -> None:
 
 
 @dataclass
-class Contents:
+class SavePlan:
     """One rank's share of a checkpoint.
 
     Attributes:
@@ -340,13 +340,13 @@ def contents(
     checks: Checksums,
     *,
     trained_only: bool = False,
-) -> Contents:
+) -> SavePlan:
     """Collect everything, or all but frozen parameters; local, but for the ``state_dict`` of an extra object.
 
     Raises:
         CheckpointError: something is of a kind that checkpoints cannot keep.
     """
-    found = Contents()
+    found = SavePlan()
     _add_model(found, engine, model)
     if trained_only:
         _leave_out_frozen(found, model)
@@ -367,7 +367,7 @@ def contents(
     return found
 
 
-def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
+def _add_model(found: SavePlan, engine: Engine, model: nn.Module) -> None:
     named, found.aliases = model_names(model)
     first = engine.comm.rank == 0
     mains = {n: b.main_dtype for b in engine.buffers for n in b.names}
@@ -392,7 +392,7 @@ def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
         found.parts += [whole(name, tensor) for name, tensor in tensors.items()] if first else []
 
 
-def _leave_out_frozen(found: Contents, model: nn.Module) -> None:
+def _leave_out_frozen(found: SavePlan, model: nn.Module) -> None:
     """Take frozen parameters out again, and say which they are: whoever loads this has them from elsewhere."""
     named, _ = model_names(model)
     left = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
@@ -404,7 +404,7 @@ def _leave_out_frozen(found: Contents, model: nn.Module) -> None:
     found.values["left_out"] = sorted(left)
 
 
-def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) -> None:
+def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) -> None:
     slices = optimizer.slices
     rows: list[tuple[Slice, str, Tensor]] = []
     numbers: dict[str, dict[str, Any]] = {}
@@ -454,7 +454,7 @@ def _is_first_replica(engine: Engine) -> bool:
     return chain.slice_index(engine.comm.rank, chain.world) % (chain.world // engine.mode.states) == 0
 
 
-def _add_number(found: Contents, numbers: dict[str, dict[str, Any]], name: str, key: str, value: object) -> None:
+def _add_number(found: SavePlan, numbers: dict[str, dict[str, Any]], name: str, key: str, value: object) -> None:
     """A state that a parameter has once, such as its count of steps."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise CheckpointError(
@@ -466,7 +466,7 @@ def _add_number(found: Contents, numbers: dict[str, dict[str, Any]], name: str, 
     found.parts += [whole(each, tensor) for each, tensor in tensors.items()]
 
 
-def _groups(found: Contents, engine: Engine, optimizer: ZeroOptimizer) -> Iterator[dict[str, Any]]:
+def _groups(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) -> Iterator[dict[str, Any]]:
     names = {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
     for index, (group, given) in enumerate(zip(optimizer.param_groups, optimizer.slices.given, strict=True)):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -487,7 +487,7 @@ def _digest(states: Mapping[str, Any], checks: Checksums) -> str:
     return checks.hexdigest(b"\n".join(summed))
 
 
-def add_extra(found: Contents, rank: int, first: str) -> None:
+def add_extra(found: SavePlan, rank: int, first: str) -> None:
     """Add what the caller gives besides: the first rank's, and of others what differs from that.
 
     Args:

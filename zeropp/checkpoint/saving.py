@@ -58,7 +58,7 @@ from zeropp.checkpoint.rank_sync import (
     together,
     tried,
 )
-from zeropp.checkpoint.save_plan import Contents, add_extra, contents
+from zeropp.checkpoint.save_plan import SavePlan, add_extra, contents
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.engine.engine import Engine, engine_of
@@ -206,7 +206,7 @@ class CheckpointWriter:
 
     path: Path
     token: str
-    contents: Contents
+    contents: SavePlan
     checks: Checksums
     limit: int
     progress: Progress
@@ -359,7 +359,7 @@ def check_target(path: Path) -> None:
     )
 
 
-def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
+def _merged(written: Iterable[Written], contents: SavePlan) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
     files: list[FileEntry] = []
     found: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]] = {}
     # A tensor without elements is among no rank's boxes, and has to be named all the same.
@@ -717,17 +717,17 @@ def _wait_for_others(engine: Engine, busy: str) -> None:
 def _prepare(
     engine: Engine,
     optimizer: Optimizer | None,
-    collect: Callable[..., Contents],
+    collect: Callable[..., SavePlan],
     target: Path,
     limit: int,
     waiting: int,
-) -> tuple[Contents, str]:
+) -> tuple[SavePlan, str]:
     """This rank's contents, and the attempt's token; fails on all ranks if it fails on any.
 
     ``waiting`` micro-batches have gradients that would be lost.
     """
 
-    def prepare() -> Contents:
+    def prepare() -> SavePlan:
         require_file_nbytes(limit, least=1 << 16)
         if waiting:
             raise CheckpointError(
@@ -742,7 +742,7 @@ def _prepare(
 
     collected, error, told = tried(prepare)
     # A rank that has failed still takes part in the exchange, to say so.
-    found = collected or Contents()
+    found = collected or SavePlan()
     own = (told, found.digest, secrets.token_hex(4))
     accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")
     if error is not None:
