@@ -36,7 +36,7 @@ from bench.common import results
 from bench.common.machine import machine
 from zeropp import checkpoint
 from zeropp.checkpoint import saving
-from zeropp.checkpoint.boxes import Box, Part
+from zeropp.checkpoint.boxes import Box, TensorBox
 from zeropp.checkpoint.files import Written, write_files
 from zeropp.checkpoint.metadata import Checksums
 from zeropp.checkpoint.rank_sync import Progress
@@ -59,7 +59,7 @@ def serve(pipe: Connection, memory: Tensor) -> None:
         parts = []
         for name, shape, box, dtype, begin in rows:
             nbytes = box.numel * dtype.itemsize
-            parts.append(Part(name, shape, box, memory[begin : begin + nbytes].view(dtype).view(box.sizes)))
+            parts.append(TensorBox(name, shape, box, memory[begin : begin + nbytes].view(dtype).view(box.sizes)))
         try:
             pipe.send(write_files(folder, stem, parts, Checksums.of(algorithm), limit))
         except OSError as error:
@@ -77,7 +77,7 @@ class Process:
         self._process.start()
 
     def write(
-        self, folder: Path, stem: str, parts: Sequence[Part], checks: Checksums, limit: int, progress: Progress
+        self, folder: Path, stem: str, parts: Sequence[TensorBox], checks: Checksums, limit: int, progress: Progress
     ) -> Written:
         """In place of ``write_files``."""
         del progress

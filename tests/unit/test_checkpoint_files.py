@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zeropp.checkpoint import rank_sync
-from zeropp.checkpoint.boxes import Box, CheckpointError, Part, as_bytes, whole
+from zeropp.checkpoint.boxes import Box, CheckpointError, TensorBox, as_bytes, whole
 from zeropp.checkpoint.files import Wanted, read_blocks, write_blocks, write_files
 from zeropp.checkpoint.metadata import DTYPES, STRETCH, Checksums, FileEntry, write_synced
 from zeropp.checkpoint.rank_sync import in_threads
@@ -35,7 +35,7 @@ def test_other_programs_read_them(tmp_path: Path) -> None:
     tensors = {f"t.{code}": values((3, 5), dtype) for code, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "transposed": torch.arange(12.0).reshape(3, 4).t()}
     parts = [whole(name, tensor) for name, tensor in tensors.items()]
-    parts.append(Part("part", (4, 6), Box((1, 2), (2, 3)), torch.arange(24.0).reshape(4, 6)[1:3, 2:5]))
+    parts.append(TensorBox("part", (4, 6), Box((1, 2), (2, 3)), torch.arange(24.0).reshape(4, 6)[1:3, 2:5]))
     found = write_files(tmp_path, "rank", parts, Checksums.best())
     (file,) = found.files
     with safe_open(tmp_path / file.name, "pt") as opened:

@@ -3,7 +3,7 @@
 A rank owns ranges of flat buffers. A range of an N-dimensional tensor is at most 2N-1 boxes: rows in part, whole
 rows, rows in part, and so on inward. Boxes say where values belong whatever ranges others cut.
 
-A :class:`Part` is a box with its values: main weights, optimizer states, bases of differences. Tensors that are
+A :class:`TensorBox` is a box with its values: main weights, optimizer states, bases of differences. Tensors that are
 sharded over few ranks have replicas. Of these a rank saves the range that it would own if they were sharded over all
 ranks: pieces of the last level lie inside those of every other level, so everything is written once, by all ranks
 alike.
@@ -34,7 +34,7 @@ __all__ = [
     "Box",
     "BoxIndex",
     "CheckpointError",
-    "Part",
+    "TensorBox",
     "as_bytes",
     "base_parts",
     "boxes_of_range",
@@ -215,7 +215,7 @@ MODEL, STATE, BASES = "model.", "optimizer.state.", "zeropp.base."
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorBox:
     """A box of a named tensor, and its values on this rank: a view, with the sizes of the box."""
 
     name: str
@@ -224,18 +224,18 @@ class Part:
     values: Tensor
 
 
-def whole(name: str, values: Tensor) -> Part:
+def whole(name: str, values: Tensor) -> TensorBox:
     """All of a tensor as one part."""
     shape = tuple(values.shape)
-    return Part(name, shape, Box((0,) * len(shape), shape), values)
+    return TensorBox(name, shape, Box((0,) * len(shape), shape), values)
 
 
-def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[Part]:
+def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[TensorBox]:
     """The boxes of a range of a parameter; ``row`` has its elements from ``start`` on, in the order of memory."""
     for box in boxes_of_range(slot.shape, slot.strides, start, start + row.numel()):
         # The row is as dense as the parameter, so its strides serve for a part of it, too.
         place = row.storage_offset() + box.first(slot.strides) - start
-        yield Part(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
+        yield TensorBox(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
 
 
 Which = Literal["slice", "pieces", "own"]
@@ -255,21 +255,21 @@ def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Sl
             yield layout.slots[each.slot], Fragment(each.slot, each.start, each.stop, each.offset + shift)
 
 
-def parts_of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, which: Which) -> Iterator[Part]:
+def parts_of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, which: Which) -> Iterator[TensorBox]:
     """Parts of what has one element for each of a buffer's, spread over ``level`` ranks."""
     for slot, each in fragments(buffer, level, which):
         values = row[each.offset : each.offset + each.stop - each.start]
         yield from parts_of_range(prefix + slot.name, slot, each.start, values)
 
 
-def main_parts(engine: Engine, which: Which) -> Iterator[Part]:
+def main_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
     """Main weights, and frozen ones as they are, of this rank's shards."""
     for buffer in engine.buffers:
         if not isinstance(buffer, CodedBuffer):
             yield from parts_of_row(buffer, buffer.shard, buffer.placement.mode.states, MODEL, which)
 
 
-def base_parts(engine: Engine, which: Which) -> Iterator[Part]:
+def base_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
     """Cached weights that differences are taken to, where they are not those that a refresh would make."""
     for buffer in engine.trainable_buffers:
         base, cached = buffer.base, buffer.placement.mode.cached
@@ -277,7 +277,7 @@ def base_parts(engine: Engine, which: Which) -> Iterator[Part]:
             yield from parts_of_row(buffer, base, cached, BASES, which)
 
 
-def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], which: Which) -> Iterator[Part]:
+def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], which: Which) -> Iterator[TensorBox]:
     """Optimizer states of one element for each of a slice's.
 
     Args:

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeropp.checkpoint.boxes import Box, Part, as_bytes
+from zeropp.checkpoint.boxes import Box, TensorBox, as_bytes
 from zeropp.checkpoint.metadata import STRETCH, BoxEntry, Checksums, FileEntry, dtype_code, sync_folder, write_synced
 from zeropp.checkpoint.rank_sync import Progress, in_threads
 
@@ -340,7 +340,7 @@ def require_file_nbytes(limit: object, least: int = 1) -> None:
 def write_files(
     folder: Path,
     stem: str,
-    parts: Sequence[Part],
+    parts: Sequence[TensorBox],
     checks: Checksums,
     limit: int = FILE_NBYTES,
     progress: Progress | None = None,
@@ -381,7 +381,7 @@ def write_files(
     return found
 
 
-def _split(part: Part, limit: int) -> Iterator[Part]:
+def _split(part: TensorBox, limit: int) -> Iterator[TensorBox]:
     """A part in halves, and those again, until none is larger than a file may be."""
     dimension = next((d for d, size in enumerate(part.box.sizes) if size > 1), None)
     if part.values.nbytes <= limit or dimension is None:
@@ -393,10 +393,10 @@ def _split(part: Part, limit: int) -> Iterator[Part]:
         offsets[dimension] += begin
         sizes[dimension] = count
         values = part.values.narrow(dimension, begin, count)
-        yield from _split(Part(part.name, part.shape, Box(tuple(offsets), tuple(sizes)), values), limit)
+        yield from _split(TensorBox(part.name, part.shape, Box(tuple(offsets), tuple(sizes)), values), limit)
 
 
-def _key(part: Part) -> str:
+def _key(part: TensorBox) -> str:
     if part.box.sizes == part.shape:
         return part.name
     ranges = (f"{offset}:{offset + size}" for offset, size in zip(part.box.offsets, part.box.sizes, strict=True))

@@ -22,7 +22,7 @@ from zeropp.checkpoint.boxes import (
     MODEL,
     STATE,
     CheckpointError,
-    Part,
+    TensorBox,
     base_parts,
     main_parts,
     state_parts,
@@ -84,7 +84,7 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
                 f"{renamed[first]!r} for both"
             )
     firsts, before = set(apart.values()), source.nbytes_read
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TensorBox]] = {}
     for part in main_parts(engine, "slice"):
         name = part.name.removeprefix(MODEL)
         if name in firsts:
@@ -93,7 +93,7 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
         for part in parts.get(first, ()):
             own, other = (torch.empty_like(part.values) for _ in range(2))
             pairs = (renamed[first], own), (alias, other)
-            source.read([Part(MODEL + name, part.shape, part.box, values) for name, values in pairs])
+            source.read([TensorBox(MODEL + name, part.shape, part.box, values) for name, values in pairs])
             # One may have been rounded, as it was saved: both are, to either dtype.
             for name in (renamed[first], alias):
                 own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
@@ -252,13 +252,13 @@ class Restore:
         same = self.metadata.world == self.engine.comm.world
         return self.metadata.ranks[self.engine.comm.rank] if same else {}
 
-    def _there(self, parts: Iterator[Part], prefix: str) -> Iterator[Part]:
+    def _there(self, parts: Iterator[TensorBox], prefix: str) -> Iterator[TensorBox]:
         """Parts that the checkpoint has, under its names."""
         for part in parts:
             name = self._renamed.get(part.name.removeprefix(prefix))
             coded = prefix == MODEL and name in self.metadata.coded
             if name is not None and (coded or prefix + name in self.metadata.tensors):
-                yield Part(prefix + name, part.shape, part.box, part.values)
+                yield TensorBox(prefix + name, part.shape, part.box, part.values)
 
     def look_up(self) -> None:
         """Find where the model's values lie, and read none."""
@@ -271,7 +271,7 @@ class Restore:
         """Read all that is this rank's into its shards and states, and the job's values."""
         engine = self.engine
         # In one call, which reads each stretch of a file once.
-        parts: list[Iterable[Part]] = [self._held.values()]
+        parts: list[Iterable[TensorBox]] = [self._held.values()]
         if "model" in self.kinds:
             spread = {name for buffer in engine.buffers for name in buffer.names}
             rest = (whole(MODEL + name, tensor.data) for name, tensor in self.named.items() if name not in spread)
@@ -334,7 +334,7 @@ class Restore:
         self.source.read(self._there(iter(encoded.parts), MODEL))
         encoded.encode()
 
-    def _state_parts(self) -> Iterator[Part]:
+    def _state_parts(self) -> Iterator[TensorBox]:
         """Parts of the optimizer's states, in tensors made for them."""
         optimizer = self.optimizer
         assert optimizer is not None
@@ -347,7 +347,7 @@ class Restore:
                 self.states.setdefault(part.parameter, {})[key] = tensor
         for piece in state_parts(self.engine, rows, "slice"):
             name, _, key = piece.name.removeprefix(STATE).rpartition(".")
-            yield Part(f"{STATE}{self._renamed[name]}.{key}", piece.shape, piece.box, piece.values)
+            yield TensorBox(f"{STATE}{self._renamed[name]}.{key}", piece.shape, piece.box, piece.values)
 
     def _keys(self) -> dict[str, dict[str, torch.dtype]]:
         """By parameter the keys of its states that have an element for each of its own, with their dtypes."""

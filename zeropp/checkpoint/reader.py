@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zeropp.checkpoint.boxes import MODEL, STATE, Box, CheckpointError, Part
+from zeropp.checkpoint.boxes import MODEL, STATE, Box, CheckpointError, TensorBox
 from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata, decode
 from zeropp.checkpoint.tensor_reader import TensorReader, Verify, require_verify
 
@@ -110,7 +110,7 @@ class Reader(StorageReader):
             chunk = item.storage_index.offset or torch.Size([0] * len(item.lengths))
             offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
             own = self._names[name]
-            parts.append(Part(own, _shape(source.metadata, own), Box(offsets, tuple(item.lengths)), into.detach()))
+            parts.append(TensorBox(own, _shape(source.metadata, own), Box(offsets, tuple(item.lengths)), into.detach()))
             given.append((item, into))
         source.read(parts)
         for item, into in given:

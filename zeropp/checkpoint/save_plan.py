@@ -24,7 +24,7 @@ from zeropp.checkpoint.boxes import (
     STATE,
     Box,
     CheckpointError,
-    Part,
+    TensorBox,
     Which,
     as_bytes,
     base_parts,
@@ -209,7 +209,7 @@ def prefix_of(name: str) -> str:
     return f"zeropp.average.{name!r}."
 
 
-def average_parts(average: Average, name: str, which: Which) -> Iterator[Part]:
+def average_parts(average: Average, name: str, which: Which) -> Iterator[TensorBox]:
     """An average, of this rank's pieces, under the name that it is given under."""
     for buffer, piece in average.pieces.items():
         yield from parts_of_row(buffer, piece, buffer.placement.mode.states, prefix_of(name), which)
@@ -317,7 +317,7 @@ class SavePlan:
         digest: of that.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorBox] = field(default_factory=list)
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     coded: dict[str, CodedEntry] = field(default_factory=dict)
@@ -527,7 +527,7 @@ def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
     }
 
 
-def coded_parts(engine: Engine, which: Which) -> Iterator[Part]:
+def coded_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
     """Codes and scales of this rank's shards, or what it saves of them."""
     for buffer in engine.buffers:
         if not isinstance(buffer, CodedBuffer):
@@ -538,5 +538,5 @@ def coded_parts(engine: Engine, which: Which) -> Iterator[Part]:
             here, there, count = each.offset // BLOCK, each.start // BLOCK, -(-(each.stop - each.start) // BLOCK)
             blocks = -(-slot.numel // BLOCK)
             box = Box((there, 0), (count, BLOCK))
-            yield Part(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])
-            yield Part(SCALES + slot.name, (blocks,), Box((there,), (count,)), scales[here : here + count])
+            yield TensorBox(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])
+            yield TensorBox(SCALES + slot.name, (blocks,), Box((there,), (count,)), scales[here : here + count])

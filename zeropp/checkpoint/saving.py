@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.access.state import require_values
-from zeropp.checkpoint.boxes import CheckpointError, Part
+from zeropp.checkpoint.boxes import CheckpointError, TensorBox
 from zeropp.checkpoint.files import FILE_NBYTES, Written, require_file_nbytes, write_files
 from zeropp.checkpoint.metadata import (
     FORMAT,
@@ -511,7 +511,7 @@ class Background:
         self._task = None
         _unfinished.pop(self, None)
 
-    def _copied(self, parts: Sequence[Part]) -> list[Part]:
+    def _copied(self, parts: Sequence[TensorBox]) -> list[TensorBox]:
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
         memory = self._room(sum(sizes), parts)
         found, begin = [], 0
@@ -523,7 +523,7 @@ class Background:
         wait_for_cards(parts)
         return found
 
-    def _room(self, nbytes: int, parts: Sequence[Part]) -> Tensor:
+    def _room(self, nbytes: int, parts: Sequence[TensorBox]) -> Tensor:
         """Memory that is kept for the next time: fresh pages cost many times what the copy does."""
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory, pinned = None, any(part.values.is_cuda for part in parts)
@@ -531,7 +531,7 @@ class Background:
         return self._memory
 
 
-def wait_for_cards(parts: Iterable[Part]) -> None:
+def wait_for_cards(parts: Iterable[TensorBox]) -> None:
     """Wait for what was queued on cards: their values are there, or copied, when this returns."""
     # Each on the stream of its device, which need not be the one that is current.
     for device in dict.fromkeys(part.values.device for part in parts if part.values.is_cuda):

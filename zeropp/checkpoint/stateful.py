@@ -20,7 +20,7 @@ from zeropp.checkpoint.boxes import (
     STATE,
     Box,
     CheckpointError,
-    Part,
+    TensorBox,
     Which,
     fragments,
     main_parts,
@@ -71,12 +71,12 @@ class ShardedTensorView(Tensor):
         read: boxes that it loads, into their values.
     """
 
-    written: list[Part]
-    read: list[Part]
+    written: list[TensorBox]
+    read: list[TensorBox]
 
     @staticmethod
     def __new__(
-        cls, written: list[Part], read: list[Part], shape: Sequence[int], dtype: torch.dtype
+        cls, written: list[TensorBox], read: list[TensorBox], shape: Sequence[int], dtype: torch.dtype
     ) -> ShardedTensorView:
         # It has a shape but no memory: no rank has the whole tensor.
         made: ShardedTensorView = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
@@ -99,7 +99,7 @@ class ShardedTensorView(Tensor):
             "torch.distributed.checkpoint can use; whole values are in zeropp.full_state(model)"
         )
 
-    def _of(self, parts: list[Part]) -> list[Part]:
+    def _of(self, parts: list[TensorBox]) -> list[TensorBox]:
         """Boxes; of a tensor without elements, which nobody has a piece of, one of none, as torch expects it."""
         return parts if self.numel() else [whole("", torch.empty(self.shape, dtype=self.dtype, device="cpu"))]
 
@@ -160,7 +160,7 @@ class _State(Stateful):
         engine = self._engine
         self._decoded = [(buffer, buffer.decoded()) for buffer in engine.buffers if isinstance(buffer, CodedBuffer)]
 
-        def parts(which: Which) -> Iterator[Part]:
+        def parts(which: Which) -> Iterator[TensorBox]:
             yield from main_parts(engine, which)
             for buffer, row in self._decoded:
                 yield from parts_of_row(buffer, row, buffer.placement.mode.states, MODEL, which)
@@ -279,10 +279,10 @@ def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]
 
 
 def _spread(
-    parts: Callable[[Which], Iterator[Part]], shapes: dict[str, tuple[Sequence[int], torch.dtype]]
+    parts: Callable[[Which], Iterator[TensorBox]], shapes: dict[str, tuple[Sequence[int], torch.dtype]]
 ) -> dict[str, ShardedTensorView]:
     """Tensors of the given names, with the boxes of them that this rank has."""
-    boxes: dict[str, dict[str, list[Part]]] = {name: {"own": [], "pieces": []} for name in shapes}
+    boxes: dict[str, dict[str, list[TensorBox]]] = {name: {"own": [], "pieces": []} for name in shapes}
     for which in ("own", "pieces"):
         for part in parts(which):
             boxes[part.name][which].append(part)

@@ -22,7 +22,7 @@ from zeropp.checkpoint.boxes import (
     Box,
     BoxIndex,
     CheckpointError,
-    Part,
+    TensorBox,
     as_bytes,
     fragments,
     parts_of_range,
@@ -56,7 +56,7 @@ class Encoded:
 
     def __init__(self, engine: Engine, matched: Mapping[str, str], metadata: Metadata) -> None:
         self._rows: list[tuple[FlatBuffer, Fragment, Tensor]] = []
-        self.parts: list[Part] = []
+        self.parts: list[TensorBox] = []
         for buffer in engine.buffers:
             if not isinstance(buffer, CodedBuffer):
                 continue
@@ -202,7 +202,7 @@ class TensorReader:
         # Where boxes begin in each file, to name what a damaged stretch has.
         self._begins: dict[int, list[tuple[int, int, str]]] = {}
 
-    def read(self, parts: Iterable[Part]) -> None:
+    def read(self, parts: Iterable[TensorBox]) -> None:
         """Fill the values of parts, converted to the dtypes they have here.
 
         Raises:
@@ -225,7 +225,7 @@ class TensorReader:
             for batch in _batches(sorted(requests, key=lambda each: each.entry.begin)):
                 self._read_batch(number, batch)
 
-    def find(self, parts: Iterable[Part]) -> None:
+    def find(self, parts: Iterable[TensorBox]) -> None:
         """Look up where the values of parts lie, and read none.
 
         Raises:
@@ -246,7 +246,7 @@ class TensorReader:
         for number in range(share, len(self.metadata.files), shares):
             self._path_of(number)
 
-    def room(self, name: str) -> Part:
+    def room(self, name: str) -> TensorBox:
         """All of one tensor, in memory of the CPU for it that is yet to be read.
 
         Raises:
@@ -309,7 +309,7 @@ class TensorReader:
             self.progress.expect(len(rest) * STRETCH)
             self._read_file(number, [], rest)
 
-    def _requests(self, part: Part) -> Iterator[_Request]:
+    def _requests(self, part: TensorBox) -> Iterator[_Request]:
         entry = self.metadata.tensors.get(part.name)
         if entry is None:
             raise CheckpointError(f"{str(self._folder)!r} has no tensor {part.name!r}")

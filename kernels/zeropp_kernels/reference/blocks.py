@@ -16,9 +16,19 @@ from torch import Tensor
 from ..wire import MessageLayout
 
 __all__ = [
-    "TILE", "Part", "decode_", "encode_", "parts", "require_cpu", "rotate_", "saturate_", "scale_values", "scratch",
-    "tiles", "unrotate_",
-]  # fmt: skip
+    "TILE",
+    "TensorBox",
+    "decode_",
+    "encode_",
+    "parts",
+    "require_cpu",
+    "rotate_",
+    "saturate_",
+    "scale_values",
+    "scratch",
+    "tiles",
+    "unrotate_",
+]
 
 # Elements: 512 KiB of float32, so that a tile and its scratch stay in a core's cache.
 TILE = 1 << 17
