@@ -18,7 +18,7 @@ from zeropp.checkpoint.boxes import MODEL, CheckpointError
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
-from zeropp.checkpoint.rank_sync import Left, Progress, common_path, together
+from zeropp.checkpoint.rank_sync import Left, Progress, common_path, run_between_passes
 from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.saving import require_files
 from zeropp.checkpoint.tensor_reader import TensorReader, Verify
@@ -100,10 +100,10 @@ def _write_folder(
         return WholeFiles(place.folder, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
 
     try:
-        files, outgoing = together(engine, doing, prepare, left, at_disk=shown)
-        together(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
+        files, outgoing = run_between_passes(engine, doing, prepare, left, at_disk=shown)
+        run_between_passes(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
         finish = (lambda: place.finish(files)) if first else lambda: None
-        together(engine, doing, finish, left, at_disk=shown)
+        run_between_passes(engine, doing, finish, left, at_disk=shown)
     except BaseException:
         if first:
             place.discard()
@@ -359,7 +359,7 @@ def _write_state(engine: Engine, path: Path, state: dict[str, Tensor] | None) ->
             beside.unlink(missing_ok=True)
         sync_folder(path.parent)
 
-    together(engine, f"writing {str(path)!r}", write, left, at_disk=Progress())
+    run_between_passes(engine, f"writing {str(path)!r}", write, left, at_disk=Progress())
 
 
 def consolidate(

@@ -30,7 +30,7 @@ from zeropp.checkpoint.boxes import (
 )
 from zeropp.checkpoint.foreign import foreign_source
 from zeropp.checkpoint.metadata import DTYPES, Metadata, decode, tensors_in
-from zeropp.checkpoint.rank_sync import Progress, common_path, telling, together
+from zeropp.checkpoint.rank_sync import Progress, common_path, run_between_passes, telling
 from zeropp.checkpoint.save_plan import (
     average_parts,
     averages_of,
@@ -367,15 +367,15 @@ class Restore:
         """Let everything follow from what was read; what modules, optimizer or objects refuse, every rank hears of."""
         if "model" in self.kinds:
             # First, since they may be modules' own tensors.
-            together(self.engine, doing, self._load_modules, IN_PART)
+            run_between_passes(self.engine, doing, self._load_modules, IN_PART)
             self._weights_changed()
         if self.optimizer is not None:
             self.optimizer.zero_grad(now=True)
         if self._loads_optimizer:
             assert self.optimizer is not None
-            together(self.engine, doing, self._load_optimizer, IN_PART)
+            run_between_passes(self.engine, doing, self._load_optimizer, IN_PART)
             load_carried(self.engine, self.optimizer.carried, self.values["carried"])
-        together(self.engine, doing, self._load_others, IN_PART)
+        run_between_passes(self.engine, doing, self._load_others, IN_PART)
         self.result.nbytes_read = self.source.nbytes_read
         self.result.nbytes_converted = self.source.nbytes_converted
 
@@ -642,7 +642,7 @@ def load_foreign(
 
 @torch.inference_mode(False)  # a step cannot write to states that are made in it
 def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Restore]) -> Loaded:
-    work = together(engine, doing, prepare, "nothing was changed", at_disk=shown)
+    work = run_between_passes(engine, doing, prepare, "nothing was changed", at_disk=shown)
     engine.finish_load()
     engine.refresh.start_put_off()
     # Refreshes read what is about to be written.
@@ -652,7 +652,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
     try:
         for turn in range(turns):
             reads = work.read if engine.comm.rank % turns == turn else lambda: None
-            together(engine, doing, reads, IN_PART, at_disk=shown)
+            run_between_passes(engine, doing, reads, IN_PART, at_disk=shown)
     finally:
         shown.close()
     work.finish(doing)

@@ -36,8 +36,8 @@ __all__ = [
     "common_path",
     "in_threads",
     "path_of_rank_0",
+    "run_between_passes",
     "telling",
-    "together",
     "tried",
 ]
 
@@ -414,7 +414,7 @@ class Left:
         self.text = text
 
 
-def together(
+def run_between_passes(
     engine: Engine, doing: str, work: Callable[[], _T], left: str | Left, *, at_disk: Progress | None = None
 ) -> _T:
     """Do local work between passes.

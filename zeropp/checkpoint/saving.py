@@ -55,7 +55,7 @@ from zeropp.checkpoint.rank_sync import (
     Task,
     absolute,
     path_of_rank_0,
-    together,
+    run_between_passes,
     tried,
 )
 from zeropp.checkpoint.save_plan import SavePlan, add_extra, contents
@@ -588,7 +588,7 @@ def wait_together(engine: Engine, left: str) -> None:
     """
     background = backgrounds.get(engine)
     if background is not None:
-        together(engine, "waiting for the checkpoint before", background.wait, left)
+        run_between_passes(engine, "waiting for the checkpoint before", background.wait, left)
 
 
 def _forget_all() -> None:
@@ -699,7 +699,7 @@ def begin(
         attempt.write_checkpoint(sync)
     else:
         doing, left = f"copying what is to be saved at {str(target)!r}", "nothing was saved"
-        background.start(together(engine, doing, lambda: background.copied(attempt), left))
+        background.start(run_between_passes(engine, doing, lambda: background.copied(attempt), left))
     return target
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.metadata import METADATA, Checksums, write_synced, written_first
-from zeropp.checkpoint.rank_sync import Progress, together
+from zeropp.checkpoint.rank_sync import Progress, run_between_passes
 from zeropp.checkpoint.saving import begin, is_under_way, is_unfinished, remove, wait_together
 from zeropp.checkpoint.tensor_reader import Verify
 from zeropp.config.base import notify
@@ -125,7 +125,7 @@ class Series:
         wait_together(engine, "nothing was changed")
         # The first rank's: others may see an older state of a network's file system.
         looks = step is None and engine.comm.rank == 0
-        own = together(engine, "looking for the newest checkpoint", lambda: self.latest() if looks else step,
+        own = run_between_passes(engine, "looking for the newest checkpoint", lambda: self.latest() if looks else step,
                        "nothing was changed", at_disk=Progress())  # fmt: skip
         chosen = engine.agreement.exchange_objects(own, "looking for the newest checkpoint")[0]
         if chosen is None:
