@@ -1,8 +1,8 @@
 """Work that all ranks do together before there is an engine: any of them may fail, and then all of them raise.
 
-`on_all_ranks` runs local work on every rank, and raises on all of them if it fails on any. `exchange` tells every rank
-what each has to say. `BuildComm` moves tensors while a model is built, before there are comm streams and a ledger for
-that.
+`run_on_all_ranks` runs local work on every rank, and raises on all of them if it fails on any. `exchange` tells every
+rank what each has to say. `BuildComm` moves tensors while a model is built, before there are comm streams and a ledger
+for that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zeropp.comm.process_groups import (
 )
 from zeropp.comm.threads import warn_of_waiting
 
-__all__ = ["PATIENCE", "BuildComm", "Failure", "exchange", "naming_absence", "on_all_ranks"]
+__all__ = ["PATIENCE", "BuildComm", "Failure", "exchange", "naming_absence", "run_on_all_ranks"]
 
 _T = TypeVar("_T")
 _SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
@@ -46,7 +46,7 @@ PATIENCE = 600.0
 """Seconds to wait for other ranks where no configuration has been read: the default of ``hang_timeout``."""
 
 
-def on_all_ranks(
+def run_on_all_ranks(
     group: Group,
     what: str,
     work: Callable[[], _T],

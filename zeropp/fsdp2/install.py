@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.comm.collective import exchange, on_all_ranks
+from zeropp.comm.collective import exchange, run_on_all_ranks
 from zeropp.comm.hops import Ledger
 from zeropp.comm.process_groups import whereabouts
 from zeropp.fsdp2.gather import GatherComm
@@ -258,7 +258,7 @@ def _agree(
     # With replicas, or several meshes, no group has all ranks: what one has heard of it tells in the next.
     for group in groups:
         try:
-            on_all_ranks(group, WHAT, partial(tell, group), same=same is not None, patience=options.patience)
+            run_on_all_ranks(group, WHAT, partial(tell, group), same=same is not None, patience=options.patience)
         except Exception as caught:
             error = caught
     if error is not None:

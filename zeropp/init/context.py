@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zeropp.comm.collective import BuildComm, on_all_ranks
+from zeropp.comm.collective import BuildComm, run_on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
@@ -99,7 +99,7 @@ class Init:
             )  # fmt: skip
 
         # What one rank refuses no other waits for.
-        self._settings = on_all_ranks(group, "preparing zero.Init", choose, patience=lambda chosen: chosen.seconds)
+        self._settings = run_on_all_ranks(group, "preparing zero.Init", choose, patience=lambda chosen: chosen.seconds)
         self._build = make_build(self._settings)
         if module is not None:
             self._partition(module, self._build)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.collective import on_all_ranks
+from zeropp.comm.collective import run_on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource
 from zeropp.init.context import make_build
@@ -62,7 +62,7 @@ def materialize(
             dtype=None, hpz_group=None, asked={},
         )  # fmt: skip
 
-    settings = on_all_ranks(group, "preparing materialize", choose, patience=lambda chosen: chosen.seconds)
+    settings = run_on_all_ranks(group, "preparing materialize", choose, patience=lambda chosen: chosen.seconds)
     build = make_build(settings)
     build.building = True
     try:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zeropp._compat import uncompiled
 from zeropp.access.refusals import explain_freed
 from zeropp.access.requires_grad import Trainability
-from zeropp.comm.collective import on_all_ranks
+from zeropp.comm.collective import run_on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
@@ -117,7 +117,7 @@ class ZeroOptimizer(Optimizer):
         def alike() -> list[str]:
             return [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"]
 
-        self.config = on_all_ranks(
+        self.config = run_on_all_ranks(
             process_group, "preparing ZeroOptimizer", prepare, patience=lambda loaded: loaded.zeropp.hang_timeout
         )
         self.inner = optimizer

@@ -26,7 +26,7 @@ from zeropp.access.ownership import PreviousWeights, former_engines, give_to_mod
 from zeropp.access.refusals import holding_tensors, refuse_changes, refuse_cuda_graphs, restorer, watch_structure
 from zeropp.access.state import await_values, awaited_names, install_state_hooks
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
+from zeropp.comm.collective import exchange, naming_absence, run_on_all_ranks
 from zeropp.comm.communicators import Ctas, processors
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
@@ -180,7 +180,7 @@ def build_engine(
     """
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
-    together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
+    together = partial(run_on_all_ranks, group, patience=lambda result: extension.hang_timeout)
     parameters = _named_parameters(model)
     trained_on = built_for(parameters.values()) if trained_on is None else trained_on
     device = together("checking the model", lambda: _check_model(model, parameters, config, trained_on))
