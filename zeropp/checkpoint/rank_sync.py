@@ -36,9 +36,9 @@ __all__ = [
     "common_path",
     "in_threads",
     "path_of_rank_0",
+    "result_or_error",
     "run_between_passes",
     "telling",
-    "tried",
 ]
 
 _T = TypeVar("_T")
@@ -275,7 +275,7 @@ def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
     return Path(paths[0])
 
 
-def tried(work: Callable[[], _T]) -> Tried[_T]:
+def result_or_error(work: Callable[[], _T]) -> Tried[_T]:
     """Do work, and return its result or its error.
 
     Also what a handler of a signal raises: others would wait for a rank that is about to end.
@@ -314,7 +314,8 @@ class RankSync:
         raise NotImplementedError
 
     def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """:func:`tried`, of work that may take one rank any time longer than another; returns when all are done.
+        """:func:`result_or_error`, of work that may take one rank any time longer than another; returns when all are
+        done.
 
         Meanwhile a thread exchanges with the other ranks whether each is done. A disk may be as slow as it likes, and a
         rank that is lost is noticed within ``hang_timeout``. The work stays on the thread of the caller, which has the
@@ -329,15 +330,15 @@ class RankSync:
             RuntimeError: a rank is lost; when the work of this one is over.
         """
         if self.alone:
-            return tried(work)
+            return result_or_error(work)
         over = threading.Event()
         heartbeat = Task(lambda: self._beat(over, doing, progress), "zeropp heartbeat")
         heartbeat.start()
         try:
-            found = tried(work)
+            found = result_or_error(work)
         finally:
             over.set()
-        _, error, told = tried(heartbeat.wait)
+        _, error, told = result_or_error(heartbeat.wait)
         if error is not None:
             # A signal's, while the others were still at work: they hear of it, too.
             found = None, error, told
@@ -431,7 +432,7 @@ def run_between_passes(
         Exception: this rank's own error, as it was.
         CheckpointError: another rank's, with its rank.
     """
-    result, error, told = tried(work) if at_disk is None else EngineSync(engine).do(work, doing, at_disk)
+    result, error, told = result_or_error(work) if at_disk is None else EngineSync(engine).do(work, doing, at_disk)
     accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, Left) else left), doing)
     _, how = accounts[0]
     if isinstance(error, CheckpointError):

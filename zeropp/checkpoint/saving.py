@@ -55,8 +55,8 @@ from zeropp.checkpoint.rank_sync import (
     Task,
     absolute,
     path_of_rank_0,
+    result_or_error,
     run_between_passes,
-    tried,
 )
 from zeropp.checkpoint.save_plan import SavePlan, add_extra, contents
 from zeropp.comm.hops import Comm
@@ -740,7 +740,7 @@ def _prepare(
         found.values["config"] = owner.config.model_dump(mode="json") if owner is not None else {}
         return found
 
-    collected, error, told = tried(prepare)
+    collected, error, told = result_or_error(prepare)
     # A rank that has failed still takes part in the exchange, to say so.
     found = collected or SavePlan()
     own = (told, found.digest, secrets.token_hex(4))
