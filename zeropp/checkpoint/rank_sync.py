@@ -30,8 +30,8 @@ __all__ = [
     "Left",
     "Progress",
     "RankSync",
+    "Result",
     "Task",
-    "Tried",
     "absolute",
     "common_path",
     "in_threads",
@@ -225,7 +225,7 @@ def _new_bar(doing: str, done: int) -> Any:
 
 _log = logging.getLogger("zeropp")
 _LONGEST = 1.0  # seconds from one exchange of a heartbeat to the next
-Tried = tuple[_T | None, BaseException | None, str | None]
+Result = tuple[_T | None, BaseException | None, str | None]
 """The end of some work: its result, its error, and the error in words, for ranks that are told of it."""
 
 
@@ -275,7 +275,7 @@ def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
     return Path(paths[0])
 
 
-def result_or_error(work: Callable[[], _T]) -> Tried[_T]:
+def result_or_error(work: Callable[[], _T]) -> Result[_T]:
     """Do work, and return its result or its error.
 
     Also what a handler of a signal raises: others would wait for a rank that is about to end.
@@ -313,7 +313,7 @@ class RankSync:
         """:meth:`exchange`, of a number."""
         raise NotImplementedError
 
-    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
+    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Result[_T]:
         """:func:`result_or_error`, of work that may take one rank any time longer than another; returns when all are
         done.
 
