@@ -30,7 +30,7 @@ from zeropp.checkpoint.boxes import (
 )
 from zeropp.checkpoint.foreign import foreign_source
 from zeropp.checkpoint.metadata import DTYPES, Metadata, decode, tensors_in
-from zeropp.checkpoint.rank_sync import Progress, common_path, run_between_passes, telling
+from zeropp.checkpoint.rank_sync import Progress, common_path, reraise_as, run_between_passes
 from zeropp.checkpoint.save_plan import (
     average_parts,
     averages_of,
@@ -393,7 +393,7 @@ class Restore:
         modules = dict(self.model.named_modules())
         for path, state in self.values["modules"].items():
             if path in modules and has_extra_state(modules[path]):
-                with telling(f"set_extra_state of the module {path!r}", modules[path]):
+                with reraise_as(f"set_extra_state of the module {path!r}", modules[path]):
                     modules[path].set_extra_state(state)
 
     def _load_optimizer(self) -> None:
@@ -422,7 +422,7 @@ class Restore:
                 numbers.append(index)
                 index += 1
             groups.append({**kept, **settings, "params": numbers})
-        with telling("load_state_dict of the optimizer", inner):
+        with reraise_as("load_state_dict of the optimizer", inner):
             load_optimizer(inner, {"state": state, "param_groups": groups})
         for parameter, found in read.items():
             self._keep_kinds(inner.state.get(parameter, {}), found, names[parameter], parameter.dtype)
@@ -478,7 +478,7 @@ class Restore:
             if restore is None:
                 self.result.extra[name] = value
                 continue
-            with telling(f"load_state_dict of extra[{name!r}]", target):
+            with reraise_as(f"load_state_dict of extra[{name!r}]", target):
                 restore(value)
 
 

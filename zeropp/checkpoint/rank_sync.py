@@ -36,9 +36,9 @@ __all__ = [
     "common_path",
     "in_threads",
     "path_of_rank_0",
+    "reraise_as",
     "result_or_error",
     "run_between_passes",
-    "telling",
 ]
 
 _T = TypeVar("_T")
@@ -446,7 +446,7 @@ def run_between_passes(
 
 
 @contextmanager
-def telling(what: str, target: object) -> Iterator[None]:
+def reraise_as(what: str, target: object) -> Iterator[None]:
     """Around code that is not ours: its error says whose it is.
 
     Args:
