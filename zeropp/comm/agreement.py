@@ -348,7 +348,7 @@ class Agreement:
         self.board.stop(self._code, self._place if step is None else step, account, at_once=True)
 
     @contextlib.contextmanager
-    def telling(self, where: str, *, step: int | None = None) -> Iterator[None]:
+    def reporting_errors(self, where: str, *, step: int | None = None) -> Iterator[None]:
         """Call :meth:`stopped` if what is inside raises an exception."""
         try:
             yield

@@ -352,7 +352,7 @@ class ZeroOptimizer(Optimizer):
             self.step_result.pass_over()
             return loss
         place = self.engine.schedule.begin_step()
-        with self.engine.agreement.telling("step()", step=place):
+        with self.engine.agreement.reporting_errors("step()", step=place):
             found = self._take_step(closure)
         return loss if found is None else found
 

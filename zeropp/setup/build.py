@@ -208,7 +208,7 @@ def build_engine(
         )
         maker = BufferMaker(config, mode, comm, tiers)
         make_engine = partial(_make_engine, config, listener, scale)
-        with agreement.telling("wrapping a model"):
+        with agreement.reporting_errors("wrapping a model"):
             return _partition(model, parameters, specs, config, agreement, maker, make_engine)
 
 
