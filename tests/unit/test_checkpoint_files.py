@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeropp.checkpoint import rank_sync
 from zeropp.checkpoint.boxes import Box, CheckpointError, TensorBox, as_bytes, whole
-from zeropp.checkpoint.files import Wanted, read_blocks, write_blocks, write_files
+from zeropp.checkpoint.files import ReadRange, read_blocks, write_blocks, write_files
 from zeropp.checkpoint.metadata import DTYPES, STRETCH, Checksums, FileEntry, write_synced
 from zeropp.checkpoint.rank_sync import in_threads
 
@@ -58,7 +58,7 @@ def test_no_file_is_larger_than_the_limit(tmp_path: Path) -> None:
     for entry in boxes:
         room = torch.empty(entry.sizes)
         file = found.files[entry.file]
-        read_blocks(tmp_path / file.name, file.nbytes, [Wanted(entry.begin, as_bytes(room))], (), lambda *_: None)
+        read_blocks(tmp_path / file.name, file.nbytes, [ReadRange(entry.begin, as_bytes(room))], (), lambda *_: None)
         entry.box.of(again).copy_(room)
     assert torch.equal(again, tensor)
 
@@ -75,7 +75,7 @@ def test_blocks(nbytes: int, tmp_path: Path) -> None:
     assert len(sums) == -(-nbytes // STRETCH)
     seen: dict[int, int] = {}
     wanted = [(begin, min(begin + 70_000, nbytes)) for begin in range(3, nbytes, max(nbytes // 7, 1))]
-    places = [Wanted(b, torch.empty(e - b, dtype=torch.uint8)) for b, e in wanted]
+    places = [ReadRange(b, torch.empty(e - b, dtype=torch.uint8)) for b, e in wanted]
     every = range(len(sums))
     count = read_blocks(
         tmp_path / "file", nbytes, places, set(every), lambda n, memory: seen.update({n: checks.of_bytes(memory)})
@@ -91,7 +91,7 @@ def test_ranges_that_overlap(tmp_path: Path) -> None:
     block = 8 * STRETCH
     ranges = [(0, 20 * STRETCH), (block - 5, block + 5), (block, block + 9), (block, block + 9), (block, 2 * block + 1)]
     rooms = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in ranges]
-    wanted = [Wanted(begin, room) for (begin, _), room in zip(ranges, rooms, strict=True)]
+    wanted = [ReadRange(begin, room) for (begin, _), room in zip(ranges, rooms, strict=True)]
     read_blocks(tmp_path / "file", data.numel(), wanted, (), lambda *_: None)
     assert all(torch.equal(room, data[begin:end]) for (begin, end), room in zip(ranges, rooms, strict=True))
     rooms[2].zero_()
@@ -102,7 +102,7 @@ def test_ranges_that_overlap(tmp_path: Path) -> None:
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     with pytest.raises(OSError, match="the file ends at byte 4, before 10"):
-        read_blocks(tmp_path / "file", 10, [Wanted(0, torch.empty(10, dtype=torch.uint8))], (), lambda *_: None)
+        read_blocks(tmp_path / "file", 10, [ReadRange(0, torch.empty(10, dtype=torch.uint8))], (), lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["crc32", "xxh3_64"])

@@ -34,7 +34,7 @@ from zeropp.checkpoint.rank_sync import Progress, in_threads
 
 __all__ = [
     "FILE_NBYTES",
-    "Wanted",
+    "ReadRange",
     "WholeFiles",
     "Written",
     "completes",
@@ -145,7 +145,7 @@ def _write_all(descriptor: int, memory: memoryview, begin: int) -> None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadRange:
     """Bytes of a file, and where they go: contiguous uint8 of that length on the CPU."""
 
     begin: int
@@ -160,7 +160,7 @@ class Wanted:
 def read_blocks(
     path: Path,
     nbytes: int,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[ReadRange],
     verified: Collection[int],
     verify: Callable[[int, memoryview], None],
     done: Callable[[int], None] = lambda nbytes: None,
@@ -213,7 +213,7 @@ def read_blocks(
     return sum(counts)
 
 
-def _spans(wanted: Sequence[Wanted], verified: Collection[int], nbytes: int) -> list[tuple[int, int]]:
+def _spans(wanted: Sequence[ReadRange], verified: Collection[int], nbytes: int) -> list[tuple[int, int]]:
     """Ranges of a file to read, none longer than a block and none across the border of two."""
     ranges = [(each.begin, each.end) for each in wanted]
     ranges += [(stretch * STRETCH, min((stretch + 1) * STRETCH, nbytes)) for stretch in verified]

@@ -29,7 +29,7 @@ from zeropp.checkpoint.boxes import (
     runs,
     whole,
 )
-from zeropp.checkpoint.files import Wanted, read_blocks
+from zeropp.checkpoint.files import ReadRange, read_blocks
 from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, CodedEntry, Metadata
 from zeropp.checkpoint.rank_sync import Progress
 from zeropp.engine.engine import Engine
@@ -327,7 +327,7 @@ class TensorReader:
             yield _Request(found, DTYPES[entry.dtype], common.within(box), place.of(part.values))
 
     def _read_batch(self, number: int, batch: Sequence[_Request]) -> None:
-        wanted: list[Wanted] = []
+        wanted: list[ReadRange] = []
         waiting: list[tuple[Tensor, Tensor]] = []
         strided: dict[StridedBox, Tensor] = {}
         for request in batch:
@@ -336,7 +336,7 @@ class TensorReader:
                 # Read whole, once for all requests: a part of it is spread over all of its bytes.
                 if request.entry not in strided:
                     strided[request.entry] = torch.empty(request.entry.extent, dtype=request.dtype, device="cpu")
-                    wanted.append(Wanted(request.entry.begin, as_bytes(strided[request.entry])))
+                    wanted.append(ReadRange(request.entry.begin, as_bytes(strided[request.entry])))
                 whole = strided[request.entry].as_strided(request.entry.sizes, request.entry.strides)
                 waiting.append((request.into, request.part.of(whole)))
                 continue
@@ -346,12 +346,12 @@ class TensorReader:
             row, size = as_bytes(values), request.dtype.itemsize
             for there, here, count in runs(request.part, request.entry.sizes):
                 into = row[here * size : (here + count) * size]
-                wanted.append(Wanted(request.entry.begin + there * size, into))
+                wanted.append(ReadRange(request.entry.begin + there * size, into))
         self._read_file(number, wanted, self._to_verify(wanted))
         for into, values in waiting:
             into.copy_(values)
 
-    def _to_verify(self, wanted: Sequence[Wanted]) -> set[int]:
+    def _to_verify(self, wanted: Sequence[ReadRange]) -> set[int]:
         found: set[int] = set()
         if self._verify != "none":
             for each in wanted:
@@ -360,7 +360,7 @@ class TensorReader:
             found = {stretch for stretch in found if stretch % _SAMPLE == 0}
         return found
 
-    def _read_file(self, number: int, wanted: Sequence[Wanted], verified: set[int]) -> None:
+    def _read_file(self, number: int, wanted: Sequence[ReadRange], verified: set[int]) -> None:
         file, path = self.metadata.files[number], self._path_of(number)
         try:
             sums = self._sums_of(number)
