@@ -50,7 +50,7 @@ __all__ = [
     "TORCH_INDEX",
     "TORCH_SINGLE",
     "Found",
-    "Later",
+    "LazyValue",
     "Named",
     "box_of",
     "entry_of",
@@ -159,7 +159,7 @@ _USUAL = frozenset({"model", "state_dict", "model_state_dict", "module", "_orig_
 
 
 @dataclass(frozen=True)
-class Later:
+class LazyValue:
     """A value that lies in a file of its own and is read when it is wanted."""
 
     read: Callable[[], object]
@@ -370,7 +370,7 @@ class _Optimizer:
 
 
 def _value(value: object) -> object:
-    return value.read() if isinstance(value, Later) else value
+    return value.read() if isinstance(value, LazyValue) else value
 
 
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -538,7 +538,7 @@ class _Folder:
         for name, entry in metadata.get("state_dict_metadata").items():
             path = tuple(map(str, paths[name])) if name in paths else (name,)
             if entry.name == "BytesStorageMetadata":
-                yield path, Later(partial(self._value, name, stored[name, None]))
+                yield path, LazyValue(partial(self._value, name, stored[name, None]))
                 continue
             dtype, shape = entry.get("properties").state[0], tuple(entry.get("size"))
             yield path, self._tensor(name, dtype, shape, entry.get("chunks"), stored)
