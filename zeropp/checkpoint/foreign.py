@@ -49,7 +49,7 @@ __all__ = [
     "DCP_METADATA",
     "TORCH_INDEX",
     "TORCH_SINGLE",
-    "Found",
+    "FoundValues",
     "LazyValue",
     "Named",
     "box_of",
@@ -166,7 +166,7 @@ class LazyValue:
 
 
 @dataclass
-class Found:
+class FoundValues:
     """The contents of files.
 
     Attributes:
@@ -222,7 +222,7 @@ def metadata_of(files: Iterable[FileEntry], named: Named) -> Metadata:
 
 
 def named_source(
-    found: Found,
+    found: FoundValues,
     names: Mapping[str, Tensor],
     optimizer: ZeroOptimizer | None,
     prefix: str | None,
@@ -283,7 +283,7 @@ class _Optimizer:
 
     def __init__(
         self,
-        found: Found,
+        found: FoundValues,
         flat: Mapping[str, Any],
         prefix: str,
         named: Named,
@@ -376,7 +376,7 @@ def _value(value: object) -> object:
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def find_torch(place: Path) -> Found:
+def find_torch(place: Path) -> FoundValues:
     """The tensors of a file or a folder, and their places.
 
     Raises:
@@ -387,7 +387,7 @@ def find_torch(place: Path) -> Found:
     else:
         folder = place
         names = indexed_names(folder / TORCH_INDEX) if (folder / TORCH_INDEX).is_file() else [TORCH_SINGLE]
-    found = Found(place, folder)
+    found = FoundValues(place, folder)
     for number, name in enumerate(names):
         tree = read_torch_file(folder / name)
         if not isinstance(tree, Mapping):
@@ -490,7 +490,7 @@ class _Unpickler(pickle.Unpickler):
         raise refused(self._path, [f"{module}.{name}"])
 
 
-def find_dcp(folder: Path) -> Found:
+def find_dcp(folder: Path) -> FoundValues:
     """The contents of a folder: tensors by their boxes, each of which is located when it is read.
 
     Raises:
@@ -509,7 +509,7 @@ class _Folder:
         self._dtypes: dict[tuple[int, int], torch.dtype] = {}
         self._names: dict[tuple[int, int], str] = {}
 
-    def find(self) -> Found:
+    def find(self) -> FoundValues:
         try:
             entries = dict(self._entries(_Unpickler(self._path).load()))
         except OSError as error:
@@ -520,7 +520,7 @@ class _Folder:
             # A damaged pickle may lead to any error.
             raise CheckpointError(f"{str(self._path)!r} is damaged: {type(error).__name__}: {error}") from error
         files = [FileEntry(name=name, nbytes=self._nbytes(name), sums="") for name in self._numbers]
-        return Found(self._folder, self._folder, files, entries, self.locate)
+        return FoundValues(self._folder, self._folder, files, entries, self.locate)
 
     def _nbytes(self, name: str) -> int:
         try:
