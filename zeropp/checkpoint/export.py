@@ -18,7 +18,7 @@ from zeropp.checkpoint.boxes import MODEL, CheckpointError
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.files import FILE_NBYTES, WholeFiles, completes, is_ours, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata, sync_folder
-from zeropp.checkpoint.rank_sync import Left, Progress, common_path, run_between_passes
+from zeropp.checkpoint.rank_sync import ErrorContext, Progress, common_path, run_between_passes
 from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.saving import require_files
 from zeropp.checkpoint.tensor_reader import TensorReader, Verify
@@ -176,7 +176,7 @@ class _Place:
     def __init__(self, target: Path, token: str) -> None:
         self._target, self._made, self._goes_on = target, False, False
         self.folder = target / f"{_UNFINISHED}{token}"
-        self.left = Left("nothing was written, and what was there before is as it was")
+        self.left = ErrorContext("nothing was written, and what was there before is as it was")
 
     def make(self) -> None:
         """Make the folder to write to, and remove those of exports that were cut off.
@@ -341,7 +341,7 @@ def _gathered(
 
 def _write_state(engine: Engine, path: Path, state: dict[str, Tensor] | None) -> None:
     """Write the first rank's state to a file of ``torch.save``, beside it first; the other ranks have None."""
-    left = Left("what was there before is as it was")
+    left = ErrorContext("what was there before is as it was")
 
     def write() -> None:
         if state is None:

@@ -27,7 +27,7 @@ from zeropp.engine.engine import Engine
 __all__ = [
     "AFTER",
     "EngineSync",
-    "Left",
+    "ErrorContext",
     "Progress",
     "RankSync",
     "Result",
@@ -404,7 +404,7 @@ class EngineSync(RankSync):
         return [row[0] for row in self._agreement.exchange(AT_WORK, [number], doing)]
 
 
-class Left:
+class ErrorContext:
     """The state of things after an error, which changes on the way.
 
     Attributes:
@@ -416,7 +416,7 @@ class Left:
 
 
 def run_between_passes(
-    engine: Engine, doing: str, work: Callable[[], _T], left: str | Left, *, at_disk: Progress | None = None
+    engine: Engine, doing: str, work: Callable[[], _T], left: str | ErrorContext, *, at_disk: Progress | None = None
 ) -> _T:
     """Do local work between passes.
 
@@ -433,7 +433,7 @@ def run_between_passes(
         CheckpointError: another rank's, with its rank.
     """
     result, error, told = result_or_error(work) if at_disk is None else EngineSync(engine).do(work, doing, at_disk)
-    accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, Left) else left), doing)
+    accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, ErrorContext) else left), doing)
     _, how = accounts[0]
     if isinstance(error, CheckpointError):
         raise CheckpointError(f"{doing} failed: {error} ({how})") from error
