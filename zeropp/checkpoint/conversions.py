@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zeropp.checkpoint.boxes import MODEL, Box, CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, TensorEntry, dtype_code
-from zeropp.checkpoint.tensor_reader import Built, StridedBox, TensorReader
+from zeropp.checkpoint.tensor_reader import ConvertedTensors, StridedBox, TensorReader
 
 __all__ = ["Outgoing", "convert_source"]
 
@@ -104,7 +104,7 @@ def convert_source(source: TensorReader, model: nn.Module, names: Iterable[str])
     stored = {key.removeprefix(MODEL): entry for key, entry in source.metadata.tensors.items() if key.startswith(MODEL)}
     kinds = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in stored.items()}
     tensors = {key: entry for key, entry in source.metadata.tensors.items() if not key.startswith(MODEL)}
-    built: dict[str, Built] = {}
+    built: dict[str, ConvertedTensors] = {}
     # In transformers' order, in which expert 10 follows expert 9: experts are stacked as they come.
     for group in _incoming(*tools, model, sorted(stored, key=tools[0].dot_natural_key), set(names)):
         if group.converter is None:
@@ -120,7 +120,7 @@ def convert_source(source: TensorReader, model: nn.Module, names: Iterable[str])
         make = _maker(group)
         for name, dtype, shape in group.outputs.values():
             tensors[MODEL + name] = TensorEntry(dtype=dtype_code(dtype, name), shape=shape, boxes=())
-            built[MODEL + name] = Built(group.first, make)
+            built[MODEL + name] = ConvertedTensors(group.first, make)
     source.metadata = source.metadata.model_copy(update={"tensors": tensors})
     source.built = built
     return source

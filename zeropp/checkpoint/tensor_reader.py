@@ -38,7 +38,17 @@ from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import Fragment
 from zeropp_kernels import dequantize_, message_layout
 
-__all__ = ["CODES", "SCALES", "Built", "Encoded", "StridedBox", "TensorReader", "Verify", "decoded", "require_verify"]
+__all__ = [
+    "CODES",
+    "SCALES",
+    "ConvertedTensors",
+    "Encoded",
+    "StridedBox",
+    "TensorReader",
+    "Verify",
+    "decoded",
+    "require_verify",
+]
 
 
 CODES, SCALES = "zeropp.codes.", "zeropp.scales."
@@ -121,7 +131,7 @@ class StridedBox(BoxEntry):
 
 
 @dataclass(frozen=True)
-class Built:
+class ConvertedTensors:
     """Tensors that are made of stored ones when they are read.
 
     Attributes:
@@ -175,7 +185,7 @@ class TensorReader:
         verify: Verify,
         progress: Progress | None = None,
         *,
-        built: Mapping[str, Built] | None = None,
+        built: Mapping[str, ConvertedTensors] | None = None,
         locate: Callable[[BoxEntry], BoxEntry] | None = None,
     ) -> None:
         require_verify(verify)
