@@ -87,7 +87,7 @@ def _write_folder(
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
     token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]  # one folder for all ranks
-    place, first = _Place(target, token), engine.comm.rank == 0
+    place, first = _ExportFolder(target, token), engine.comm.rank == 0
     left = place.left
     shown = Progress(f"exporting to {target.name}", progress and first)
 
@@ -96,13 +96,13 @@ def _write_folder(
         if first:
             place.make()
             _save_configs(model, place.folder)
-            place.check()
+            place.check_files()
         return WholeFiles(place.folder, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
 
     try:
         files, outgoing = run_between_passes(engine, doing, prepare, left, at_disk=shown)
         run_between_passes(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
-        finish = (lambda: place.finish(files)) if first else lambda: None
+        finish = (lambda: place.name_files(files)) if first else lambda: None
         run_between_passes(engine, doing, finish, left, at_disk=shown)
     except BaseException:
         if first:
@@ -158,7 +158,7 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
     return close
 
 
-class _Place:
+class _ExportFolder:
     """The folder of an export, and a folder in it that files are written to.
 
     The export becomes visible at one instant, as a checkpoint does: when the file that :func:`completes` it, which a
@@ -195,7 +195,7 @@ class _Place:
             self._made = True
         self.folder.mkdir()
 
-    def check(self) -> list[str]:
+    def check_files(self) -> list[str]:
         """Names of the files of an earlier export; those of what is about to take their place are known by then.
 
         Raises:
@@ -210,12 +210,12 @@ class _Place:
             raise _foreign(self._target, others)
         return names
 
-    def finish(self, files: WholeFiles) -> None:
+    def name_files(self, files: WholeFiles) -> None:
         """Give the files their names, in the place of those of an earlier export."""
         require_files(self.folder, files.names)
         files.write_index()
         # Again: something may have come in while files were written.
-        before = self.check()
+        before = self.check_files()
         if before:
             self.left.text = "the export that was there is not complete any more; export again"
         for name in _in_order(before)[::-1]:
@@ -396,10 +396,10 @@ def consolidate(
         n.removeprefix(MODEL): (DTYPES[t.dtype], t.shape) for n, t in metadata.tensors.items() if n.startswith(MODEL)
     }
     shapes |= {name: (DTYPES[entry.dtype], entry.shape) for name, entry in metadata.coded.items()}
-    place, shown = _Place(target, secrets.token_hex(4)), Progress(f"writing {target.name}", progress)
+    place, shown = _ExportFolder(target, secrets.token_hex(4)), Progress(f"writing {target.name}", progress)
     try:
         place.make()
-        place.check()
+        place.check_files()
         kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
         kinds |= {alias: kinds[first] for alias, first in metadata.aliases.items() if first in kinds}
         files = WholeFiles(place.folder, kinds, _limit(layout, file_nbytes), shown)
@@ -408,7 +408,7 @@ def consolidate(
             files.write(name, source.weight(metadata.aliases.get(name, name)))
         files.close(range(len(files.names)))
         source.verify_rest(0, 1)
-        place.finish(files)
+        place.name_files(files)
     except BaseException as error:
         place.discard()
         if isinstance(error, OSError):
