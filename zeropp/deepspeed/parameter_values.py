@@ -31,7 +31,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterPlace:
     """The place of a parameter's values."""
 
     engine: Engine
@@ -191,7 +191,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 # What they have in common.
 
 
-def _begin(param: nn.Parameter, what: str) -> _Place | None:
+def _begin(param: nn.Parameter, what: str) -> _ParameterPlace | None:
     """A parameter's place, once every rank asks for it; None if nobody manages it."""
     engine = handler_of(param)
     if not isinstance(engine, Engine) or id(param) not in engine.unit_of:
@@ -199,20 +199,20 @@ def _begin(param: nn.Parameter, what: str) -> _Place | None:
     engine.require_idle(what, lent=True, needs=WEIGHTS if "set" in what else NOTHING)
     buffer, index = engine.unit_of[id(param)].place_of(param)
     listener = engine.listener
-    place = _Place(engine, buffer, index, listener if isinstance(listener, ZeroOptimizer) else None)
+    place = _ParameterPlace(engine, buffer, index, listener if isinstance(listener, ZeroOptimizer) else None)
     # By name: ranks that ask for others would mix their values.
     engine.agreement.require_same_call(f"{what} of {place.name!r}")
     return place
 
 
-def _require(param: nn.Parameter, what: str) -> _Place:
+def _require(param: nn.Parameter, what: str) -> _ParameterPlace:
     place = _begin(param, what)
     if place is None:
         raise ValueError(f"{what} got a parameter that zeropp does not manage; give one of a model that is wrapped")
     return place
 
 
-def _begin_to_set(param: nn.Parameter, value: Tensor, what: str, *, alike: bool = True) -> _Place:
+def _begin_to_set(param: nn.Parameter, value: Tensor, what: str, *, alike: bool = True) -> _ParameterPlace:
     """As :func:`_require`; refuses values of another shape, or other ones than other ranks give.
 
     Where they need not be ``alike``, only if copies of one element would part.
@@ -232,7 +232,7 @@ def _begin_to_set(param: nn.Parameter, value: Tensor, what: str, *, alike: bool 
     return place
 
 
-def _has_gradient(place: _Place) -> bool:
+def _has_gradient(place: _ParameterPlace) -> bool:
     """Tell whether any rank has a gradient of the parameter; complete afterwards."""
     if place.optimizer is None or not place.buffer.trainable:
         return False
@@ -245,12 +245,12 @@ def _has_gradient(place: _Place) -> bool:
     return place.name in place.optimizer.grad_norms()
 
 
-def _require_gradient(place: _Place) -> None:
+def _require_gradient(place: _ParameterPlace) -> None:
     if not _has_gradient(place):
         raise RuntimeError(f"no rank has a gradient of {place.name!r}; set it between backward and step()")
 
 
-def _note_edit(place: _Place) -> None:
+def _note_edit(place: _ParameterPlace) -> None:
     """Norms and flags are of other values."""
     assert place.optimizer is not None  # it has the gradient
     # In this order: to forget the sum is to forget doubts, too.
@@ -258,7 +258,7 @@ def _note_edit(place: _Place) -> None:
     place.optimizer.step_sync.doubt()
 
 
-def _states(place: _Place, key: str) -> list[tuple[Slice, Tensor]]:
+def _states(place: _ParameterPlace, key: str) -> list[tuple[Slice, Tensor]]:
     """This rank's states of a name that have a value an element."""
     if place.optimizer is None:
         return []
@@ -266,7 +266,7 @@ def _states(place: _Place, key: str) -> list[tuple[Slice, Tensor]]:
     return [(p, s) for p, s in found if isinstance(s, Tensor) and s.shape == p.parameter.shape]
 
 
-def _dtype_of_state(place: _Place, key: str) -> torch.dtype | None:
+def _dtype_of_state(place: _ParameterPlace, key: str) -> torch.dtype | None:
     """The dtype of a state, where any rank has it: one may have no element of the parameter."""
     # Of any of its states: those of two slices of one parameter are alike.
     own = next((state.dtype for _, state in _states(place, key)), None)
@@ -274,7 +274,7 @@ def _dtype_of_state(place: _Place, key: str) -> torch.dtype | None:
     return next((dtype for dtype in told if dtype is not None), None)
 
 
-def _require_state(place: _Place, key: str) -> None:
+def _require_state(place: _ParameterPlace, key: str) -> None:
     if _dtype_of_state(place, key) is None:
         raise RuntimeError(
             f"the optimizer has no state {key!r} of {place.name!r}; states are made in the first step, and are named "
@@ -290,12 +290,12 @@ def _part_of(value: Tensor, part: Slice) -> Tensor:
     return row[part.start : part.start + part.parameter.numel()]
 
 
-def _joined(parts: list[Tensor], place: _Place) -> Tensor:
+def _joined(parts: list[Tensor], place: _ParameterPlace) -> Tensor:
     empty = torch.empty(0, dtype=place.buffer.main_dtype, device=place.engine.device)
     return torch.cat([part.to(place.engine.device) for part in parts]) if parts else empty
 
 
-def _set_parts(parts: list[Tensor], value: Tensor, place: _Place) -> None:
+def _set_parts(parts: list[Tensor], value: Tensor, place: _ParameterPlace) -> None:
     numel = sum(part.numel() for part in parts)
     fits = isinstance(value, Tensor) and value.numel() == numel
     # All of them raise, or none does: others would go on to what this one does not come to.
