@@ -39,7 +39,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "averaged": ["access/average.py Average._swap 1"],
     "compared": ["optimizer/step_sync.py StepSync._assemble 1"],
     "dropped": ["comm/streams.py CudaStream.__init__ 1"],
-    "edited, hpZ": ["access/gathered.py _Loan.finish 1"],
+    "edited, hpZ": ["access/gathered.py EngineGather.scatter_edits 1"],
     "failed": ["order/reductions.py Reductions.forget 1"],
     "measured": ["order/reductions.py Reductions.send_unsent 1"],
     "parked": ["optimizer/offload_states.py offload_states 1"],

@@ -1,6 +1,6 @@
 """``GatheredParameters``: whole values of partitioned parameters, to read or to edit between passes.
 
-It works before an engine manages the parameters, too: :class:`PiecesLoan` gathers those that ``zero.Init`` built.
+It works before an engine manages the parameters, too: :class:`BuildGather` gathers those that ``zero.Init`` built.
 
 Outside a pass, a graph through a whole value leads nowhere: the value is released, and no gradient is reduced.
 Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`Graphs`
@@ -33,9 +33,9 @@ from zeropp.params.sharded_build import Piece, ShardedBuild, piece_of
 from zeropp.params.unit import FlatBuffer
 
 __all__ = [
+    "BuildGather",
     "GatheredParameters",
     "Graphs",
-    "PiecesLoan",
     "builds_of",
     "external_parameters",
     "register_external_parameter",
@@ -52,7 +52,7 @@ def builds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[ShardedBuild, li
     return list(found.values())
 
 
-class PiecesLoan:
+class BuildGather:
     """Whole values of one group's parameters, lent to them; made on entering, collective.
 
     Attributes:
@@ -89,17 +89,17 @@ class PiecesLoan:
         self._restored = dict(whole)
         self._values: list[Tensor] = []
 
-    def give_back(self) -> None:
-        """Take the parameters back; the user's values are kept until :meth:`finish`."""
+    def take_back(self) -> None:
+        """Take the parameters back; the user's values are kept until :meth:`scatter_edits`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
             piece.take_back(parameter)
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """The block has failed on this rank; the others may be about to leave it, and must not wait."""
         self._build.report_failure(error)
 
-    def finish(self) -> None:
+    def scatter_edits(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         build, keeps = self._build, self._modifier_rank
         edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
@@ -302,7 +302,7 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, Tensor):
             params = [params]  # type: ignore[list-item]
-        self._loans: list[_Loan | PiecesLoan] = []
+        self._loans: list[EngineGather | BuildGather] = []
         self._graphs: Graphs | None = None
         self._modifier_rank = modifier_rank
         # transformers gives a layer's weight and bias, and some layers have no bias.
@@ -329,9 +329,9 @@ class GatheredParameters:
                     # Helpers gather what their caller has gathered: it stays, with edits, until the outer one ends.
                     wanted = [each for each in parameters if not engine.loans.lend(each, self._modifier_rank)]
                     if wanted:
-                        self._loans.append(_Loan(engine, wanted, self._modifier_rank))
+                        self._loans.append(EngineGather(engine, wanted, self._modifier_rank))
             for build, parameters in self._built:
-                self._loans.append(PiecesLoan(build, parameters, self._modifier_rank))
+                self._loans.append(BuildGather(build, parameters, self._modifier_rank))
         except BaseException:
             # A loan of another model may stand already.
             self._give_back()
@@ -362,7 +362,7 @@ class GatheredParameters:
         # Else other ranks may not come to where edits are shared.
         try:
             for loan in loans if kind is None else ():
-                loan.finish()
+                loan.scatter_edits()
         except Exception as caught:
             _tell(loans, caught)
             raise
@@ -373,15 +373,15 @@ class GatheredParameters:
 
     def _give_back(self) -> None:
         for loan in self._loans:
-            loan.give_back()
+            loan.take_back()
         self._loans, self._graphs = [], None
 
 
-def _tell(loans: Sequence[_Loan | PiecesLoan], error: BaseException) -> None:
+def _tell(loans: Sequence[EngineGather | BuildGather], error: BaseException) -> None:
     """Say that this rank has failed, where others come to the end of a loan whatever it does."""
     for loan in loans:
-        if isinstance(loan, PiecesLoan):
-            loan.tell(error)
+        if isinstance(loan, BuildGather):
+            loan.report_failure(error)
 
 
 def _warn_of_graphs(graphs: Graphs | None) -> None:
@@ -403,7 +403,7 @@ def _refuse_others(given: Sequence[object]) -> None:
             )
 
 
-class _Loan:
+class EngineGather:
     """Whole values of one engine's parameters, lent to them."""
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
@@ -461,7 +461,7 @@ class _Loan:
             parameter.data = self.values[number] = parameter.data.to(dtype)
             self.before[number] = fingerprint(parameter)
 
-    def give_back(self) -> None:
+    def take_back(self) -> None:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
         self.engine.loans.end(self)
         # What they hold now: .data may have been replaced, and not only written to.
@@ -471,7 +471,7 @@ class _Loan:
             if parameter.requires_grad != before:
                 self.engine.note_requires_grad(parameter, parameter.requires_grad)
 
-    def finish(self) -> None:
+    def scatter_edits(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         engine, keeps = self.engine, self.modifier_rank
         # Ranks agree before the first broadcast: all raise, or all go on.
