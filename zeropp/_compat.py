@@ -65,7 +65,8 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Only what subclasses do is off: modes stay on inside, such as the one that watches what is computed from lent values.
+# Only what subclasses do is off: modes stay on inside, such as the one that watches what is computed from gathered
+# values.
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters answer as tensors, and not by the guard."""
 

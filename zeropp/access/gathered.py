@@ -53,10 +53,10 @@ def builds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[ShardedBuild, li
 
 
 class BuildGather:
-    """Whole values of one group's parameters, lent to them; made on entering, collective.
+    """Whole values of one group's parameters inside GatheredParameters; made on entering, collective.
 
     Attributes:
-        lent: parameters, by identity, and what they are called.
+        gathered: parameters, by identity, and what they are called.
     """
 
     def __init__(self, build: ShardedBuild, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
@@ -66,10 +66,10 @@ class BuildGather:
         self._build = build
         self._modifier_rank = modifier_rank
         self._pieces = [(parameter, _piece(parameter)) for parameter in parameters]
-        self.lent = {parameter: piece.name for parameter, piece in self._pieces}
-        lent = [piece.name for _, piece in self._pieces if piece.lent]
-        if lent:
-            raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
+        self.gathered = {parameter: piece.name for parameter, piece in self._pieces}
+        inside_gather = [piece.name for _, piece in self._pieces if piece.is_gathered]
+        if inside_gather:
+            raise RuntimeError(f"{inside_gather} are gathered already, by a GatheredParameters that has not been left")
         awaited = [piece.name for _, piece in self._pieces if piece.awaited]
         if awaited:
             raise RuntimeError(f"{awaited[:10]} have no values before the model is wrapped and they are loaded")
@@ -78,9 +78,9 @@ class BuildGather:
         if build.building:
             # Each rank has what it built, until rank 0's values are everyone's.
             build.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
-        build.gather(parameters, lent=True)
+        build.gather(parameters, inside_gather=True)
         for parameter, piece in self._pieces:
-            piece.lend(parameter)
+            piece.begin_gathered(parameter)
         self._before = [(tuple(p.shape), p.dtype) for p in parameters]
         # Without a modifier_rank edits would be lost, so they have to be found. With one they are kept anyway.
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
@@ -93,7 +93,7 @@ class BuildGather:
         """Take the parameters back; the user's values are kept until :meth:`scatter_edits`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
-            piece.take_back(parameter)
+            piece.end_gathered(parameter)
 
     def report_failure(self, error: BaseException) -> None:
         """The block has failed on this rank; the others may be about to leave it, and must not wait."""
@@ -128,7 +128,7 @@ class BuildGather:
         for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
             (whole if piece.row is None else cut).append(parameter)
             # The user may have given another dtype.
-            piece.unshard(parameter, value.detach().to(dtype), lent=True)
+            piece.unshard(parameter, value.detach().to(dtype), inside_gather=True)
         build.broadcast(whole, source)
         build.scatter(cut, source)
 
@@ -139,7 +139,7 @@ class BuildGather:
 
     def _misshapen(self) -> list[str]:
         """Parameters that were given a tensor of another shape."""
-        rows = zip(self.lent.values(), self._before, self._values, strict=True)
+        rows = zip(self.gathered.values(), self._before, self._values, strict=True)
         return [f"{name} of shape {old} got {tuple(new.shape)}" for name, (old, _), new in rows if new.shape != old]
 
 
@@ -153,7 +153,7 @@ _PACKAGES = ("torch", "zeropp")
 
 
 class Graphs(TorchFunctionMode):
-    """While this mode is on, notes the lines that begin graphs through lent values.
+    """While this mode is on, notes the lines that begin graphs through gathered values.
 
     Args:
         names: of the parameters that are lent.
@@ -164,7 +164,8 @@ class Graphs(TorchFunctionMode):
         self._names = {id(parameter): name for parameter, name in names.items()}
         # Weakly: what is alive at the end is what the user still holds.
         self._hooks: list[weakref.ref[_Trip]] = []
-        # Views of lent values; what is computed from them counts as well. Held, so that no other tensor takes an id.
+        # Views of gathered values; what is computed from them counts as well. Held, so that no other tensor takes an
+        # id.
         self._views: list[Tensor] = []
 
     def __torch_function__(
@@ -176,7 +177,7 @@ class Graphs(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # Under no_grad there is no graph that could outlive the loan.
+        # Under no_grad there is no graph that could outlive the block.
         for name in self._named((*args, *kwargs.values())) if torch.is_grad_enabled() else ():
             for tensor in tensors_in(result):
                 if tensor.grad_fn is not None:
@@ -200,7 +201,7 @@ class Graphs(TorchFunctionMode):
                 yield from self._named(arg.values())
 
     def alive(self) -> list[str]:
-        """Lines where graphs began that somebody still holds; at the end of the loan."""
+        """Lines where graphs began that somebody still holds; at the end of the block."""
         # Ours must not count among those that hold a graph.
         self._views.clear()
         return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
@@ -302,7 +303,7 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, Tensor):
             params = [params]  # type: ignore[list-item]
-        self._loans: list[EngineGather | BuildGather] = []
+        self._contexts: list[EngineGather | BuildGather] = []
         self._graphs: Graphs | None = None
         self._modifier_rank = modifier_rank
         # transformers gives a layer's weight and bias, and some layers have no bias.
@@ -327,18 +328,22 @@ class GatheredParameters:
                     self._fetch(engine, parameters)
                 else:
                     # Helpers gather what their caller has gathered: it stays, with edits, until the outer one ends.
-                    wanted = [each for each in parameters if not engine.loans.lend(each, self._modifier_rank)]
+                    wanted = [
+                        each
+                        for each in parameters
+                        if not engine.gather_contexts.has_gathered(each, self._modifier_rank)
+                    ]
                     if wanted:
-                        self._loans.append(EngineGather(engine, wanted, self._modifier_rank))
+                        self._contexts.append(EngineGather(engine, wanted, self._modifier_rank))
             for build, parameters in self._built:
-                self._loans.append(BuildGather(build, parameters, self._modifier_rank))
+                self._contexts.append(BuildGather(build, parameters, self._modifier_rank))
         except BaseException:
-            # A loan of another model may stand already.
+            # A gather of another model may stand already.
             self._give_back()
             raise
-        if self._loans:
+        if self._contexts:
             # While lent, parameters have their own class, and the guard sees nothing: a mode watches what is computed.
-            self._graphs = Graphs({each: name for loan in self._loans for each, name in loan.lent.items()})
+            self._graphs = Graphs({each: name for context in self._contexts for each, name in context.gathered.items()})
             self._graphs.__enter__()  # type: ignore[no-untyped-call]
 
     def _fetch(self, engine: Engine, parameters: list[nn.Parameter]) -> None:
@@ -353,7 +358,7 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        loans, graphs = self._loans, self._graphs
+        contexts, graphs = self._contexts, self._graphs
         if graphs is not None:
             # First: giving back works on the same tensors, and is none of the user's computing.
             graphs.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -361,27 +366,27 @@ class GatheredParameters:
         self._give_back()
         # Else other ranks may not come to where edits are shared.
         try:
-            for loan in loans if kind is None else ():
-                loan.scatter_edits()
+            for context in contexts if kind is None else ():
+                context.scatter_edits()
         except Exception as caught:
-            _tell(loans, caught)
+            _tell(contexts, caught)
             raise
         if error is not None:
-            _tell(loans, error)
+            _tell(contexts, error)
         else:
             _warn_of_graphs(graphs)
 
     def _give_back(self) -> None:
-        for loan in self._loans:
-            loan.take_back()
-        self._loans, self._graphs = [], None
+        for context in self._contexts:
+            context.take_back()
+        self._contexts, self._graphs = [], None
 
 
-def _tell(loans: Sequence[EngineGather | BuildGather], error: BaseException) -> None:
-    """Say that this rank has failed, where others come to the end of a loan whatever it does."""
-    for loan in loans:
-        if isinstance(loan, BuildGather):
-            loan.report_failure(error)
+def _tell(contexts: Sequence[EngineGather | BuildGather], error: BaseException) -> None:
+    """Say that this rank has failed, where others come to the end of a block whatever it does."""
+    for context in contexts:
+        if isinstance(context, BuildGather):
+            context.report_failure(error)
 
 
 def _warn_of_graphs(graphs: Graphs | None) -> None:
@@ -404,12 +409,12 @@ def _refuse_others(given: Sequence[object]) -> None:
 
 
 class EngineGather:
-    """Whole values of one engine's parameters, lent to them."""
+    """Whole values of one engine's parameters inside GatheredParameters."""
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
         edits = modifier_rank is not None
         doing, needs = f"GatheredParameters with modifier_rank {modifier_rank}", WEIGHTS if edits else NOTHING
-        engine.require_idle(doing, lent=True, averaged=not edits, needs=needs)
+        engine.require_idle(doing, inside_gather=True, averaged=not edits, needs=needs)
         if modifier_rank is not None and modifier_rank not in engine.comm.ranks:
             ranks = list(engine.comm.ranks)
             raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")
@@ -418,16 +423,18 @@ class EngineGather:
         self.modifier_rank = modifier_rank
         self.places = [(b, i) for b in engine.buffers for i, p in enumerate(b.parameters) if id(p) in wanted]
         self.names = [buffer.names[index] for buffer, index in self.places]
-        self.lent = {buffer.parameters[index]: buffer.names[index] for buffer, index in self.places}
-        lent = [name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])]
-        if lent:
+        self.gathered = {buffer.parameters[index]: buffer.names[index] for buffer, index in self.places}
+        inside_gather = [
+            name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])
+        ]
+        if inside_gather:
             raise RuntimeError(
-                f"{lent} are gathered already, by a GatheredParameters that has not been left; inside it leave "
+                f"{inside_gather} are gathered already, by a GatheredParameters that has not been left; inside it leave "
                 "modifier_rank out, or give the same"
             )
         # By names: ranks that gather other parameters would mix their values.
         engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
-        self.computed = not edits and engine.loans.computed
+        self.computed = not edits and engine.gather_contexts.computed
         self._main: tuple[FlatBuffer | None, list[Tensor]] = None, []  # what was gathered to take edits into
         gather = gather_computed if self.computed else gather_main
         # A buffer is gathered whole, so once for all of its parameters.
@@ -435,18 +442,18 @@ class EngineGather:
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         # Edits without a modifier_rank are everyone's if all ranks make the same ones; else they are lost, and told of.
         self.before = [fingerprint(value) for value in self.values] if modifier_rank is None else []
-        # requires_grad_ on a lent parameter passes the guard by; what has changed is passed on at the end.
+        # requires_grad_ on a gathered parameter passes the guard by; what has changed is passed on at the end.
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
-            buffer.lend(index, value)
-        engine.loans.begin(self)
+            buffer.show_parameter(index, value)
+        engine.gather_contexts.enter_context(self)
 
-    def lends(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
-        """See :class:`zeropp.engine.preconditions.Loan`."""
-        return parameter in self.lent and modifier_rank in (None, self.modifier_rank)
+    def has_gathered(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
+        """See :class:`zeropp.engine.preconditions.GatherContext`."""
+        return parameter in self.gathered and modifier_rank in (None, self.modifier_rank)
 
     def lower(self) -> None:
-        """See :class:`zeropp.engine.preconditions.Loan`; once, since nobody gives them back."""
+        """See :class:`zeropp.engine.preconditions.GatherContext`; once, since nobody gives them back."""
         for number, (buffer, index) in enumerate(self.places):
             parameter, dtype = buffer.parameters[index], buffer.compute_dtype
             if parameter.dtype == dtype:
@@ -463,9 +470,9 @@ class EngineGather:
 
     def take_back(self) -> None:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
-        self.engine.loans.end(self)
+        self.engine.gather_contexts.leave_context(self)
         # What they hold now: .data may have been replaced, and not only written to.
-        self.values = [buffer.take_back(index) for buffer, index in self.places]
+        self.values = [buffer.hide_parameter(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]
             if parameter.requires_grad != before:
@@ -505,7 +512,7 @@ class EngineGather:
         engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
 
     def _keep_main(self, buffer: FlatBuffer, index: int, edited: Tensor) -> Tensor:
-        """New main weights of a parameter that was lent rounded: what nobody has edited keeps the bits it had."""
+        """New main weights of a parameter that was gathered rounded: what nobody has edited keeps the bits it had."""
         if self._main[0] is not buffer:  # places are in the order of buffers
             self._main = buffer, gather_main(self.engine, buffer)
         main, dtype = self._main[1][index], buffer.compute_dtype

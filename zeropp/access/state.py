@@ -131,7 +131,8 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor, own: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
         gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
-        # On the same comm streams as gathers of a pass: a group's collectives must have one order. See [Note: one order].
+        # On the same comm streams as gathers of a pass: a group's collectives must have one order. See
+        # [Note: one order].
         event = engine.gather_streams.run(Work(path.links, [gather]))[-1]
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
@@ -173,7 +174,7 @@ class _Saving:
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
         engine = _alive(self.engine)
-        engine.require_idle("state_dict()", lent=True, averaged=True, needs=NOTHING)
+        engine.require_idle("state_dict()", inside_gather=True, averaged=True, needs=NOTHING)
         if keep_vars:
             raise RuntimeError(
                 "state_dict(keep_vars=True) asks for the live parameters, whose values zeropp keeps elsewhere; leave "
@@ -259,7 +260,7 @@ class _Saving:
 def _is_local(engine: Engine, module: nn.Module) -> bool:
     """Tell whether a ``state_dict()`` takes no other rank; the same on every rank that asks for it."""
     resting = engine.resting
-    if engine.loans or (resting is not None and resting.alone):
+    if engine.gather_contexts or (resting is not None and resting.alone):
         return True
     # Differences may leave the cache apart from the main weights, which a state is made of.
     exact = all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
@@ -271,7 +272,7 @@ def cached_values(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
 
     Local. None where they are not cached, or not the newest.
     """
-    if engine.closed or engine.loans:
+    if engine.closed or engine.gather_contexts:
         return None
     unit = engine.unit_of[id(parameter)]
     if not unit.persistent or unit.stale:
@@ -304,7 +305,7 @@ class _Loading:
     ) -> None:
         """Before a module's own values are loaded."""
         engine = _alive(self.engine)
-        if engine.loans:
+        if engine.gather_contexts:
             # torch copies into what has been lent, and what becomes of that is for GatheredParameters to say.
             return
         engine.require_idle("load_state_dict()")

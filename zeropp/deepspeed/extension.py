@@ -178,7 +178,7 @@ def add_to_model(model: nn.Module, engine: Engine) -> None:
 def add_to_piece(parameter: nn.Parameter, piece: Piece) -> None:
     """Give the attributes to a parameter that ``zero.Init`` builds, or renew them."""
     # Also where it is small and whole: DeepSpeed's is in pieces until it is gathered, and scripts ask for that.
-    status = ZeroParamStatus.AVAILABLE if piece.lent else ZeroParamStatus.NOT_AVAILABLE
+    status = ZeroParamStatus.AVAILABLE if piece.is_gathered else ZeroParamStatus.NOT_AVAILABLE
     _add(parameter, LocalPiece(piece, parameter), status, persistent=False)
 
 

@@ -196,7 +196,7 @@ def _begin(param: nn.Parameter, what: str) -> _ParameterPlace | None:
     engine = handler_of(param)
     if not isinstance(engine, Engine) or id(param) not in engine.unit_of:
         return None
-    engine.require_idle(what, lent=True, needs=WEIGHTS if "set" in what else NOTHING)
+    engine.require_idle(what, inside_gather=True, needs=WEIGHTS if "set" in what else NOTHING)
     buffer, index = engine.unit_of[id(param)].place_of(param)
     listener = engine.listener
     place = _ParameterPlace(engine, buffer, index, listener if isinstance(listener, ZeroOptimizer) else None)

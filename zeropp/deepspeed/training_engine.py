@@ -120,7 +120,7 @@ class Engine(nn.Module):
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
         core.reductions.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
-        core.loans.computed = optimizer is not None
+        core.gather_contexts.computed = optimizer is not None
         # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
         core.resting = RestingWeights(core)
         # Ranks of the group; whatever else runs in the job has no part in this model.

@@ -38,7 +38,7 @@ from zeropp.engine.preconditions import (
     EVERYTHING,
     NOTHING,
     TRAINING,
-    Loans,
+    GatherContexts,
     Parking,
     of_a_forward,
     refuse_compiled_autograd,
@@ -314,7 +314,7 @@ class Engine(GuardHandler):
         self.kept = Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
-        self.loans = Loans()
+        self.gather_contexts = GatherContexts()
         # Last: an engine that is dropped lets go of its attributes in this order, and units must outlive the comm
         # streams that still write to their memory.
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
@@ -360,7 +360,7 @@ class Engine(GuardHandler):
         changed = None
         running = self.running
         outermost = self.hooks.depth == 0 if running else self.hooks.is_empty()
-        if self.loans and self.loans.serve(self.units, outermost=outermost):
+        if self.gather_contexts and self.gather_contexts.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
         try:
             if not running:
@@ -389,7 +389,7 @@ class Engine(GuardHandler):
 
     def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
         """A hooked module's forward is over: release its units, unless they are planned to stay."""
-        if self.loans.computing:
+        if self.gather_contexts.computing:
             return None
         # A model may catch an inner module's error and go on; in backward, checkpointing ends a recomputation by one.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
@@ -592,12 +592,13 @@ class Engine(GuardHandler):
         self,
         what: str,
         *,
-        lent: bool = False,
+        inside_gather: bool = False,
         averaged: bool = False,
         beside_step: bool = False,
         needs: Collection[str] = EVERYTHING,
     ) -> None:
-        """Refuse a call in the middle of a pass; unless ``lent``, inside GatheredParameters. Wait for the host's step.
+        """Refuse a call in the middle of a pass; unless ``inside_gather``, inside GatheredParameters. Wait for the
+        host's step.
 
         And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume;
         and while anything that it ``needs`` is off the device: see [Note: states off the device].
@@ -605,7 +606,7 @@ class Engine(GuardHandler):
         Raises:
             RuntimeError: a pass is running, parameters are lent, averages applied, or the engine was closed.
         """
-        refuse_occupied(self, what, lent=lent, averaged=averaged, needs=needs)
+        refuse_occupied(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
             self.refresh.wait_stepped()
             if what != "backward" and not self.loading and (listener := self.listener) is not None:
@@ -640,7 +641,7 @@ class Engine(GuardHandler):
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
-        self.require_idle("requires_grad_", lent=True, needs=NOTHING)
+        self.require_idle("requires_grad_", inside_gather=True, needs=NOTHING)
         self.flipped ^= {id(parameter)}
         for buffer in self.unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)

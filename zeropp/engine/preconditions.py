@@ -2,7 +2,7 @@
 
 A call may come in the middle of a pass, inside ``GatheredParameters``, while an average of the weights is applied,
 while its memory is off the device, or after the engine has ended. :func:`refuse_occupied` looks at all of these,
-:class:`Loans` knows which uses of ``GatheredParameters`` are open, and :class:`Parking` has the memory.
+:class:`GatherContexts` knows which uses of ``GatheredParameters`` are open, and :class:`Parking` has the memory.
 
 [Note: states off the device] Between training phases something else wants the device: rollouts, an evaluation. What is
 not needed then is parked by its name (`zeropp.offload.parked`): storages stay and lose their memory, so that every view
@@ -33,8 +33,8 @@ __all__ = [
     "NOTHING",
     "TRAINING",
     "WEIGHTS",
-    "Loan",
-    "Loans",
+    "GatherContext",
+    "GatherContexts",
     "Occupied",
     "Parking",
     "of_a_forward",
@@ -54,7 +54,7 @@ class Occupied(Protocol):
         closed: it was taken off its model.
         retired: it was destroyed, or the model is being wrapped again.
         phase: the running pass.
-        loans: uses of GatheredParameters that are open.
+        gather_contexts: uses of GatheredParameters that are open.
         averaged: main weights hold an average.
         parking: what is off the device.
     """
@@ -62,7 +62,7 @@ class Occupied(Protocol):
     closed: bool
     retired: bool
     phase: Phase
-    loans: Loans
+    gather_contexts: GatherContexts
     averaged: bool
     parking: Parking
 
@@ -72,13 +72,15 @@ class Occupied(Protocol):
         ...
 
 
-def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, needs: Collection[str]) -> None:
+def refuse_occupied(
+    engine: Occupied, what: str, *, inside_gather: bool, averaged: bool, needs: Collection[str]
+) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
     if engine.closed:
         raise _ended(what)
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
-    if engine.loans and not lent:
+    if engine.gather_contexts and not inside_gather:
         also = ", or gather all of its parameters and call it under torch.no_grad()" if what == "the model" else ""
         raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first{also}")
     if engine.averaged and not averaged:
@@ -228,10 +230,10 @@ class Parking:
 # Open uses of GatheredParameters.
 
 
-class Loan(Protocol):
-    """Whole values, lent to parameters."""
+class GatherContext(Protocol):
+    """Whole values of parameters inside GatheredParameters."""
 
-    def lends(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
+    def has_gathered(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
         """Tell whether a parameter has its values from here, and edits of that rank are kept."""
         ...
 
@@ -244,7 +246,7 @@ class Loan(Protocol):
         ...
 
 
-class Loans:
+class GatherContexts:
     """Uses of ``GatheredParameters`` on one engine; true while any is open.
 
     Where all parameters have their whole values, a forward without gradients needs no other rank: hooks have nothing to
@@ -258,25 +260,25 @@ class Loans:
     computed = False
 
     def __init__(self) -> None:
-        self._open: list[Loan] = []
+        self._open: list[GatherContext] = []
         self._computing = False
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def begin(self, loan: Loan) -> None:
-        """Parameters have been lent."""
-        self._open.append(loan)
+    def enter_context(self, context: GatherContext) -> None:
+        """Parameters have been gathered."""
+        self._open.append(context)
         self._computing = False
 
-    def end(self, loan: Loan) -> None:
+    def leave_context(self, context: GatherContext) -> None:
         """Parameters are about to be partitioned again."""
-        self._open.remove(loan)
+        self._open.remove(context)
         self._computing = False
 
-    def lend(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
-        """Tell whether an open use has a parameter's values; see :meth:`Loan.lends`."""
-        return any(loan.lends(parameter, modifier_rank) for loan in self._open)
+    def has_gathered(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
+        """Tell whether an open use has a parameter's values; see :meth:`GatherContext.has_gathered`."""
+        return any(context.has_gathered(parameter, modifier_rank) for context in self._open)
 
     @property
     def computing(self) -> bool:
@@ -293,7 +295,7 @@ class Loans:
             # A graph would lead to values that go back, and through which no gradient is reduced.
             whole = not torch.is_grad_enabled() and not any(is_guarded(p) for unit in units for p in unit.parameters)
             if whole:
-                for loan in self._open:
-                    loan.lower()
+                for context in self._open:
+                    context.lower()
             self._computing = whole
         return self._computing

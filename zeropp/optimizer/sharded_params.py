@@ -643,7 +643,7 @@ class SliceStates(defaultdict[Any, Any]):
         engine = handler_of(key)
         if isinstance(engine, Engine):
             # The host may be stepping with the states; and what is away could not be told from what is forgotten.
-            engine.require_idle("del optimizer.state[parameter]", lent=True, needs=["optim_states"])
+            engine.require_idle("del optimizer.state[parameter]", inside_gather=True, needs=["optim_states"])
         owner.forget_state(key)
 
     def __contains__(self, key: object) -> bool:

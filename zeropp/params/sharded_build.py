@@ -56,7 +56,7 @@ class Piece(GuardHandler):
         row: [ceil(numel / world)] of the values in the order of memory, the end padded with zeros, where they are
             partitioned; None while they are whole.
         awaited: there are no values, they are to be loaded once the model is wrapped.
-        lent: somebody has the whole values, to read or to edit.
+        is_gathered: somebody has the whole values, to read or to edit.
     """
 
     def __init__(self, fetcher: Fetcher, name: str, *, awaited: bool = False) -> None:
@@ -64,7 +64,7 @@ class Piece(GuardHandler):
         self.name = name
         self.row: Tensor | None = None
         self.awaited = awaited
-        self.lent = False
+        self.is_gathered = False
         self.strides: tuple[int, ...] = ()
 
     def tie(self, parameter: nn.Parameter) -> None:
@@ -100,22 +100,22 @@ class Piece(GuardHandler):
         parameter.data = stand_in
         guard([parameter])
 
-    def unshard(self, parameter: nn.Parameter, values: Tensor, *, lent: bool = False) -> None:
-        """Let a parameter have whole values; ``lent`` for a while, after which the piece serves again."""
+    def unshard(self, parameter: nn.Parameter, values: Tensor, *, inside_gather: bool = False) -> None:
+        """Let a parameter have whole values; ``is_gathered`` for a while, after which the piece serves again."""
         unguard([parameter])
         parameter.data = values
-        if not lent:
+        if not inside_gather:
             self.row = None
             unregister(parameter)
 
-    def lend(self, parameter: nn.Parameter) -> None:
+    def begin_gathered(self, parameter: nn.Parameter) -> None:
         """Somebody has the whole values, which the parameter shows already."""
-        self.lent = True
+        self.is_gathered = True
         self._tell_extensions(parameter)
 
-    def take_back(self, parameter: nn.Parameter) -> None:
-        """End of a loan; where there is a row, let go of the values, of which it still has its part."""
-        self.lent = False
+    def end_gathered(self, parameter: nn.Parameter) -> None:
+        """End of GatheredParameters; where there is a row, let go of the values, of which it still has its part."""
+        self.is_gathered = False
         self._tell_extensions(parameter)
         if self.row is None:
             return
@@ -154,7 +154,7 @@ class Piece(GuardHandler):
         count, numel = self.count(parameter.numel()), parameter.numel()
         start = min(self.fetcher.rank * count, numel)
         own = min(count, numel - start)
-        # Lent values are somebody's to edit, and the row is what there is until they are given back.
+        # Gathered values are somebody's to edit, and the row is what there is until they are given back.
         if self.row is not None:
             return self.row[:own]
         return dense_row(parameter.data)[0][start : start + own]
@@ -283,7 +283,7 @@ class ShardedBuild:
     def _cut_waiting(self, *, aliased: bool) -> None:
         """Cut what waits; what something else refers to waits on, if ``aliased``."""
         parameters = list(self._waiting.values())
-        held = [i for i, p in enumerate(parameters) if _piece(p).lent or (aliased and is_aliased(p))]
+        held = [i for i, p in enumerate(parameters) if _piece(p).is_gathered or (aliased and is_aliased(p))]
         accounts = self.agree(_CUTTING, parameters, held)
         # Whatever any rank holds: when an alias goes may depend on garbage collection.
         kept = {index for account in accounts for index in account}
@@ -311,8 +311,8 @@ class ShardedBuild:
 
     def fetch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Bring together what is in pieces of some parameters, while the model is built."""
-        # Who has whole values on loan reads and edits those.
-        wanted = [p for p in parameters if self._has(p) and _piece(p).row is not None and not _piece(p).lent]
+        # Who has gathered values reads and edits those.
+        wanted = [p for p in parameters if self._has(p) and _piece(p).row is not None and not _piece(p).is_gathered]
         if wanted:
             self.gather(wanted)
             for parameter in wanted:
@@ -451,10 +451,10 @@ class ShardedBuild:
             # Not copied to where they lie: elements of an expanded parameter overlap.
             parameter.data = part.clone().to(parameter.device).view(row.dtype).as_strided(parameter.shape, strides)
 
-    def gather(self, parameters: Sequence[nn.Parameter], *, lent: bool = False) -> None:
-        """Bring whole values together, for the parameters to have; ``lent`` as in :meth:`Piece.unshard`."""
+    def gather(self, parameters: Sequence[nn.Parameter], *, inside_gather: bool = False) -> None:
+        """Bring whole values together, for the parameters to have; ``inside_gather`` as in :meth:`Piece.unshard`."""
         for parameter, values in self.wholes([p for p in parameters if _piece(p).row is not None]):
-            _piece(parameter).unshard(parameter, values.to(parameter.device), lent=lent)
+            _piece(parameter).unshard(parameter, values.to(parameter.device), inside_gather=inside_gather)
 
     def wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of parameters in pieces, on the carrier's device, with their strides; several in one message."""

@@ -387,19 +387,19 @@ class FlatBuffer:
                 "back; call requires_grad_ between passes, on every rank"
             )
 
-    def lend(self, index: int, value: Tensor) -> None:
+    def show_parameter(self, index: int, value: Tensor) -> None:
         """Let one parameter have its whole value, in the main dtype, while the others stay released."""
         # Its own class, so that the user's code finds a plain parameter.
         unguard([self.parameters[index]])
         self.parameters[index].data = value
 
-    def take_back(self, index: int) -> Tensor:
-        """Release a parameter that was lent its value; returns what it has by now."""
+    def hide_parameter(self, index: int) -> Tensor:
+        """Release a parameter that had its whole value; returns what it has by now."""
         parameter = self.parameters[index]
         # Whatever lies there: the user may have put another tensor into ``.data``.
         value = parameter.data
         parameter.data = self._absent[index]
-        # Edits of a lent value are wanted, and must not be found as lost ones.
+        # Edits of a gathered value are wanted, and must not be found as lost ones.
         bump_versions([parameter], self._noted_version)
         guard([parameter])
         return value

@@ -116,9 +116,9 @@ def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tup
 
     Raises:
         ValueError: other ranks, or another setting.
-        RuntimeError: its values are lent.
+        RuntimeError: its values are gathered.
     """
-    if any(piece is not None and piece.lent for piece in map(piece_of, parameters)):
+    if any(piece is not None and piece.is_gathered for piece in map(piece_of, parameters)):
         raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
     for build in _builds(parameters):
         if build.world > 1 and build.carrier.ranks != ranks:

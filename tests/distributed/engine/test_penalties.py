@@ -135,7 +135,7 @@ def test_a_penalty_computed_outside_is_named_where_it_is_computed(how: str) -> N
 
 
 def uses() -> list[str]:
-    """What one may do with lent values; complaints."""
+    """What one may do with gathered values; complaints."""
     model = Beside()
     zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     wrong = []
