@@ -3,7 +3,7 @@
 It works before an engine manages the parameters, too: :class:`BuildGather` gathers those that ``zero.Init`` built.
 
 Outside a pass, a graph through a whole value leads nowhere: the value is released, and no gradient is reduced.
-Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`Graphs`
+Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`GraphTracker`
 can tell at the end of the ``with`` block which graphs outlive it.
 
 ``register_external_parameter`` declares parameters that a module's forward uses although other modules own them.
@@ -35,7 +35,7 @@ from zeropp.params.unit import FlatBuffer
 __all__ = [
     "BuildGather",
     "GatheredParameters",
-    "Graphs",
+    "GraphTracker",
     "builds_of",
     "external_parameters",
     "register_external_parameter",
@@ -152,7 +152,7 @@ def _piece(parameter: nn.Parameter) -> Piece:
 _PACKAGES = ("torch", "zeropp")
 
 
-class Graphs(TorchFunctionMode):
+class GraphTracker(TorchFunctionMode):
     """While this mode is on, notes the lines that begin graphs through gathered values.
 
     Args:
@@ -304,7 +304,7 @@ class GatheredParameters:
         elif isinstance(params, Tensor):
             params = [params]  # type: ignore[list-item]
         self._contexts: list[EngineGather | BuildGather] = []
-        self._graphs: Graphs | None = None
+        self._graphs: GraphTracker | None = None
         self._modifier_rank = modifier_rank
         # transformers gives a layer's weight and bias, and some layers have no bias.
         parameters = list({id(each): each for each in params if each is not None}.values())
@@ -343,7 +343,9 @@ class GatheredParameters:
             raise
         if self._contexts:
             # While lent, parameters have their own class, and the guard sees nothing: a mode watches what is computed.
-            self._graphs = Graphs({each: name for context in self._contexts for each, name in context.gathered.items()})
+            self._graphs = GraphTracker(
+                {each: name for context in self._contexts for each, name in context.gathered.items()}
+            )
             self._graphs.__enter__()  # type: ignore[no-untyped-call]
 
     def _fetch(self, engine: Engine, parameters: list[nn.Parameter]) -> None:
@@ -389,7 +391,7 @@ def _tell(contexts: Sequence[EngineGather | BuildGather], error: BaseException) 
             context.report_failure(error)
 
 
-def _warn_of_graphs(graphs: Graphs | None) -> None:
+def _warn_of_graphs(graphs: GraphTracker | None) -> None:
     """Say of graphs that backward will refuse where they began; those of values that were only read are gone."""
     lines = graphs.alive() if graphs is not None else []
     if lines:
