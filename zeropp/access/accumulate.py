@@ -203,7 +203,7 @@ def _forward(
     losses = []
     for number, stage in enumerate(stages):
         # Without it each micro-batch would release the weights, and the next would gather them again.
-        with engine.kept.until_left():
+        with engine.pinned_units.until_left():
             for micro, value in enumerate(values):
                 output = stage(value)
                 if output is None:

@@ -1,7 +1,7 @@
 """A backward's side of the engine: the units that it uses, and the gradients that it leaves for the optimizer.
 
-:class:`BackwardUses`, :class:`Touched` and :class:`Kept` have uses of units that no forward of their modules brackets:
-by a backward, by code outside, by forwards that repeat. :class:`PendingGradients` knows which parameters have
+:class:`BackwardUses`, :class:`Touched` and :class:`PinnedUnits` have uses of units that no forward of their modules
+brackets: by a backward, by code outside, by forwards that repeat. :class:`PendingGradients` knows which parameters have
 gradients.
 
 [Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
@@ -32,7 +32,7 @@ from zeropp.order.schedule import Schedule
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 
-__all__ = ["TOLD_APART", "BackwardUses", "Kept", "PendingGradients", "Touched"]
+__all__ = ["TOLD_APART", "BackwardUses", "PendingGradients", "PinnedUnits", "Touched"]
 
 
 # Uses of units.
@@ -280,7 +280,7 @@ class Touched:
         self._now.clear()
 
 
-class Kept:
+class PinnedUnits:
     """Units in use from a first forward of a module inside :meth:`until_left` to its end, however many come.
 
     So are those of a stage through which all micro-batches go; see [Note: layer-major].
@@ -296,7 +296,7 @@ class Kept:
         # gathered for it.
         return self._now is not None and unit.index in self._now
 
-    def take(self, unit: Unit) -> bool:
+    def keeps(self, unit: Unit) -> bool:
         """Keep a unit whose module's use is over; returns whether the use goes on from here."""
         if self._now is None or unit.index in self._now:
             return False

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
-from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, PendingGradients, Touched
+from zeropp.engine.backward import TOLD_APART, BackwardUses, PendingGradients, PinnedUnits, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return, cast_inputs
 from zeropp.engine.listener import Listener
 from zeropp.engine.preconditions import (
@@ -311,7 +311,7 @@ class Engine(GuardHandler):
         self._since = 0
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched = Touched(self.units, self.schedule)
-        self.kept = Kept(self.schedule)
+        self.pinned_units = PinnedUnits(self.schedule)
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
         self.gather_contexts = GatherContexts()
@@ -377,7 +377,7 @@ class Engine(GuardHandler):
             for unit in hooked.units:
                 unit.users += 1
                 unit.entered += 1
-                if not self.kept.has(unit):
+                if not self.pinned_units.has(unit):
                     self.schedule.use(unit, hooked.path if unit.entered == 1 else None)
         except BaseException as error:
             if not running and self.phase is Phase.IDLE:
@@ -402,7 +402,7 @@ class Engine(GuardHandler):
             elif returns is not Return.NEVER:
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
-                unit.users -= not self.kept.take(unit)
+                unit.users -= not self.pinned_units.keeps(unit)
                 unit.entered -= 1
                 self.schedule.live_units.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
