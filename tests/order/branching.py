@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.order.rank import Rank
 from tests.order.world import Deadlock, World
-from zeropp.engine.backward import Touched
+from zeropp.engine.backward import OutOfModuleUses
 from zeropp.order.known_orders import PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.params.unit import UnitState
@@ -282,7 +282,7 @@ class Branching:
         model = case.model
         self.model = model
         self.rank = Rank(world, number, [4] * model.units, case.limits, modules=model.outermost())
-        self.touched = Touched(self.rank.units, self.rank.schedule)
+        self.touched = OutOfModuleUses(self.rank.units, self.rank.schedule)
         self.in_backward = False
         self.running: list[str] = []  # paths of the modules whose forwards are running
         self.run_by: dict[str, set[str]] = {path: set() for path in model.modules}

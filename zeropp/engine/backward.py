@@ -1,6 +1,7 @@
 """A backward's side of the engine: the units that it uses, and the gradients that it leaves for the optimizer.
 
-:class:`BackwardUses`, :class:`Touched` and :class:`PinnedUnits` have uses of units that no forward of their modules
+:class:`BackwardUses`, :class:`OutOfModuleUses` and :class:`PinnedUnits` have uses of units that no forward of their
+modules
 brackets: by a backward, by code outside, by forwards that repeat. :class:`PendingGradients` knows which parameters have
 gradients.
 
@@ -32,7 +33,7 @@ from zeropp.order.schedule import Schedule
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 
-__all__ = ["TOLD_APART", "BackwardUses", "PendingGradients", "PinnedUnits", "Touched"]
+__all__ = ["TOLD_APART", "BackwardUses", "OutOfModuleUses", "PendingGradients", "PinnedUnits"]
 
 
 # Uses of units.
@@ -239,7 +240,7 @@ class BackwardUses:
         self._schedule.live_units.release_if_unused(unit)
 
 
-class Touched:
+class OutOfModuleUses:
     """Units that code outside of their modules has touched in the running pass; they stay gathered until it ends."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
@@ -275,7 +276,7 @@ class Touched:
             self._schedule.live_units.release_if_unused(self._units[index])
         self._now.clear()
 
-    def forget(self) -> None:
+    def drop_uses(self) -> None:
         """The pass failed, and everything is released elsewhere."""
         self._now.clear()
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
-from zeropp.engine.backward import TOLD_APART, BackwardUses, PendingGradients, PinnedUnits, Touched
+from zeropp.engine.backward import TOLD_APART, BackwardUses, OutOfModuleUses, PendingGradients, PinnedUnits
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return, cast_inputs
 from zeropp.engine.listener import Listener
 from zeropp.engine.preconditions import (
@@ -310,7 +310,7 @@ class Engine(GuardHandler):
         self._outstanding: list[PhaseKey] = []
         self._since = 0
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
-        self._touched = Touched(self.units, self.schedule)
+        self._touched = OutOfModuleUses(self.units, self.schedule)
         self.pinned_units = PinnedUnits(self.schedule)
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
@@ -623,7 +623,7 @@ class Engine(GuardHandler):
         self.hooks.forget_graphs()
         self._backwards += 1
         self._backward.forget()
-        self._touched.forget()
+        self._touched.drop_uses()
         self._outstanding = []
         self._since = 0
         failed = self.phase
