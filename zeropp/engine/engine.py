@@ -32,7 +32,7 @@ from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, u
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
 from zeropp.engine.backward import TOLD_APART, BackwardUses, OutOfModuleUses, PendingGradients, PinnedUnits
-from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return, cast_inputs
+from zeropp.engine.hooks import BackwardCall, BackwardReach, HookedModule, ModuleHooks, cast_inputs
 from zeropp.engine.listener import Listener
 from zeropp.engine.preconditions import (
     EVERYTHING,
@@ -387,7 +387,7 @@ class Engine(GuardHandler):
             raise
         return changed
 
-    def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
+    def leave(self, hooked: HookedModule, *, returns: BackwardReach, failed: bool) -> None:
         """A hooked module's forward is over: release its units, unless they are planned to stay."""
         if self.gather_contexts.computing:
             return None
@@ -395,11 +395,11 @@ class Engine(GuardHandler):
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
             return self.recover()
         try:
-            if returns is not Return.NEVER and self.phase is Phase.FORWARD:
-                self._backward.expect_in_backward(hooked.units, whole=returns is Return.UNHOOKED)
-                if returns is Return.AGAIN:
+            if returns is not BackwardReach.NEVER and self.phase is Phase.FORWARD:
+                self._backward.expect_in_backward(hooked.units, whole=returns is BackwardReach.UNHOOKED)
+                if returns is BackwardReach.AGAIN:
                     self.schedule.note_unrecorded(hooked.path, hooked.units)
-            elif returns is not Return.NEVER:
+            elif returns is not BackwardReach.NEVER:
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
                 unit.users -= not self.pinned_units.keeps(unit)

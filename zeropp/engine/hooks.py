@@ -33,10 +33,10 @@ __all__ = [
     "EXTERNAL_AS",
     "OWNED_AS",
     "BackwardCall",
+    "BackwardReach",
     "HookHandler",
     "HookedModule",
     "ModuleHooks",
-    "Return",
     "cast_floating",
     "copy_views",
     "differentiable",
@@ -185,7 +185,7 @@ _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
 # Hooked modules, and their calls.
 
 
-class Return(Enum):
+class BackwardReach(Enum):
     """Ways in which backward may come back to a call of a hooked module, and need its units again."""
 
     NEVER = "never"
@@ -271,7 +271,7 @@ class HookHandler(Protocol):
         """A hooked module's forward begins; returns changed (args, kwargs) or None."""
         ...
 
-    def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
+    def leave(self, hooked: HookedModule, *, returns: BackwardReach, failed: bool) -> None:
         """A hooked module's forward is over."""
         ...
 
@@ -581,13 +581,13 @@ class ModuleHooks:
             while frame.hooked is not hooked:
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
-            returns = Return.NEVER
+            returns = BackwardReach.NEVER
             if not failed:
                 # While the values are still there. Persistent weights stay until the pass ends: only the outermost
                 # module must copy those.
                 output = copy_views(output, handler.passing if stack else handler.storages, hooked.path)
             if frame.call is None and not failed and stack and stack[0].call is not None:
-                returns = Return.AGAIN
+                returns = BackwardReach.AGAIN
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
                 if hooked.inside is None:
@@ -610,9 +610,9 @@ class ModuleHooks:
                 if outputs:
                     if handler.notes_calls:
                         handler.call_made(frame.call, outputs)
-                    returns = Return.HOOKED
+                    returns = BackwardReach.HOOKED
                 elif hooked.trainable or differentiable((args, kwargs)):
-                    returns = Return.UNHOOKED
+                    returns = BackwardReach.UNHOOKED
             handler.leave(hooked, returns=returns, failed=failed)
             # The outermost forward is over, and hooked modules may change.
             if self._later and not stack:
