@@ -40,9 +40,9 @@ from zeropp.engine.preconditions import (
     TRAINING,
     GatherContexts,
     Parking,
+    check_idle,
     of_a_forward,
     refuse_compiled_autograd,
-    refuse_occupied,
 )
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
 from zeropp.order.prefetch import Limits
@@ -606,7 +606,7 @@ class Engine(GuardHandler):
         Raises:
             RuntimeError: a pass is running, parameters are lent, averages applied, or the engine was closed.
         """
-        refuse_occupied(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
+        check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
             self.refresh.wait_stepped()
             if what != "backward" and not self.loading and (listener := self.listener) is not None:

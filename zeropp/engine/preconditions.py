@@ -1,7 +1,7 @@
 """Checks that refuse a call at the wrong time, and the states of an engine that they look at.
 
 A call may come in the middle of a pass, inside ``GatheredParameters``, while an average of the weights is applied,
-while its memory is off the device, or after the engine has ended. :func:`refuse_occupied` looks at all of these,
+while its memory is off the device, or after the engine has ended. :func:`check_idle` looks at all of these,
 :class:`GatherContexts` knows which uses of ``GatheredParameters`` are open, and :class:`Parking` has the memory.
 
 [Note: states off the device] Between training phases something else wants the device: rollouts, an evaluation. What is
@@ -33,13 +33,13 @@ __all__ = [
     "NOTHING",
     "TRAINING",
     "WEIGHTS",
+    "EngineActivity",
     "GatherContext",
     "GatherContexts",
-    "Occupied",
     "Parking",
+    "check_idle",
     "of_a_forward",
     "refuse_compiled_autograd",
-    "refuse_occupied",
     "refuse_retired",
 ]
 
@@ -47,7 +47,7 @@ __all__ = [
 # Checks.
 
 
-class Occupied(Protocol):
+class EngineActivity(Protocol):
     """The states of an engine that rule out calls.
 
     Attributes:
@@ -72,8 +72,8 @@ class Occupied(Protocol):
         ...
 
 
-def refuse_occupied(
-    engine: Occupied, what: str, *, inside_gather: bool, averaged: bool, needs: Collection[str]
+def check_idle(
+    engine: EngineActivity, what: str, *, inside_gather: bool, averaged: bool, needs: Collection[str]
 ) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
     if engine.closed:
@@ -88,7 +88,7 @@ def refuse_occupied(
     engine.parking.require(what, needs)
 
 
-def refuse_retired(engine: Occupied, what: str) -> None:
+def refuse_retired(engine: EngineActivity, what: str) -> None:
     """Refuse to train what stays partitioned behind an engine that was destroyed: scripts that go on have not meant it.
 
     Raises:
