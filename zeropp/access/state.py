@@ -29,7 +29,6 @@ from zeropp.params.unit import FlatBuffer, Unit
 from zeropp.wire.paths import GatherPath
 
 __all__ = [
-    "await_values",
     "awaited_names",
     "comm_report",
     "full_state",
@@ -39,6 +38,7 @@ __all__ = [
     "gather_row",
     "install_state_hooks",
     "lacks_values",
+    "refuse_until_loaded",
     "require_values",
 ]
 
@@ -363,14 +363,14 @@ def awaited_names(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     return frozenset(name for name, piece in found if piece is not None and piece.awaited)
 
 
-def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> None:
+def refuse_until_loaded(model: nn.Module, engine: Engine, names: frozenset[str]) -> None:
     """Refuse forwards of the model, and of modules of it, until all parameters of these names have values everywhere.
 
     Buffers, too, which have NaN until they are loaded.
     """
     if not names:
         return
-    awaited = _awaited[engine] = _Awaited(engine, model, names)
+    awaited = _awaited[engine] = _MetaParams(engine, model, names)
     for module in model.modules():
         # Any of them may be called from outside.
         awaited.handles.append(module.register_forward_pre_hook(torch.compiler.disable(awaited.before), prepend=True))
@@ -394,7 +394,7 @@ def require_values(engine: Engine) -> None:
         awaited.check()
 
 
-class _Awaited:
+class _MetaParams:
     def __init__(self, engine: Engine, model: nn.Module, names: frozenset[str]) -> None:
         self._engine, self._root, self.names = weakref.ref(engine), weakref.ref(model), names
         self.handles: list[RemovableHandle] = []
@@ -430,7 +430,7 @@ class _Awaited:
             handle.remove()
 
 
-_awaited: weakref.WeakKeyDictionary[Engine, _Awaited] = weakref.WeakKeyDictionary()
+_awaited: weakref.WeakKeyDictionary[Engine, _MetaParams] = weakref.WeakKeyDictionary()
 
 
 def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:

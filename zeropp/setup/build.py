@@ -24,7 +24,7 @@ from zeropp._extensions import extensions
 from zeropp.access.gathered import external_parameters
 from zeropp.access.ownership import PreviousWeights, former_engines, give_to_modules
 from zeropp.access.refusals import holding_tensors, refuse_changes, refuse_cuda_graphs, restorer, watch_structure
-from zeropp.access.state import await_values, awaited_names, install_state_hooks
+from zeropp.access.state import awaited_names, install_state_hooks, refuse_until_loaded
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.collective import exchange, naming_absence, run_on_all_ranks
 from zeropp.comm.communicators import Ctas, processors
@@ -250,7 +250,7 @@ def _partition(
     with unguarded():
         _install(model, parameters, engine, specs, own)
     autocast_forwards(model, engine, config)
-    await_values(model, engine, awaited)
+    refuse_until_loaded(model, engine, awaited)
     rehearse(engine)
     # What is cached between uses has never been filled.
     engine.refresh.start()
