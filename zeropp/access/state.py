@@ -259,12 +259,12 @@ class _Saving:
 
 def _is_local(engine: Engine, module: nn.Module) -> bool:
     """Tell whether a ``state_dict()`` takes no other rank; the same on every rank that asks for it."""
-    resting = engine.resting
-    if engine.gather_contexts or (resting is not None and resting.alone):
+    readable_weights = engine.readable_weights
+    if engine.gather_contexts or (readable_weights is not None and readable_weights.alone):
         return True
     # Differences may leave the cache apart from the main weights, which a state is made of.
     exact = all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
-    return resting is not None and exact and all(map(resting.has, module.parameters()))
+    return readable_weights is not None and exact and all(map(readable_weights.has, module.parameters()))
 
 
 def cached_values(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
@@ -289,7 +289,7 @@ def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
     """A copy of what this rank has of a parameter, if that is all of it; else the parameter, with its shape alone."""
     if not is_guarded(parameter):
         return parameter.detach().clone()
-    values = None if engine.resting is None else engine.resting(parameter)
+    values = None if engine.readable_weights is None else engine.readable_weights(parameter)
     return parameter if values is None else values.detach().clone()
 
 

@@ -26,7 +26,7 @@ from zeropp._compat import storage_id, unguarded
 from zeropp.access.state import cached_values
 from zeropp.engine.engine import Engine
 
-__all__ = ["RestingWeights"]
+__all__ = ["ReadableWeights"]
 
 
 # Those whose names do not end as those of other functions in place.
@@ -188,7 +188,7 @@ def _marked(result: Any, places: dict[int, Edits | None]) -> Any:
 _EDIT = 5  # a kind in the hash of what is issued, beside those of collectives
 
 
-class RestingWeights:
+class ReadableWeights:
     """Finds them: in stages 0 to 2, and of small parameters in stage 3. Reading them takes no other rank.
 
     Args:

@@ -26,7 +26,7 @@ from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration
 from zeropp.deepspeed.data import make_loader
-from zeropp.deepspeed.readable_weights import RestingWeights
+from zeropp.deepspeed.readable_weights import ReadableWeights
 from zeropp.deepspeed.zero_checkpoints import RunValues, read_run_values
 from zeropp.deepspeed.zero_inference import thaw
 from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
@@ -46,15 +46,15 @@ _COUNTS = ("global_steps", "global_samples")
 @contextlib.contextmanager
 def _together(engine: Core) -> Iterator[None]:
     """Inside, a state has whole values also where a script's own ``state_dict()`` takes no other rank."""
-    resting = engine.resting
-    if resting is None:
+    readable_weights = engine.readable_weights
+    if readable_weights is None:
         yield
         return
-    before, resting.alone = resting.alone, False
+    before, readable_weights.alone = readable_weights.alone, False
     try:
         yield
     finally:
-        resting.alone = before
+        readable_weights.alone = before
 
 
 class TagError(CheckpointError, AssertionError):
@@ -122,7 +122,7 @@ class Engine(nn.Module):
         # Of what no step changes, as an average of weights, rounded values would be all there is.
         core.gather_contexts.computed = optimizer is not None
         # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
-        core.resting = RestingWeights(core)
+        core.readable_weights = ReadableWeights(core)
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank, self.world_size, self.local_rank = core.comm.rank, core.comm.world, local_rank
         self.dp_world_size = core.comm.world

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zeropp import checkpoint
 from zeropp.config import Config, ConfigError, ConfigSource, load_config
-from zeropp.deepspeed.readable_weights import RestingWeights
+from zeropp.deepspeed.readable_weights import ReadableWeights
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -83,7 +83,7 @@ def prepare(
             )
     wrapped = ZeroOptimizer(optimizer, model, _fitting(accelerator, config), device=accelerator.device)
     # Scripts of Accelerate's DeepSpeed plugin read weights, and merge adapters, between steps of stages 0 to 2.
-    wrapped.engine.resting = RestingWeights(wrapped.engine)
+    wrapped.engine.readable_weights = ReadableWeights(wrapped.engine)
     # So Accelerate, and whoever prepares everything once more, leaves both as they are.
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # torch's modules take anything
     # It looks for this in accumulate(), and takes models without it for ones that need none.

@@ -86,7 +86,7 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 _COPY = torch.Tensor.copy_
 
 
-class Resting(Protocol):
+class WeightReader(Protocol):
     """Read access to whole weights between passes, for engines that allow it.
 
     Attributes:
@@ -118,10 +118,10 @@ class GuardHandler(Protocol):
     """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece.
 
     Attributes:
-        resting: read access to whole values between passes; None where they are not to be read.
+        readable_weights: read access to whole values between passes; None where they are not to be read.
     """
 
-    resting: Resting | None = None
+    readable_weights: WeightReader | None = None
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """Make the values present if the model is running; False otherwise."""
@@ -311,8 +311,8 @@ def _intercept(
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
-        resting: dict[int, Tensor] = {}
-        reader: Resting | None = None
+        readable_weights: dict[int, Tensor] = {}
+        reader: WeightReader | None = None
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
             if func in LAYOUT:
@@ -339,10 +339,10 @@ def _intercept(
             if handler.fetch_touched(parameter):
                 touched.append(handler)
                 continue
-            reader = handler.resting
-            resting[id(parameter)] = _values_between_passes(func, tag.name, parameter, handler)
+            reader = handler.readable_weights
+            readable_weights[id(parameter)] = _values_between_passes(func, tag.name, parameter, handler)
         if reader is not None:
-            return reader.call(func, args, kwargs, resting)
+            return reader.call(func, args, kwargs, readable_weights)
         # Every released argument has been fetched, and has its own class and values by now.
         try:
             result = func(*args, **kwargs)
@@ -416,7 +416,7 @@ def _edge_of(parameter: nn.Parameter) -> GradientEdge:
 def _values_between_passes(
     func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler
 ) -> Tensor:
-    values = None if handler.resting is None else handler.resting.values_for(func, parameter)
+    values = None if handler.readable_weights is None else handler.readable_weights.values_for(func, parameter)
     if values is None:
         # Outside a pass no other rank knows of this use, and a gather would wait for them.
         raise _refusal(func, name, parameter, handler.fetched_by(parameter))

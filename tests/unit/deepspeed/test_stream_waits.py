@@ -17,7 +17,7 @@ from zeropp.deepspeed.parameter_values import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from zeropp.deepspeed.readable_weights import RestingWeights
+from zeropp.deepspeed.readable_weights import ReadableWeights
 
 
 def parts_are_read(t: Training) -> None:
@@ -30,7 +30,7 @@ def parts_are_read(t: Training) -> None:
 
 def weights_are_read(t: Training) -> None:
     """Persistent weights are read between passes, as the training engine lets them be."""
-    t.optimizer.engine.resting = RestingWeights(t.optimizer.engine)
+    t.optimizer.engine.readable_weights = ReadableWeights(t.optimizer.engine)
     t.step()
     t.model[0].norm.weight.clone()
 

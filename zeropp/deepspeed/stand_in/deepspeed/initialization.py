@@ -33,8 +33,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         raise
     engine = made[0]
     engine.writes_module_states = True
-    assert engine.core.resting is not None  # of every training engine
-    engine.core.resting.alone = True
+    assert engine.core.readable_weights is not None  # of every training engine
+    engine.core.readable_weights.alone = True
     return made
 
 
