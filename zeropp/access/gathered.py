@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeropp.access.state import gather_computed, gather_main
 from zeropp.comm.agreement import LENT
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import tensors_in
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
@@ -395,7 +395,7 @@ def _warn_of_graphs(graphs: GraphTracker | None) -> None:
     """Say of graphs that backward will refuse where they began; those of values that were only read are gone."""
     lines = graphs.alive() if graphs is not None else []
     if lines:
-        notify(
+        warn_user(
             f"what was computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
             "still held with its graph, and backward through it will be refused: no gradient of it would be reduced. "
             "Compute a penalty on weights inside the model's forward; if it is only to be read, under torch.no_grad()"

@@ -22,7 +22,7 @@ from zeropp.checkpoint.rank_sync import ErrorContext, Progress, common_path, run
 from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.saving import require_files
 from zeropp.checkpoint.tensor_reader import TensorReader, Verify
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING
 
@@ -276,7 +276,7 @@ def save_16bit_model(
     zero = engine.maker.config.zero
     if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
         if engine.comm.rank == 0:
-            notify(
+            warn_user(
                 f"{str(path)!r} was not written, since stage3_gather_16bit_weights_on_model_save is false; set it to "
                 "true, or use zeropp.checkpoint.export"
             )

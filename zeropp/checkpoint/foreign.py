@@ -42,7 +42,7 @@ from zeropp.checkpoint.metadata import (
 from zeropp.checkpoint.save_plan import model_names
 from zeropp.checkpoint.tensor_reader import StridedBox, TensorReader
 from zeropp.checkpoint.torch_files import Record, TorchFileTensor, read_torch_file, refused
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = [
@@ -274,7 +274,7 @@ def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, objec
     usual = [each for each in best if _USUAL.issuperset(each.split(".")[:-1])]
     if len(usual) != 1:
         raise CheckpointError(f"{told}; say which are meant, by prefix={best[0]!r} for one")
-    notify(f"{told}; those under {usual[0]!r} are taken, and any others if prefix= says so")
+    warn_user(f"{told}; those under {usual[0]!r} are taken, and any others if prefix= says so")
     return usual[0]
 
 

@@ -47,7 +47,7 @@ from zeropp.checkpoint.save_plan import (
 )
 from zeropp.checkpoint.saving import require_ours, unfreeze, wait_together
 from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, TensorReader, Verify
-from zeropp.config.base import notify, notify_once
+from zeropp.config.base import notify_once, warn_user
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.rank_state import layout_id, load_carried, load_optimizer
 from zeropp.optimizer.sharded_params import Slice
@@ -205,12 +205,14 @@ class Restore:
                     "strict=False to load them nevertheless"
                 )
             if first:
-                notify(told)
+                warn_user(told)
         for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             for key, value in saved.items():
                 switches = isinstance(value, bool) and isinstance(group.get(key), bool)
                 if first and switches and group[key] != value:
-                    notify(f"{key!r} of group {number} is {group[key]} here; the checkpoint's {value} takes its place")
+                    warn_user(
+                        f"{key!r} of group {number} is {group[key]} here; the checkpoint's {value} takes its place"
+                    )
 
         keys = self._keys()
         frozen = [n for b in self.engine.buffers if not b.trainable for n in b.names if self._renamed.get(n) in keys]
@@ -456,7 +458,7 @@ class Restore:
             restore_random_state(state, self.engine.device)
             return
         if comm.rank == 0:
-            notify(
+            warn_user(
                 f"the checkpoint was saved by {self.metadata.world} ranks and is loaded by {comm.world}: random "
                 "numbers begin anew, from seeds made of the saved one"
             )
@@ -468,7 +470,7 @@ class Restore:
     def _load_extra(self) -> None:
         ranks = self.metadata.ranks
         if not self._own() and any("extra" in rank for rank in ranks) and self.engine.comm.rank == 0:
-            notify("ranks had different extra states when they were saved; every rank now gets the first one's")
+            warn_user("ranks had different extra states when they were saved; every rank now gets the first one's")
         for name, value in self.values["extra"].items():
             target = self.extra.get(name)
             if name in self._averages:

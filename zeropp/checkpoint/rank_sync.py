@@ -21,7 +21,7 @@ from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.comm.agreement import AT_WORK
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import name_ranks
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 
 __all__ = [
@@ -267,7 +267,7 @@ def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
         raise ValueError(f"{call} got an empty path, or none, on ranks {without}; give one that all ranks see")
     other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
     if other is not None and engine.comm.rank == 0:
-        notify(
+        warn_user(
             f"ranks gave {call} different paths: rank 0 {paths[0]!r}, and rank {other} {paths[other]!r}; every rank "
             "uses rank 0's. Give the same one on every rank: a name with the time of day is made on rank 0, and shared "
             "by torch.distributed.broadcast_object_list"

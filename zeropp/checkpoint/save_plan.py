@@ -44,7 +44,7 @@ from zeropp.checkpoint.metadata import (
     encode,
 )
 from zeropp.checkpoint.tensor_reader import CODES, SCALES, TensorReader
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -288,7 +288,7 @@ def _restore_numpy(state: dict[str, Any], seed: int) -> None:
     if here == there:
         numpy.random.set_state(state)
         return
-    notify(f"numpy's generator was a {there} when it was saved, and is a {here} here; it begins anew")
+    warn_user(f"numpy's generator was a {there} when it was saved, and is a {here} here; it begins anew")
     numpy.random.seed(seed % 2**32)
 
 

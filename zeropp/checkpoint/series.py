@@ -22,7 +22,7 @@ from zeropp.checkpoint.metadata import METADATA, Checksums, write_synced, writte
 from zeropp.checkpoint.rank_sync import Progress, run_between_passes
 from zeropp.checkpoint.saving import begin, is_under_way, is_unfinished, remove, wait_together
 from zeropp.checkpoint.tensor_reader import Verify
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import engine_of
 
 __all__ = ["Series"]
@@ -77,7 +77,9 @@ class Series:
             # Where files cannot be renamed it may have been cut off while it was written over.
             named = next((n for n in map(_read_latest, (path, written_first(path))) if n is not None), None)
             if named not in steps:
-                notify(f"{str(path)!r} is damaged or names no complete checkpoint; the newest that is there is taken")
+                warn_user(
+                    f"{str(path)!r} is damaged or names no complete checkpoint; the newest that is there is taken"
+                )
                 named = None
         return named if named is not None else max(steps, default=None)
 

@@ -168,7 +168,7 @@ _BETWEEN = ("zeropp", "deepspeed", "pydantic", "torch", "contextlib", "functools
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
-def notify(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of user code that led here, not at one of this package, of torch or of the libraries between.
 
     ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
@@ -184,18 +184,18 @@ def notify(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def notify_once(message: str, category: type[Warning] = UserWarning, *, first: bool | None = None) -> None:
-    """Warn as :func:`notify` does, on the first rank alone: all ranks read the same configuration.
+    """Warn as :func:`warn_user` does, on the first rank alone: all ranks read the same configuration.
 
     ``first`` says whether this is the first rank of a group; None asks for the first of the job.
 
     A filter that turns the warning into an error raises on every rank, so that none waits for others that have raised.
     """
     if _is_first_rank() if first is None else first:
-        notify(message, category)
+        warn_user(message, category)
         return
     # The filters stay in force, and what they let through is recorded instead of shown.
     with warnings.catch_warnings(record=True):
-        notify(message, category)
+        warn_user(message, category)
 
 
 def _is_first_rank() -> bool:

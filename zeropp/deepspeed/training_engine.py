@@ -23,7 +23,7 @@ from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.rank_sync import absolute, path_of_rank_0
 from zeropp.checkpoint.saving import begin
 from zeropp.config import Config
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration
 from zeropp.deepspeed.data import make_loader
 from zeropp.deepspeed.readable_weights import ReadableWeights
@@ -608,7 +608,7 @@ class Engine(nn.Module):
         if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(found.lr_scheduler)
         if found.left_out:
-            notify(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
+            warn_user(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
         return dict(found.client)
 
     def save_16bit_model(
@@ -676,7 +676,7 @@ class Engine(nn.Module):
 
     def _warn_of_window(self, name: str) -> None:
         if (engine := engine_of(self.module)).accumulation.count > 0 and engine.comm.rank == 0:
-            notify(
+            warn_user(
                 f"the checkpoint {name!r} is saved inside a window of micro-batches, whose gradients are not in it; "
                 "whoever resumes begins the window again"
             )
@@ -701,7 +701,7 @@ class Engine(nn.Module):
             raise TagError(f"{text}; give the same one on every rank, without the time of day in it")
         # One warning is enough; a rank of many would say it of names that nobody sees any more.
         if how == "WARN" and engine.comm.rank == 0:
-            notify(f"{text}; the checkpoint is saved under the first rank's")
+            warn_user(f"{text}; the checkpoint is saved under the first rank's")
         return root, names[0]
 
     def _checkpoint_path(self, own_root: str, tag: str | int | None) -> Path | None:
@@ -715,7 +715,7 @@ class Engine(nn.Module):
         told = engine.agreement.exchange_objects((own_root, own), "looking for the checkpoint to load")
         root, name = path_of_rank_0(engine, [path for path, _ in told], "load_checkpoint()"), told[0][1]
         if name is None:
-            notify(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
+            warn_user(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
             return None
         return root / name
 

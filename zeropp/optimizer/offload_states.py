@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeropp._compat import is_aliased
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import COMPUTING, EVERYTHING, KINDS, NOTHING, TRAINING
 from zeropp.optimizer.sharded_params import ShardedParams, Slice
@@ -193,7 +193,7 @@ def _states(engine: Engine, optimizer: Optimizer, slices: ShardedParams, kinds: 
             else:
                 stay.append(f"{key} of {name}")
     if stay:
-        notify(
+        warn_user(
             f"optimizer states {stay[:5]}{'...' if stay[5:] else ''} stay on the device: something else refers to "
             "their memory too, or they are of a class of their own"
         )

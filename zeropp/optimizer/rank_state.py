@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zeropp._compat import default_store, loss_scale
 from zeropp.comm.agreement import SAVED
 from zeropp.comm.threads import within
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.sharded_params import SliceStates
@@ -175,7 +175,7 @@ def load_carried(engine: Engine, carried: ErrorFeedback, saved: dict[str, Any] |
         return
     wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
     cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
-    notify(f"carried errors of quantized gradients {cause}; they begin anew")
+    warn_user(f"carried errors of quantized gradients {cause}; they begin anew")
     carried.clear()
 
 
@@ -212,7 +212,7 @@ def warn_if_alone(engine: Engine) -> None:
             came = count(0)
     if comm.rank == 0 and came < comm.world:
         _calls[engine] = _TOLD  # a script that only looks at its states need not wait again
-        notify(
+        warn_user(
             f"optimizer.state_dict() was called on {came} of {comm.world} ranks, rank 0 among them. It has one rank's "
             "part of the states alone, and a run cannot go on from it: call it on every rank, and save each rank's in "
             "a file of its own, or call zeropp.checkpoint.save(path, model, optimizer) on every rank"

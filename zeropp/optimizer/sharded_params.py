@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp._compat import unguarded
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.backward import PendingGradients
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import trial_states
@@ -338,7 +338,7 @@ class ShardedParams:
                 part.parameter.data = part.own
         stayed = [part.name for part in replaced if part.buffer not in moved]
         if stayed:
-            notify(
+            warn_user(
                 f".data of {stayed[:4]} was set in optimizer.param_groups, and these main weights are in files: "
                 "tensors taken from p.data before have the new values now, too. Keep copies of old values instead: "
                 "p.detach().clone()"

@@ -19,7 +19,7 @@ from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import run_on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config, require_supported
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import NOTHING, refuse_compiled_autograd, refuse_retired
 from zeropp.optimizer.checks import (
@@ -347,7 +347,7 @@ class ZeroOptimizer(Optimizer):
         taken = window.ask(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
-            notify(warning)
+            warn_user(warning)
         if not taken:
             self.step_result.pass_over()
             return loss

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import Members
 from zeropp.config import Config
-from zeropp.config.base import notify, notify_once
+from zeropp.config.base import notify_once, warn_user
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.unit import FlatBuffer, Unit
 
@@ -32,7 +32,7 @@ def warn_if_alone(members: Members) -> None:
     """Warn where a launcher has started several ranks, and none of them has joined a process group."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if members.backend == "none" and launched not in ("", "0", "1"):
-        notify(
+        warn_user(
             f"WORLD_SIZE is {launched} and there is no process group, so this rank trains a model of its own; call "
             "zeropp.init_distributed() before the optimizer is wrapped"
         )

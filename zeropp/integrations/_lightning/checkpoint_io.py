@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeropp.checkpoint import CheckpointError
 from zeropp.checkpoint.metadata import encode
-from zeropp.config.base import notify
+from zeropp.config.base import warn_user
 from zeropp.params.guard import is_managed
 
 __all__ = ["FOREIGN", "TAG", "local_folder", "pack", "require_folder", "unpack"]
@@ -56,7 +56,7 @@ def _without_modules(given: Any) -> Any:
         if isinstance(value, nn.Module) and any(is_managed(each) for each in value.parameters())
     ]
     if managed:
-        notify(
+        warn_user(
             f"hyperparameters {managed} are modules of the model, and are not saved as hyperparameters: call "
             f"save_hyperparameters(ignore={managed}), and give them to load_from_checkpoint(..., {managed[0]}=...)"
         )
