@@ -27,7 +27,7 @@ from zeropp.comm.process_groups import abort_groups
 from zeropp.comm.streams import DONE, CommStreams, Event, Launch, Work
 from zeropp.comm.watch import make_monitor
 
-__all__ = ["Arrival", "Reductions", "Waiting", "queue", "wait_for"]
+__all__ = ["Arrival", "ReductionLimit", "Waiting", "queue", "wait_for"]
 
 _log = logging.getLogger("zeropp")
 
@@ -135,7 +135,7 @@ class Arrival(dist.Work):
         return self._event.done()
 
 
-class Reductions:
+class ReductionLimit:
     """The reductions of one mesh that are under way: two at most, so that messages do not pile up.
 
     Args:

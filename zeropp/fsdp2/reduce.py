@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import Event, used_here
-from zeropp.fsdp2.overlap import Reductions, wait_for
+from zeropp.fsdp2.overlap import ReductionLimit, wait_for
 from zeropp.fsdp2.shards import Parts, ReduceOp, ReduceScatter, ShardedUnit, factor_of
 from zeropp.fsdp2.vectors import VALUE_BITS, MixedCodec
 from zeropp.partition.levels import BLOCK, BufferLayout, Placement, Slot
@@ -43,7 +43,7 @@ class ReduceRoute:
     hops: Sequence[Hop]
     encoding: Encoding
     values: bool
-    reductions: Reductions
+    reductions: ReductionLimit
 
     @property
     def world(self) -> int:

@@ -17,7 +17,7 @@ from zeropp.comm.streams import make_comm_streams
 from zeropp.comm.watch import BLIND
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
-from zeropp.fsdp2.overlap import Reductions, Waiting
+from zeropp.fsdp2.overlap import ReductionLimit, Waiting
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit
 from zeropp.partition.levels import HopSpec, Mode, Placement, build_chain
@@ -121,7 +121,7 @@ class Routes:
             beta=_BETA if options.beta is None else options.beta,
         )
         return ReduceRoute(
-            placement, hops, encoding, options.vector_bits is not None, Reductions(self.reducing, self.waiting)
+            placement, hops, encoding, options.vector_bits is not None, ReductionLimit(self.reducing, self.waiting)
         )
 
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
