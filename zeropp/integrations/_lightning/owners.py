@@ -12,10 +12,10 @@ from zeropp.deepspeed.training_engine import Engine
 from zeropp.engine.engine import Engine as Core
 from zeropp.engine.engine import engine_of
 
-__all__ = ["Owner", "claim", "core_of", "current_engine"]
+__all__ = ["OwningStrategy", "claim", "core_of", "current_engine"]
 
 
-class Owner(Protocol):
+class OwningStrategy(Protocol):
     """A strategy, seen from here."""
 
     @property
@@ -29,10 +29,10 @@ class Owner(Protocol):
 
 
 # Both weakly: neither a model nor a strategy stays for the other's sake.
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwningStrategy]] = weakref.WeakKeyDictionary()
 
 
-def claim(model: nn.Module, owner: Owner) -> None:
+def claim(model: nn.Module, owner: OwningStrategy) -> None:
     """Let ``owner`` be the one who wraps a model next; whoever has had it lets go of it."""
     former = _owner(model)
     for each in (former, owner):
@@ -62,6 +62,6 @@ def current_engine(model: nn.Module) -> Engine | None:
     return None if engine is None or engine.module is not model or engine.core.closed else engine
 
 
-def _owner(model: nn.Module) -> Owner | None:
+def _owner(model: nn.Module) -> OwningStrategy | None:
     reference = _owners.get(model)
     return None if reference is None else reference()
