@@ -79,7 +79,7 @@ class Trainability:
         if unfrozen:
             # Gathers and refreshes on their way write to what is about to be freed.
             engine.schedule.live_units.release_planned()
-            engine.refresh.wait()
+            engine.refresh.wait_for_refresh()
             # What is trained takes space, which a disk may not have.
             with engine.agreement.watching("making room for parameters that are unfrozen"):
                 for unit, buffer in unfrozen:
@@ -121,7 +121,7 @@ class Trainability:
             engine.pending.make_room()
             warn_of_no_room(engine.comm, len(engine.unit_of))
             rehearse(engine)
-            engine.refresh.start()
+            engine.refresh.start_refresh()
 
     def _check_same(self, wanted: dict[str, bool]) -> None:
         engine = self._engine

@@ -140,7 +140,7 @@ class TrainingOptimizer(ZeroOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's main weights, flat: a view for each unit's buffer, where DeepSpeed has one for each sub-group."""
         # The host may be stepping them.
-        self.engine.refresh.wait_stepped()
+        self.engine.refresh.wait_for_step()
         return [buffer.shard for buffer in self.engine.trainable_buffers]
 
     @property

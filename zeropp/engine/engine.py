@@ -608,7 +608,7 @@ class Engine(GuardHandler):
         """
         check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
-            self.refresh.wait_stepped()
+            self.refresh.wait_for_step()
             if what != "backward" and not self.loading and (listener := self.listener) is not None:
                 listener.weights_wanted()
 
@@ -666,7 +666,7 @@ class Engine(GuardHandler):
         self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
         self.schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):
-            (self.refresh.put_off if for_now else self.refresh.start)()
+            (self.refresh.put_off if for_now else self.refresh.start_refresh)()
 
     def finish_load(self) -> None:
         """A load that failed half-way has changed weights, too."""
@@ -745,7 +745,7 @@ class Engine(GuardHandler):
             return
         if self.pending.backward_ran or any(gradient.arrived for gradient in unit.gradients):
             self.parking.require("setting .grad to None", TRAINING)
-            self.refresh.wait_stepped()  # what the host is stepping with stays
+            self.refresh.wait_for_step()  # what the host is stepping with stays
             self.pending.forget_one(unit, parameter)
         if (listener := self.listener) is not None:
             listener.gradient_forgotten(parameter)

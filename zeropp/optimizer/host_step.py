@@ -73,7 +73,7 @@ class HostStep:
         self._states: dict[FlatBuffer, dict[str, storage_tiers.StoredTensor]] = {}
         engine.agreement.on_loss(self._stream.abandon)
         # Somebody may ask the wrapped optimizer itself for its states.
-        waits = partial(_wait, weakref.ref(engine), Refresh.wait_stepped)
+        waits = partial(_wait, weakref.ref(engine), Refresh.wait_for_step)
         optimizer.register_state_dict_pre_hook(waits)
         optimizer.register_load_state_dict_pre_hook(waits)
         # Not methods of this object, by which the engine would hold itself.
@@ -132,7 +132,7 @@ class HostStep:
             for gradient in engine.gradients:
                 gradient.doubt()
         if waits or not engine.maker.config.zeropp.lazy_step:
-            engine.refresh.wait_stepped()
+            engine.refresh.wait_for_step()
 
     def _step(self, rule: Rule, jobs: list[BufferStep]) -> None:
         """Step one unit's buffers; on the thread."""
@@ -217,7 +217,7 @@ def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
     since an edit that is noticed makes another refresh, and one that is not is refused.
     """
     counted = any(buffer.counts_escapes for unit in engine.units for buffer in unit.buffers)
-    wait = Refresh.wait if counted else Refresh.wait_stepped if engine.maker.config.steps_on_host else None
+    wait = Refresh.wait_for_refresh if counted else Refresh.wait_for_step if engine.maker.config.steps_on_host else None
     return wait and partial(_wait, weakref.ref(engine), wait)
 
 

@@ -217,7 +217,7 @@ class ZeroOptimizer(Optimizer):
     @uncompiled
     def state(self) -> Any:
         """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
-        self.engine.refresh.wait_stepped()
+        self.engine.refresh.wait_for_step()
         self.engine.parking.require("optimizer.state", ["optim_states"])
         return not_for_torch_s_state_dict(self.inner).state
 
@@ -364,7 +364,7 @@ class ZeroOptimizer(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.require_idle("step", beside_step=True)
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
-        self.engine.refresh.wait()
+        self.engine.refresh.wait_for_refresh()
         self.engine.reductions.loss_scale.forget()
         self.slices.refuse_accumulated()
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
@@ -477,7 +477,7 @@ class ZeroOptimizer(Optimizer):
         with self.slices.without_markers():
             check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
             saved = state_dict["zeropp"]
-            self.engine.refresh.wait()
+            self.engine.refresh.wait_for_refresh()
             self.zero_grad(now=True)
             load_main_weights(self.engine, saved)
             load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
@@ -553,7 +553,7 @@ class ZeroOptimizer(Optimizer):
         if not self.engine.closed and self.engine.agreement.lost is None:
             # Slices and states may be read afterwards. What a step fails with now is nobody's any more.
             with contextlib.suppress(RuntimeError):
-                self.engine.refresh.wait_stepped()
+                self.engine.refresh.wait_for_step()
         self.engine.close()
 
     # What the engine tells; see `zeropp.engine.listener.Listener`.

@@ -1,10 +1,10 @@
 """Renewing what is cached between uses, once main weights have changed.
 
 [Note: cached weights] What is cached carries the version of the main weights it was made of. A step, a load and an edit
-make a new version; `Refresh.start` then queues the renewal of every unit in the order of the next forward, and returns.
-A gather from a secondary shard waits for its unit's refresh on the comm stream, a first use of a persistent unit on the
-host; and whoever would use an older version is refused (`Unit._check_cached`), since no rank could tell it from the
-values.
+make a new version; `Refresh.start_refresh` then queues the renewal of every unit in the order of the next forward, and
+returns. A gather from a secondary shard waits for its unit's refresh on the comm stream, a first use of a persistent
+unit on the host; and whoever would use an older version is refused (`Unit._check_cached`), since no rank could tell it
+from the values.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class Refresh:
         if self.is_put_off:
             for source in self._sources():
                 source.take_edits()
-            self.start()
+            self.start_refresh()
 
     def _sources(self) -> Iterator[WireCopy]:
         for unit in self._units:
             yield from (buffer.source for buffer in unit.trainable_buffers if buffer.source is not None)
 
-    def start(self) -> None:
+    def start_refresh(self) -> None:
         """Start renewing all that is stale, chunk by chunk; so a rank may start several at once, and others not."""
         self.is_put_off = False
         # Chunks double, so that the first units travel at once and the last cost few agreements.
@@ -159,16 +159,16 @@ class Refresh:
                     buffer.invalidate_cache()
         self.put_off()
 
-    def wait_stepped(self) -> None:
+    def wait_for_step(self) -> None:
         """Wait until no step is under way: for its gradients, or for weights and states."""
         for unit in self._units:
             if unit.stepping is not None:
                 name, wait = unit.name, unit.wait_stepped
                 self._agreement.wait(wait, f"waiting for the step of unit {name!r}", (name, "step"))
 
-    def wait(self) -> None:
+    def wait_for_refresh(self) -> None:
         """Wait until no step writes and no refresh reads the main weights any more, before they are used here."""
-        self.wait_stepped()
+        self.wait_for_step()
         for unit in self._units:
             if unit.refreshing:
                 name, wait = unit.name, unit.wait_refreshed

@@ -253,7 +253,7 @@ def _partition(
     refuse_until_loaded(model, engine, awaited)
     rehearse(engine)
     # What is cached between uses has never been filled.
-    engine.refresh.start()
+    engine.refresh.start_refresh()
     return engine
 
 

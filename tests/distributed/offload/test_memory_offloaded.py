@@ -84,8 +84,8 @@ def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str)
                 optimizer.zero_grad()
                 model(torch.arange(4)).backward()
                 optimizer.step()
-            optimizer.engine.refresh.wait_stepped()
-            optimizer.engine.refresh.wait()
+            optimizer.engine.refresh.wait_for_step()
+            optimizer.engine.refresh.wait_for_refresh()
             optimizer.engine.schedule.live_units.release_planned()
             wrong += [f"{when}: {each}" for each in differences(plan, optimizer, stepped=when != "fresh")]
         optimizer.close()
@@ -278,11 +278,11 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
         def new_nbytes() -> int:
             return owned_bytes(optimizer).get("new_weights", 0)
 
-        optimizer.engine.refresh.wait()
+        optimizer.engine.refresh.wait_for_refresh()
         stepped = True
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()
-        optimizer.engine.refresh.wait()
+        optimizer.engine.refresh.wait_for_refresh()
         optimizer.close()
     return most, plan.new_weights, dict(sums), {unit.name: unit.arriving for unit in plan.units}
 
