@@ -160,7 +160,7 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()
         unit.note_gather(inline.run(unit.prepare_gather(inline))[-1])
-        unit.wait_gathered(10.0)
+        unit.wait_for_unshard(10.0)
         unit.unshard()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)
         unit.reshard(inline)

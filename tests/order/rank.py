@@ -87,7 +87,7 @@ class _Unit:
 
     def under_way(self) -> Iterator[tuple[str, Callable[[float], bool]]]:
         if self._event is not None:
-            yield "gather", self.wait_gathered
+            yield "gather", self.wait_for_unshard
 
     def prepare_gather(self, comm_streams: CommStreams) -> tuple[object, ...]:
         return ("gather", self.index)
@@ -97,7 +97,7 @@ class _Unit:
         if self.state is UnitState.SHARDED:
             self.state = UnitState.GUARDED
 
-    def wait_gathered(self, timeout: float) -> bool:
+    def wait_for_unshard(self, timeout: float) -> bool:
         if self._event is not None:
             self._event.wait(timeout)
             self._event = None

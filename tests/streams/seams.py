@@ -19,9 +19,23 @@ __all__ = ["Seam", "seams", "without"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WAITS = {
-    "after=", "record", "record_stream", "synchronize", "used_here", "wait", "wait_event", "wait_gathered",
-    "wait_refreshed", "wait_stepped", "wait_stream",
-}  # fmt: skip
+    "after=",
+    "record",
+    "record_stream",
+    "synchronize",
+    "used_here",
+    "wait",
+    "wait_event",
+    "wait_for_unshard",
+    "wait_for_refresh",
+    "wait_for_step",
+    "wait_stream",
+    "wait_for_copies",
+    "wait_for_event",
+    "wait_for_reductions",
+    "wait_for_result",
+    "wait_for_save",
+}
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class Refresh:
         """Wait until no step is under way: for its gradients, or for weights and states."""
         for unit in self._units:
             if unit.stepping is not None:
-                name, wait = unit.name, unit.wait_stepped
+                name, wait = unit.name, unit.wait_for_step
                 self._agreement.wait(wait, f"waiting for the step of unit {name!r}", (name, "step"))
 
     def wait_for_refresh(self) -> None:
@@ -171,5 +171,5 @@ class Refresh:
         self.wait_for_step()
         for unit in self._units:
             if unit.refreshing:
-                name, wait = unit.name, unit.wait_refreshed
+                name, wait = unit.name, unit.wait_for_refresh
                 self._agreement.wait(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))

@@ -677,12 +677,12 @@ class Unit:
         """(what, to wait for it) of what the model's next look at the values has to wait for."""
         # Behind a step comes one of the others, unless the model computes with the main weights themselves.
         if self._stepped is not None and self._refreshed is None and self._gathered is None:
-            yield "step", self.wait_stepped
+            yield "step", self.wait_for_step
         # Told apart from the gather behind it: it takes other links.
         if self._refreshed is not None:
-            yield "refresh", self.wait_refreshed
+            yield "refresh", self.wait_for_refresh
         if self._gathered is not None:
-            yield "gather", self.wait_gathered
+            yield "gather", self.wait_for_unshard
 
     @property
     def stepping(self) -> Event | None:
@@ -694,7 +694,7 @@ class Unit:
         """True if a refresh was queued and not waited for."""
         return self._refreshed is not None
 
-    def wait_stepped(self, timeout: float) -> bool:
+    def wait_for_step(self, timeout: float) -> bool:
         """Wait for a step; False after ``timeout`` seconds in vain."""
         if self._stepped is not None:
             if not self._stepped.wait(timeout):
@@ -702,7 +702,7 @@ class Unit:
             self._stepped = None
         return True
 
-    def wait_gathered(self, timeout: float) -> bool:
+    def wait_for_unshard(self, timeout: float) -> bool:
         """Wait for a gather; False if it did not end in ``timeout`` seconds."""
         if self._gathered is not None:
             if not self._gathered.wait(timeout):
@@ -711,7 +711,7 @@ class Unit:
             self._gathered = None
         return True
 
-    def wait_refreshed(self, timeout: float) -> bool:
+    def wait_for_refresh(self, timeout: float) -> bool:
         """Wait until no refresh reads the main weights any more; False after ``timeout`` seconds in vain."""
         if self._refreshed is not None:
             if not self._refreshed.wait(timeout):
