@@ -234,7 +234,7 @@ class Rank:
         self.outstanding, self.since = [], 0
         self.backward_uses.forget()
         self.schedule.abort(running=True)
-        self.reductions.forget()
+        self.reductions.drop_reductions()
         self._hide_all()
         for unit in self.units:
             for gradient in unit.gradients:
@@ -325,7 +325,7 @@ class Rank:
             return
         unit.gradients[0].stray += 1
         self.given[unit.index] += 1
-        if self.reductions.count(unit.index, 0):
+        if self.reductions.count_gradient(unit.index, 0):
             self.reductions.send_complete()
             self.backward_uses.complete.append(unit)
 

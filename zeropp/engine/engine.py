@@ -481,7 +481,7 @@ class Engine(GuardHandler):
         self._begin_backward()
         self.pending.used[index][position] = self.pending.looks
         self._backward.last_gradient = index, position
-        if self.reductions.count(index, position):
+        if self.reductions.count_gradient(index, position):
             self.reductions.send_complete()
             self._backward.complete.append(self.units[index])
 
@@ -634,7 +634,7 @@ class Engine(GuardHandler):
         if self.agreement.lost is not None:
             return  # there is no next step, and nothing to wait for
         self.schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
-        self.reductions.forget()
+        self.reductions.drop_reductions()
         self._hide_all()
         if failed is Phase.BACKWARD:  # after a forward, those there are whole, of a backward before it
             self.pending.forget_stray()

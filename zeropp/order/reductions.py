@@ -90,7 +90,7 @@ class Reductions:
         self._counts = [[0] * len(trained) for trained in self._trained]
         self._missing = [sum(trained) for trained in self._trained]
 
-    def begin(self, order: CollectiveOrder | None) -> None:
+    def begin_reductions(self, order: CollectiveOrder | None) -> None:
         """Start a phase that follows ``order``, or learns with None."""
         self._uses = 0
         self._ready, self._done, self._doubtful = [], {}, set()
@@ -111,7 +111,7 @@ class Reductions:
             # For each parameter alone: a second gradient of one does not make up for another's first.
             self._missing[index] = sum([max(e - c, 0) for e, c in zip(expected, counts, strict=True)])
 
-    def count(self, index: int, position: int) -> bool:
+    def count_gradient(self, index: int, position: int) -> bool:
         """Note that a parameter received its gradient; True when that completes the unit."""
         counts = self._counts[index]
         counts[position] += 1
@@ -174,10 +174,10 @@ class Reductions:
         self._doubtful = {unit for unit, place in self._done.items() if place > uses}
         self._done = {unit: min(place, uses) for unit, place in self._done.items()}
 
-    def end(self) -> None:
+    def end_reductions(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""
         self.before_use(math.inf)  # no use comes any more
-        self.wait(0)
+        self.wait_for_reductions(0)
 
     def offers(self, count: int) -> list[int]:
         """First units that this rank could send, while a phase is learned."""
@@ -195,7 +195,7 @@ class Reductions:
         """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
-        self.wait(0)  # before that, what is held may seem unsent though a message under way carries it
+        self.wait_for_reductions(0)  # before that, what is held may seem unsent though a message under way carries it
         accounts = self.agreement.exchange_objects((self.holding, [*self._ready, *self._left()], fired), doing)
         if len({hold for hold, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
@@ -207,7 +207,7 @@ class Reductions:
         # Whatever any rank has left, in the order of ranks; the others send zeros.
         for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
             self._issue(index, uses)
-        self.wait(0)
+        self.wait_for_reductions(0)
         # Units that were sent only for the order that ranks have left, and of which none had a gradient.
         vain = self._doubtful.difference(fires)
         return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
@@ -223,7 +223,7 @@ class Reductions:
 
     def send_strays(self) -> dict[int, tuple[bool, ...]]:
         """Send again, on every rank, the units of which any rank has strays; returns them as :meth:`trained` does."""
-        self.wait(0)  # as in `end_learning`
+        self.wait_for_reductions(0)  # as in `end_learning`
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
         # In one order on every rank, that of ranks; a set would have no order.
         strays = list(dict.fromkeys(index for units in lists for index in units))
@@ -238,9 +238,9 @@ class Reductions:
     def send_unsent(self, index: int) -> None:
         """Send what a unit still has, held or stray, at the step sync, on every rank."""
         self._issue(index, self._uses, hold=False)
-        self.wait(0)
+        self.wait_for_reductions(0)
 
-    def wait(self, allowed: int) -> None:
+    def wait_for_reductions(self, allowed: int) -> None:
         """Wait until at most ``allowed`` messages are under way."""
         while len(self._in_flight) > allowed:
             self._await(self._in_flight[0].ends[-1], self._in_flight[0].unit)
@@ -255,15 +255,15 @@ class Reductions:
             # Not for its end, if it goes on over slow links: all of it but a part is free when it has been read.
             read = next((sent for sent in self._in_flight if sent.message is not None and sent.onward), None)
             if read is None:
-                self.wait(len(self._in_flight) - 1)
+                self.wait_for_reductions(len(self._in_flight) - 1)
             else:
                 self._await(read.ends[0], read.unit)
                 read.message, read.nbytes = None, read.onward
 
-    def forget(self) -> None:
+    def drop_reductions(self) -> None:
         """Drop a phase that failed; messages under way arrive first, since their shards are used again."""
-        self.begin(None)
-        self.wait(0)
+        self.begin_reductions(None)
+        self.wait_for_reductions(0)
 
     def _left(self) -> list[int]:
         """Units with gradients on this rank that this backward should have sent and has not."""

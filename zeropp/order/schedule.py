@@ -154,7 +154,7 @@ class Schedule:
         elif self.needs_others and not self._failed:  # it may run the pass that has stopped it once more
             self.agreement.go_on()
         expected = self.known.expected(key)
-        self.reductions.begin(expected)
+        self.reductions.begin_reductions(expected)
         if expected is None:
             self._stop_following()
             self.agreement.exchange(_BEGIN, [], f"starting {phase}")
@@ -332,7 +332,7 @@ class Schedule:
             self._remember_learned()
         else:
             self.passed_over |= not self._own.issuperset(self._order.uses)  # one may need them alone the next time
-            self.reductions.end()
+            self.reductions.end_reductions()
             self.known.remember(self.key, self._order)
         if not self.silent:
             self._recent.add(self.key)
@@ -371,7 +371,7 @@ class Schedule:
         if self.key[0] == "backward":
             order = CollectiveOrder(order.uses, *self.reductions.end_learning(len(order.uses)))
         else:
-            # A second use may bring a second gradient: see `Reductions.count`.
+            # A second use may bring a second gradient: see `Reductions.count_gradient`.
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         repeats = self.key[0] == "forward" and (self._nested or len(self._own) < sum(self._calls))
         unrecorded = self.unrecorded - self._before

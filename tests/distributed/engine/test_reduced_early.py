@@ -21,7 +21,7 @@ def events(route: Route, settings: dict[str, object]) -> list[tuple[str, int]]:
     config = make_config(**settings)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
     found: list[tuple[str, int]] = []
-    count, issue = Reductions.count, Reductions._issue
+    count, issue = Reductions.count_gradient, Reductions._issue
 
     def counted(self: Reductions, index: int, position: int) -> bool:
         found.append(("gradient", index))
@@ -31,7 +31,7 @@ def events(route: Route, settings: dict[str, object]) -> list[tuple[str, int]]:
         found.append((SENT, index))
         issue(self, index, uses, **kwargs)
 
-    with mock.patch.object(Reductions, "count", counted), mock.patch.object(Reductions, "_issue", issued):
+    with mock.patch.object(Reductions, "count_gradient", counted), mock.patch.object(Reductions, "_issue", issued):
         for _ in range(4):
             found.clear()
             model(torch.ones(1, WIDTH), route).sum().backward()
