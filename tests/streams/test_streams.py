@@ -105,7 +105,7 @@ ELSEWHERE = {
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
     "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
-    "optimizer/rank_state.py StepResult.count 1": "asks for a step's result: PendingSum.read_sum waits for it",
+    "optimizer/rank_state.py StepResult.count_skipped 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/rank_state.py StepResult.pass_over 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/rank_state.py told 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/sharded_params.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",

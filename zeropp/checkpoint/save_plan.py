@@ -428,7 +428,7 @@ def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) ->
                     _add_number(found, numbers, name, key, value)
     found.values["groups"] = list(_groups(found, engine, optimizer))
     found.values["optimizer"] = type(optimizer.inner).__qualname__
-    found.values["skipped_steps"] = optimizer.step_result.count()
+    found.values["skipped_steps"] = optimizer.step_result.count_skipped()
     found.values["loss_scale"] = engine.reductions.loss_scale.state_dict()
     carried = optimizer.carried.state_dict()
     tensors: dict[str, Tensor] = {}

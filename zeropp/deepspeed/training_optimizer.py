@@ -75,7 +75,7 @@ class LossScaler:
     def cur_iter(self) -> int:
         """Steps that a dynamic scale has seen, skipped ones included."""
         # The last step may not be decided yet, and then it is not counted.
-        self._optimizer.step_result.wait()
+        self._optimizer.step_result.wait_for_result()
         return self._optimizer.engine.reductions.loss_scale.iterations
 
     @property

@@ -326,7 +326,7 @@ class StepResult:
         self._step_sync = step_sync
         self._loss_scale = loss_scale
         # The engine has the scale, and must not keep its wrapper alive.
-        loss_scale.wait_for_last = weakly(self.wait)
+        loss_scale.wait_for_last = weakly(self.wait_for_result)
         self._unread = False
         # Text of an error that the next step raises, too. No exception: it would hold what holds this.
         self._error: str | None = None
@@ -356,14 +356,14 @@ class StepResult:
         if loss_scale is not None:
             self._loss_scale.load_state_dict(loss_scale)
 
-    def count(self) -> int:
+    def count_skipped(self) -> int:
         """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them.
 
         Raises:
             RuntimeError: the ranks have lost each other. Some may have stepped and others not.
         """
         try:
-            self.wait()
+            self.wait_for_result()
         except RuntimeError:
             # Settings that differ the next step tells of.
             if self._step_sync.engine.agreement.lost is not None:
@@ -372,10 +372,10 @@ class StepResult:
 
     def pass_over(self) -> None:
         """A step was asked for inside a window, and does nothing."""
-        self.wait()
+        self.wait_for_result()
         self.step_was_skipped = self.step_was_taken = False
 
-    def wait(self, *, stepping: bool = False) -> None:
+    def wait_for_result(self, *, stepping: bool = False) -> None:
         """Wait for a step's sum, by which the device has decided alone.
 
         Raises:
@@ -404,7 +404,7 @@ def from_step_result(name: str) -> Any:
     """Make a property of the optimizer that waits for its last step's result and returns the attribute of that name."""
 
     def ask(optimizer: Any) -> Any:
-        optimizer.step_result.wait()
+        optimizer.step_result.wait_for_result()
         return getattr(optimizer.step_result, name)
 
     return property(ask)

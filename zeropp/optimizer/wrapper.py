@@ -149,7 +149,7 @@ class ZeroOptimizer(Optimizer):
     def loss_scale(self) -> float:
         """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
         # The last step may move it, and may not be known yet: on a card its sum is read late.
-        self.step_result.wait()
+        self.step_result.wait_for_result()
         return self.engine.reductions.loss_scale.value
 
     @property
@@ -305,7 +305,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("grad_norms")
         if not self.engine.accumulation.unfinished:
-            self.step_result.wait()  # of the step before: the new statistics would overwrite it
+            self.step_result.wait_for_result()  # of the step before: the new statistics would overwrite it
             self.slices.take_edits(self.engine.pending)
             stats = self.step_sync.keep_verdict()
             self._norms = gradient_norms(self.engine, stats)
@@ -414,7 +414,7 @@ class ZeroOptimizer(Optimizer):
 
     def _decide(self) -> StepStats:
         """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
-        self.step_result.wait(stepping=True)
+        self.step_result.wait_for_result(stepping=True)
         return self.step_sync.reduce_stats(late=self._optimizer_step.may_leave_out)
 
     @uncompiled
@@ -459,7 +459,7 @@ class ZeroOptimizer(Optimizer):
                 **describe_rank(self.engine),
                 "waiting": self.slices.frozen_states(),
                 "carried": self.carried.state_dict(),
-                "skipped_steps": self.step_result.count(),
+                "skipped_steps": self.step_result.count_skipped(),
             },
         }
 

@@ -229,7 +229,7 @@ def asks_often() -> tuple[int, bool]:
     try:
         for _ in range(3):
             try:
-                step_result.wait()
+                step_result.wait_for_result()
             except RuntimeError as raised:
                 depths.add(len(traceback.extract_tb(raised.__traceback__)))
         held = weakref.ref(step_result)
