@@ -457,7 +457,7 @@ class Background:
         """True while a checkpoint is being written."""
         return self._task is not None and not self._task.done
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Until it is written.
 
         Raises:
@@ -476,10 +476,10 @@ class Background:
         except BaseException as error:
             raise CheckpointError(f"the checkpoint {self._path!r}, saved asynchronously, failed: {error}") from error
 
-    def finish(self) -> None:
-        """As :meth:`wait`, where nobody can be told but by the log, until somebody asks."""
+    def finish_save(self) -> None:
+        """As :meth:`wait_for_save`, where nobody can be told but by the log, until somebody asks."""
         try:
-            self.wait()
+            self.wait_for_save()
         except CheckpointError as error:
             _log.error("%s", error)
             _logged.append(str(error))
@@ -503,10 +503,10 @@ class Background:
             self._task.start()
         except RuntimeError:
             # The system has no thread for it.
-            self.forget()
+            self.forget_save()
             raise
 
-    def forget(self) -> None:
+    def forget_save(self) -> None:
         """There is nobody who writes it."""
         self._task = None
         _unfinished.pop(self, None)
@@ -550,7 +550,7 @@ def background_of(engine: Engine) -> Background:
     if engine not in backgrounds:
         backgrounds[engine] = made = Background(engine.comm, engine.agreement.warn_after)
         # Its group goes with the engine, and a checkpoint that is nearly written should not.
-        engine.on_close(made.finish)
+        engine.on_close(made.finish_save)
     return backgrounds[engine]
 
 
@@ -564,7 +564,7 @@ def wait() -> None:
     # Those that are done, too: their threads may not have ended yet.
     for each in dict.fromkeys([*backgrounds.values(), *_unfinished]):
         try:
-            each.wait()
+            each.wait_for_save()
         except CheckpointError as error:
             # After the others have been waited for.
             told.append(str(error))
@@ -588,13 +588,13 @@ def wait_together(engine: Engine, left: str) -> None:
     """
     background = backgrounds.get(engine)
     if background is not None:
-        run_between_passes(engine, "waiting for the checkpoint before", background.wait, left)
+        run_between_passes(engine, "waiting for the checkpoint before", background.wait_for_save, left)
 
 
 def _forget_all() -> None:
     """In a process that was forked: those who write are in the other one."""
     for each in {*backgrounds.values(), *_unfinished}:
-        each.forget()
+        each.forget_save()
     del _logged[:]
 
 
@@ -606,7 +606,7 @@ if hasattr(os, "register_at_fork"):
 def _tell() -> None:
     """At the end of a program whatever nobody has asked for; threads that write have ended by then."""
     for each in list(_unfinished):
-        each.finish()
+        each.finish_save()
 
 
 def save(
