@@ -217,7 +217,7 @@ class Agreement:
         """Every rank's object, as it is now: what a rank changes later, others do not see."""
         return [pickle.loads(each) for each in self.world.exchange(self.rank, doing, pickle.dumps(value))]
 
-    def wait(self, wait: Callable[[float], bool], doing: str, timed: object = None) -> None:
+    def wait_for_event(self, wait: Callable[[float], bool], doing: str, timed: object = None) -> None:
         """Wait as long as it takes."""
         wait(0.0)
 

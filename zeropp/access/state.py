@@ -135,7 +135,7 @@ def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: T
         # [Note: one order].
         event = engine.gather_streams.run(Work(path.links, [gather]))[-1]
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
-    engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
+    engine.agreement.wait_for_event(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -92,7 +92,9 @@ class Agreement:
             comm.tell_issued(self.monitors)
         comm.on_lost_elsewhere(self._lost_elsewhere)
 
-    def wait(self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None) -> None:
+    def wait_for_event(
+        self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None
+    ) -> None:
         """Call ``arrives(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
 
         Args:

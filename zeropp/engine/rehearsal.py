@@ -79,7 +79,7 @@ def rehearse(engine: Engine) -> None:
         # From here on: NCCL connects in the launch, which may not return.
         with engine.agreement.watching(doing), comm.launching(doing):
             event = stream.run(partial(_carry_out, transfer, device))
-            engine.agreement.wait(event.wait, doing)
+            engine.agreement.wait_for_event(event.wait, doing)
         _finish(engine, doing)
     for group, numbers, op in _for_all(engine):
         doing = "the first all_reduce of all ranks"

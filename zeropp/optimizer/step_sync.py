@@ -610,7 +610,7 @@ class PendingSum:
         if self._event is not None:
             # Asking an event makes a context on the card that is current, which need not be the model's.
             with torch.cuda.device(self._device):
-                agreement.wait(self.wait, "waiting for the sum of norms and flags")
+                agreement.wait_for_event(self.wait, "waiting for the sum of norms and flags")
         values: list[float] = self._host.tolist()
         return values
 

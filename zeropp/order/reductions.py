@@ -247,7 +247,7 @@ class Reductions:
             self._in_flight.popleft()
 
     def _await(self, event: Event, unit: str) -> None:
-        self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
+        self.agreement.wait_for_event(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
 
     def _make_room(self) -> None:
         """Wait until one more message may be under way."""

@@ -164,7 +164,7 @@ class Refresh:
         for unit in self._units:
             if unit.stepping is not None:
                 name, wait = unit.name, unit.wait_for_step
-                self._agreement.wait(wait, f"waiting for the step of unit {name!r}", (name, "step"))
+                self._agreement.wait_for_event(wait, f"waiting for the step of unit {name!r}", (name, "step"))
 
     def wait_for_refresh(self) -> None:
         """Wait until no step writes and no refresh reads the main weights any more, before they are used here."""
@@ -172,4 +172,4 @@ class Refresh:
         for unit in self._units:
             if unit.refreshing:
                 name, wait = unit.name, unit.wait_for_refresh
-                self._agreement.wait(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))
+                self._agreement.wait_for_event(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))

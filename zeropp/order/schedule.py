@@ -297,7 +297,7 @@ class Schedule:
     def _wait_and_expose(self, unit: Unit) -> None:
         with span("wait", unit.name):
             for kind, wait in unit.under_way():
-                self.agreement.wait(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
+                self.agreement.wait_for_event(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
         unit.unshard()
 
     def expect_in_backward(self, indices: Sequence[int]) -> None:
@@ -658,7 +658,7 @@ class LiveUnits:
         needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
         if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
             # A gather that is still under way would write to memory that is no longer there.
-            self._agreement.wait(unit.wait_for_unshard, f"releasing unit {unit.name!r}")
+            self._agreement.wait_for_event(unit.wait_for_unshard, f"releasing unit {unit.name!r}")
             unit.reshard(self._comm_streams)
         elif unit.users == 0 and unit.state is UnitState.UNSHARDED and not unit.persistent:
             # Or nobody would notice that code outside of its module uses a weight, which backward then has to fetch.

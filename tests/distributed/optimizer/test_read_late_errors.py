@@ -255,7 +255,7 @@ def saves_after_a_loss(how: str) -> str:
         if how == "interrupted":
             raise KeyboardInterrupt
         agreement.hang_timeout = 2.0  # it never comes
-        agreement.wait(lambda seconds: False, "waiting for the sum of norms and flags")
+        agreement.wait_for_event(lambda seconds: False, "waiting for the sum of norms and flags")
         return []
 
     PendingSum.read_sum = in_vain  # type: ignore[method-assign]
