@@ -91,8 +91,8 @@ def test_after_a_loss_the_store_is_asked_for_less_than_100_megabytes(store: Coun
     """By 1024 ranks, of which one says nothing; all have been waiting for long before."""
     boards = boards_of(WORLD)
     for number, board in enumerate(boards):
-        board.wait(ACTOR, account(number))
-    boards[-1].wait(ACTOR, None)
+        board.post_waiting(ACTOR, account(number))
+    boards[-1].post_waiting(ACTOR, None)
     for number, board in enumerate(boards[:-1]):
         board.lose(ACTOR, account(number))
     before = store.nbytes
@@ -106,12 +106,12 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
     """Through many waits, which leave nothing in the store."""
     first, second, third = boards_of(3)
     for _ in range(50):
-        first.wait(ACTOR, account(0))
-        second.wait(ACTOR, account(1))
+        first.post_waiting(ACTOR, account(0))
+        second.post_waiting(ACTOR, account(1))
         assert third.accounts(ACTOR) == {0: account(0), 1: account(1)}
-        first.wait(ACTOR, None)
+        first.post_waiting(ACTOR, None)
         assert third.accounts(ACTOR) == {1: account(1)}
-        second.wait(ACTOR, None)
+        second.post_waiting(ACTOR, None)
         assert third.accounts(ACTOR) == {}
     assert store.num_keys() < 10
     assert not third.some_rank_failed(ACTOR)
@@ -119,7 +119,7 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
     stop(first, 7, account(2))
     assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may yet go on
     first.go_on(ACTOR)
-    first.wait(ACTOR, account(0))
+    first.post_waiting(ACTOR, account(0))
     assert third.accounts(ACTOR) == {0: account(0)}
     # One that is lost, for whatever reason, does not come any more.
     first.lose(ACTOR, account(2))
@@ -144,7 +144,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def stop(board: StatusBoard, place: int = 7, account: RankStatus = FAILED, engine: str = ACTOR) -> None:
     """Stop a rank, and tell it."""
     board.stop(engine, place, account, at_once=False)
-    board.tell()
+    board.write_status()
 
 
 def long_after(board: StatusBoard, engine: str, clock: Clock) -> bool:
@@ -322,7 +322,7 @@ def test_another_store_begins_anew(monkeypatch: pytest.MonkeyPatch, clock: Clock
 def test_asking_whether_a_rank_has_failed_is_one_small_request(store: CountingStore) -> None:
     boards = boards_of(64)
     for number, board in enumerate(boards):
-        board.wait(ACTOR, account(number))
+        board.post_waiting(ACTOR, account(number))
     asks = rank_of(boards[0], 0, 64)
     asks.comm.backend = "gloo"
     store.nbytes = store.requests = 0

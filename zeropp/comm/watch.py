@@ -274,7 +274,7 @@ class StatusBoard:
         # A program may leave every forward by an exception on purpose, and must not wait for the store each time.
         if at_once and now - self._told >= _OFTEN:
             self._told = now
-            self.tell()
+            self.write_status()
 
     def is_stopped(self, engine: str) -> bool:
         """Tell whether this rank has stopped in an engine, and has begun nothing since then."""
@@ -287,7 +287,7 @@ class StatusBoard:
             self._ends = {
                 other: replace(end, idle=False) for other, end in self._ends.items() if other != engine or end.lost
             }
-            self.tell()
+            self.write_status()
 
     def lose(self, engine: str, account: RankStatus, *, closed: bool = False) -> None:
         """Tell the others that this rank cannot go on in an engine, whoever has failed.
@@ -313,12 +313,12 @@ class StatusBoard:
             self.stopped_by = account
         within(_ANSWER, self._write, "telling why this rank fails")
 
-    def wait(self, engine: str, account: RankStatus | None) -> None:
+    def post_waiting(self, engine: str, account: RankStatus | None) -> None:
         """Tell the others that this rank has waited for long in an engine; None: that it waits no more."""
         others = {other: text for other, text in self._waits.items() if other != engine}
         if account is None:
             self._waits = others
-            self.tell()
+            self.write_status()
         else:
             self._waits = {**others, engine: _text(engine, account)}
             within(_ANSWER, self._write, "telling where this rank waits")
@@ -326,9 +326,9 @@ class StatusBoard:
     def tell_stop(self) -> None:
         """Tell the others that this rank has stopped, if that is a second ago. Called every second, by a thread."""
         if self.stopped_by is not None and time.monotonic() - self._stopped >= _TELLING:
-            self.tell()
+            self.write_status()
 
-    def tell(self, *, limit: bool = True) -> None:
+    def write_status(self, *, limit: bool = True) -> None:
         """Write this rank's status to the store, if it has changed.
 
         Args:
@@ -614,7 +614,7 @@ class Watch:
         finally:
             self._current = before
             if wait.told:
-                self._board.wait(self._engine, None)
+                self._board.post_waiting(self._engine, None)
 
     def on_look(self, action: Callable[[], None]) -> None:
         """Call a method, which is not kept alive, every second on the watching thread."""
@@ -623,7 +623,7 @@ class Watch:
     def end(self) -> None:
         """Write a status that has not been written yet, as the program ends; on the watching thread."""
         # Without a limit: Python does not start threads any more by then.
-        self._board.tell(limit=False)
+        self._board.write_status(limit=False)
 
     def close(self) -> None:
         """Stop watching."""
@@ -651,7 +651,7 @@ class Watch:
         wait.told = True
         account = wait.account()
         try:
-            self._board.wait(self._engine, account)
+            self._board.post_waiting(self._engine, account)
             # On the event and not in sleep, so that the end of the program need not wait for this.
             self._patrol.stopped.wait(min(_GRACE, self._after / _LOOKS_WHILE_WAITING))
             words = self._words({**self._board.accounts(self._engine), self._rank: account})
@@ -664,7 +664,7 @@ class Watch:
             _log.warning("%s", words)
         else:
             # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
-            self._board.wait(self._engine, None)
+            self._board.post_waiting(self._engine, None)
 
     def _call_on_look(self) -> None:
         action = None if self._on_look is None else self._on_look()
