@@ -300,7 +300,7 @@ class Branching:
             self.rank.backward_uses.expect_in_backward(self.touched.expected(), whole=True)
             self.rank.backward_uses.forward_ended(first=len(self.rank.outstanding) == 1)
         self.touched.let_go()
-        schedule.end()
+        schedule.end_phase()
         self.rank._hide_all()
         return entries, executed
 
@@ -341,7 +341,7 @@ class Branching:
     def backward(self, graphs: Sequence[tuple[list[_Entry], list[bool]]]) -> None:
         rank = self.rank
         rank.reductions.last = True
-        rank.schedule.begin(rank._backward_key(rank.outstanding), None)
+        rank.schedule.begin_phase(rank._backward_key(rank.outstanding), None)
         self.counts.append((rank.schedule.key, Counter()))
         self.in_backward = True
         for _, executed in graphs:
@@ -353,7 +353,7 @@ class Branching:
         self.in_backward = False
         self.touched.let_go()
         rank.backward_uses.give_up()
-        rank.schedule.end()
+        rank.schedule.end_phase()
         rank._hide_all()
         rank.since += 1
 

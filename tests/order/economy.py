@@ -127,7 +127,7 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
     rank.reductions.update_trained()
     for both in (False, True):
         rank.forward((0,))
-        rank.schedule.begin(rank._backward_key(rank.outstanding), None)
+        rank.schedule.begin_phase(rank._backward_key(rank.outstanding), None)
         rank.backward_uses.begin()
         rank.backward_uses.use(unit)
         if rank.reductions.count_gradient(0, 0):
@@ -138,7 +138,7 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
             rank.reductions.send_complete()
             rank.backward_uses.end(unit)
         rank.backward_uses.give_up()
-        rank.schedule.end()
+        rank.schedule.end_phase()
         rank.since += 1
         rank.step()
         assert unit.state is UnitState.SHARDED

@@ -220,7 +220,7 @@ class Rank:
                 self.backward_uses.expect_in_backward([self.units[index]], whole=False)
         if fails is not None:
             return self.recover()
-        self.schedule.end()
+        self.schedule.end_phase()
         self._hide_all()
         return True
 
@@ -249,7 +249,7 @@ class Rank:
             if self.since:
                 self.schedule.unrecorded.clear()
             self.since, self.outstanding = 0, outstanding
-        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
+        self.schedule.begin_phase(key, self._backward_key(outstanding) if grad else None)
 
     def backward(
         self,
@@ -275,7 +275,7 @@ class Rank:
             Whether it came to its end.
         """
         self.reductions.last, self.reductions.no_sync = last, no_sync
-        self.schedule.begin(self._backward_key(self.outstanding), None)
+        self.schedule.begin_phase(self._backward_key(self.outstanding), None)
         said = self.world.said(self.number)
         for unit in self.units:
             if unit.persistent:
@@ -303,7 +303,7 @@ class Rank:
         if fails is not None:
             return self.recover()
         self.backward_uses.give_up()
-        self.schedule.end()
+        self.schedule.end_phase()
         self._hide_all()
         if self.world.said(self.number) > said:
             strays = [unit.name for unit in self.units if unit.gradients[0].has_stray()]

@@ -430,7 +430,7 @@ class Engine(GuardHandler):
                 self.schedule.unrecorded.clear()
             self._since = 0
             self._outstanding = outstanding[-TOLD_APART:]
-        self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
+        self.schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self.notes_calls = self.schedule.repeats or self.schedule.learning
         self._expose(unit for unit in self.persistent if not unit.announced)
@@ -442,7 +442,7 @@ class Engine(GuardHandler):
         self._touched.let_go()
         if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1
-        self.schedule.end()
+        self.schedule.end_phase()
         self._hide_all()
         self.phase = Phase.IDLE
 
@@ -497,7 +497,7 @@ class Engine(GuardHandler):
         self.phase = Phase.BACKWARD
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward, self._backward_dropped)
-        self.schedule.begin(self._backward_key(self._outstanding), None)
+        self.schedule.begin_phase(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
         self._expose(self.persistent)
@@ -508,7 +508,7 @@ class Engine(GuardHandler):
         self._backwards += 1
         self._touched.let_go()
         self._backward.give_up()
-        self.schedule.end()
+        self.schedule.end_phase()
         self._hide_all()
         self.phase = Phase.IDLE
         trains = self._trains

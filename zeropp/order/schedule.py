@@ -123,7 +123,7 @@ class Schedule:
         self.live_units.note_sizes()
         self._plans.clear()
 
-    def begin(self, key: PhaseKey, then: PhaseKey | None) -> None:
+    def begin_phase(self, key: PhaseKey, then: PhaseKey | None) -> None:
         """Start a phase.
 
         Args:
@@ -318,7 +318,7 @@ class Schedule:
         places = {index: place for place, index in reversed(list(enumerate(uses)))}  # of the first use
         return sorted(self.units, key=lambda unit: (unit.announced, places.get(unit.index, len(places))))
 
-    def end(self) -> None:
+    def end_phase(self) -> None:
         """Finish a phase: join what only others needed."""
         self._stop_counting()
         while self._order is not None:
@@ -535,7 +535,7 @@ class Schedule:
         assert self._order is not None
         strays = self.reductions.send_strays()
         self.known.postpone(self.key, strays)
-        self._order = self._order.postpone(strays)  # what `end` remembers is the changed order
+        self._order = self._order.postpone(strays)  # what `end_phase` remembers is the changed order
 
     def _learn_on(self, place: int, left: set[int], doing: str, *, union: bool) -> None:
         """No known order goes on from ``place`` as ranks want: learn one, from there or from where all have ``left``.
