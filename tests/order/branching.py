@@ -346,7 +346,7 @@ class Branching:
         self.in_backward = True
         for _, executed in graphs:
             executed[0] = True
-        rank.backward_uses.begin()
+        rank.backward_uses.fetch_known_uses()
         self._over([entry for entries, _ in graphs for entry in entries])
         for _, executed in graphs:
             executed[0] = False

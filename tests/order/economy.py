@@ -128,15 +128,15 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
     for both in (False, True):
         rank.forward((0,))
         rank.schedule.begin_phase(rank._backward_key(rank.outstanding), None)
-        rank.backward_uses.begin()
+        rank.backward_uses.fetch_known_uses()
         rank.backward_uses.use(unit)
         if rank.reductions.count_gradient(0, 0):
             rank.reductions.send_complete()
-            rank.backward_uses.end(unit)
+            rank.backward_uses.end_use(unit)
         assert unit.state is UnitState.UNSHARDED, f"with both: {both}"
         if both and rank.reductions.count_gradient(0, 1):
             rank.reductions.send_complete()
-            rank.backward_uses.end(unit)
+            rank.backward_uses.end_use(unit)
         rank.backward_uses.give_up()
         rank.schedule.end_phase()
         rank.since += 1

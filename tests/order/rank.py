@@ -232,7 +232,7 @@ class Rank:
     def recover(self) -> bool:
         """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""
         self.outstanding, self.since = [], 0
-        self.backward_uses.forget()
+        self.backward_uses.drop_uses()
         self.schedule.abort(running=True)
         self.reductions.drop_reductions()
         self._hide_all()
@@ -280,7 +280,7 @@ class Rank:
         for unit in self.units:
             if unit.persistent:
                 self.schedule.use(unit)
-        self.backward_uses.begin()
+        self.backward_uses.fetch_known_uses()
         if fails == 0:
             return self.recover()
         first = next((index for index in uses if index in again), None)

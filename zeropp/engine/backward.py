@@ -136,7 +136,7 @@ class BackwardUses:
         self._made.clear()
         self._forwards.clear()
 
-    def begin(self) -> None:
+    def fetch_known_uses(self) -> None:
         """Fetch what is needed for the whole backward, last things first."""
         # Now: inside a backward that checkpointing runs in this one, autograd would answer for that.
         to_come: dict[int, int] = {}
@@ -173,7 +173,7 @@ class BackwardUses:
         # A call may be left twice: two autograd.grad inside one forward count as one backward here.
         if self._calls.get(unit.index, 0) > 0:
             self._calls[unit.index] -= 1
-        self.end(unit)
+        self.end_use(unit)
 
     def come_to(self, path: str, run_by: Set[str] = frozenset()) -> None:
         """Backward comes to a module: calls of modules that are not around it are over, and their units are let go.
@@ -189,7 +189,7 @@ class BackwardUses:
                 if self._is_inside(unit, path, run_by):
                     self.complete.append(unit)
                 else:
-                    self.end(unit)
+                    self.end_use(unit)
         if run_by:
             for index, around in self._inside.items():
                 if not run_by.isdisjoint(around) and f"{path}." not in around:
@@ -200,7 +200,7 @@ class BackwardUses:
         around = self._inside.get(unit.index, (".",))  # no path begins with a dot
         return path.startswith(around) or not run_by.isdisjoint(around)
 
-    def end(self, unit: Unit) -> None:
+    def end_use(self, unit: Unit) -> None:
         """Let go of a unit if this backward is done with it."""
         index = unit.index
         # Gradients alone do not tell for a frozen weight: it is read until the inputs of its module have theirs. FSDP2
@@ -227,7 +227,7 @@ class BackwardUses:
             self._release(unit)
         return bool(left)
 
-    def forget(self) -> None:
+    def drop_uses(self) -> None:
         """A pass failed, and everything is released elsewhere."""
         self._calls.clear()
         self._inside.clear()

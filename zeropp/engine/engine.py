@@ -501,7 +501,7 @@ class Engine(GuardHandler):
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
         self._expose(self.persistent)
-        self._backward.begin()
+        self._backward.fetch_known_uses()
 
     @uncompiled
     def _end_backward(self) -> None:
@@ -622,7 +622,7 @@ class Engine(GuardHandler):
         self.hooks.reset()
         self.hooks.forget_graphs()
         self._backwards += 1
-        self._backward.forget()
+        self._backward.drop_uses()
         self._touched.drop_uses()
         self._outstanding = []
         self._since = 0
