@@ -41,7 +41,7 @@ def reader() -> Iterator[ReadAhead]:
 def read(reader: ReadAhead, bad: tuple[int, ...] = (), refused: tuple[int, ...] = ()) -> Tensor:
     row: Any = Row(tensor=VALUES, bad=bad, refused=refused)
     target = torch.full_like(VALUES, -1)
-    reader.begin(row, None).copy_to(target)
+    reader.begin_read(row, None).copy_to(target)
     return target
 
 

@@ -49,7 +49,7 @@ class ReadAhead:
         self._straight = straight
         self._stream = ThreadStream("read")
 
-    def begin(self, row: StoredTensor, after: Event | None) -> Arriving | GdsTensor:
+    def begin_read(self, row: StoredTensor, after: Event | None) -> Arriving | GdsTensor:
         """Read a row, behind those asked for before, once ``after`` has happened."""
         if self._straight is not None and isinstance(row, FileTensor):
             return GdsTensor(row, self._straight)

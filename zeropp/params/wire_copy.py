@@ -73,7 +73,7 @@ class WireCopy:
     def begin_gather(self, after: Event | None) -> Tensor | Arriving | GdsTensor:
         """The tensor that each gather starts from; it is read now, or when weights are stepped ``after`` an event."""
         assert self.row is not None
-        return self.row.tensor if self._reader is None else self._reader.begin(self.row, after)
+        return self.row.tensor if self._reader is None else self._reader.begin_read(self.row, after)
 
     def new(self) -> Tensor:
         """New main weights in the device's memory, for what caches them."""
