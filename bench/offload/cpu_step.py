@@ -69,7 +69,7 @@ def zeropp_step(numel: int) -> Callable[[int], None]:
 
     def step(threads: int) -> None:
         settings = rule.snapshot(optimizer.param_groups[0])
-        count = rule.begin(settings, param, state)
+        count = rule.begin_step(settings, param, state)
         step_slices(cores[threads], rule, [SliceStep(param, grad, state, settings, count)])
 
     return step

@@ -203,7 +203,7 @@ def make(kind: Callable[..., Optimizer], **options: Any) -> tuple[Optimizer, lis
 def steps_of(rule: Rule, optimizer: Optimizer, params: list[nn.Parameter], grads: list[Tensor]) -> list[SliceStep]:
     settings = rule.snapshot(optimizer.param_groups[0])
     return [
-        SliceStep(p, g, state, settings, rule.begin(settings, p.detach(), state), torch.tensor(2.0))
+        SliceStep(p, g, state, settings, rule.begin_step(settings, p.detach(), state), torch.tensor(2.0))
         for p, g in zip(params, grads, strict=True)
         for state in [optimizer.state[p]]
     ]
@@ -254,7 +254,7 @@ def test_rows_that_kernels_would_misread_are_refused(name: str, bad: Tensor | No
     settings = rule.snapshot(optimizer.param_groups[0])
     good = torch.ones(512)
     state: dict[str, Any] = {}
-    step = rule.begin(settings, good, state)
+    step = rule.begin_step(settings, good, state)
     fields = {"param": torch.ones(512), "grad": torch.ones(512), "grad_scale": None} | {name: bad}
     other = {key: fields.pop(key, value) for key, value in state.items()}
     states = {key: value for key, value in other.items() if value is not None}

@@ -62,7 +62,7 @@ def step_cut(
     """A step of ``optimizer`` by its rule, chunk by chunk in a random order."""
     settings = rule.snapshot(optimizer.param_groups[0])
     state = optimizer.state.get(param, {})
-    step = rule.begin(settings, param.detach(), state)
+    step = rule.begin_step(settings, param.detach(), state)
     if state:
         optimizer.state[param] = state
     chunks = list(cuts(param.numel(), chooser))
@@ -70,7 +70,7 @@ def step_cut(
     with torch.no_grad():
         for chunk in chunks:
             states = {name: state[name][chunk] for name in rule.states(settings)}
-            rule.run(SliceStep(param[chunk], grad[chunk], states, settings, step, scale))
+            rule.step_slice(SliceStep(param[chunk], grad[chunk], states, settings, step, scale))
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -119,11 +119,11 @@ def test_odd_cuts_differ() -> None:
     for size in (4096, 3):
         param, state = torch.zeros(4096), dict[str, Any]()
         for _ in range(3):
-            step = rule.begin(settings, param, state)
+            step = rule.begin_step(settings, param, state)
             for start in range(0, 4096, size):
                 part = slice(start, start + size)
                 states = {name: state[name][part] for name in rule.states(settings)}
-                rule.run(SliceStep(param[part], grad[part], states, settings, step))
+                rule.step_slice(SliceStep(param[part], grad[part], states, settings, step))
         found.append(state["exp_avg_sq"])
     assert not torch.equal(*found)
 
@@ -243,8 +243,8 @@ def test_amsgrad_set_late_is_refused() -> None:
     optimizer = AdamW([nn.Parameter(param)])
     rule, state = rule_of(optimizer), dict[str, Any]()
     assert rule is not None
-    rule.begin(rule.snapshot(optimizer.param_groups[0]), param, state)
+    rule.begin_step(rule.snapshot(optimizer.param_groups[0]), param, state)
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(RuntimeError, match="no max_exp_avg_sq: amsgrad was set"):
-        rule.begin(rule.snapshot(optimizer.param_groups[0]), param, state)
+        rule.begin_step(rule.snapshot(optimizer.param_groups[0]), param, state)
     assert state["step"] == 1

@@ -90,7 +90,7 @@ def job_of(
     )
     job = BufferStep(cast(FlatBuffer, buffer), states=cast(Any, states))
     moments = {name: each.tensor for name, each in states.items()}
-    number = rule.begin(settings, main.tensor[first:], {"step": torch.tensor(float(done)), **moments})
+    number = rule.begin_step(settings, main.tensor[first:], {"step": torch.tensor(float(done)), **moments})
     job.slices.append((first, SliceStep(main.tensor[first:], grad.tensor[first:], moments, settings, number)))
     return job
 

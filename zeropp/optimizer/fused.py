@@ -52,7 +52,7 @@ class SliceStep:
         grad: of its shape and dtype.
         states: tensors of its shape and dtype, by the names in :meth:`Rule.states`.
         settings: of the parameter's group.
-        step: the number that :meth:`Rule.begin` returned.
+        step: the number that :meth:`Rule.begin_step` returned.
         grad_scale: float32 scalar; the gradient is divided by it, and left divided. None leaves it as it is. Also for
             float64 it has 24 bits, which are too few for clipping there.
     """
@@ -94,7 +94,7 @@ class Rule(ABC):
     def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         """Names of the states that have one value an element."""
 
-    def check(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
+    def check_state(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
         """Make sure that a parameter can be stepped.
 
         Args:
@@ -112,7 +112,7 @@ class Rule(ABC):
             )
 
     @abstractmethod
-    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         """Begin a step of one parameter: make its states where they are missing, and count the step in them.
 
         Afterwards ``state`` has the keys and dtypes that torch's optimizer leaves after a step.
@@ -131,7 +131,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def run(self, one: SliceStep) -> None:
+    def step_slice(self, one: SliceStep) -> None:
         """Step a slice in place, in the calling thread with as many intra-op threads as it has; in no_grad."""
 
 
@@ -145,17 +145,17 @@ class _Adam(Rule):
         moments = ("exp_avg", "exp_avg_sq")
         return (*moments, "max_exp_avg_sq") if settings.numbers["amsgrad"] else moments
 
-    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         names = self.states(settings)
         if not state:
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")
             state.update({name: torch.zeros_like(param) for name in names})
         # Before the count, so that a step which is refused leaves the state as it was.
-        self.check(settings, state)
+        self.check_state(settings, state)
         state["step"] += 1
         return float(state["step"])
 
-    def run(self, one: SliceStep) -> None:
+    def step_slice(self, one: SliceStep) -> None:
         states = one.states
         numbers = one.settings.numbers
         # An empty list without amsgrad: the kernel would look for a missing one.
@@ -172,10 +172,10 @@ class _SGD(Rule):
     def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         return ("momentum_buffer",) if settings.numbers["momentum"] else ()
 
-    def check(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
+    def check_state(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
         """A buffer is made whenever momentum is set."""
 
-    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         # torch's SGD counts no steps: the first one is that without a buffer. None is what older ones have saved.
         # Momentum may be set later, so this need not be the first step of training.
         if not settings.numbers["momentum"] or state.get("momentum_buffer") is not None:
@@ -183,7 +183,7 @@ class _SGD(Rule):
         state["momentum_buffer"] = torch.empty_like(param)
         return 1.0
 
-    def run(self, one: SliceStep) -> None:
+    def step_slice(self, one: SliceStep) -> None:
         numbers = one.settings.numbers
         buffers = [one.states["momentum_buffer"]] if numbers["momentum"] else []
         # The first gradient becomes the momentum, undampened; the values in the buffer are not read.
@@ -201,7 +201,7 @@ class _Adagrad(Rule):
     def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
         return ("sum",)
 
-    def begin(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
+    def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
         # torch makes them with the optimizer, but those of groups added later when it steps.
         if not state:
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")
@@ -209,7 +209,7 @@ class _Adagrad(Rule):
         state["step"] += 1
         return float(state["step"])
 
-    def run(self, one: SliceStep) -> None:
+    def step_slice(self, one: SliceStep) -> None:
         sums = [one.states["sum"]]
         numbers = one.settings.numbers
         fused_adagrad([one.param], [one.grad], sums, [_counted(one.step)], **numbers, grad_scale=one.grad_scale)

@@ -98,7 +98,7 @@ class HostStep:
             for parameter in group["params"]:
                 if id(parameter) in chosen:
                     # By dict's own method here and below: the one of these states looks for the model's parameters.
-                    rule.check(settings, dict.get(self._optimizer.state, parameter, {}))
+                    rule.check_state(settings, dict.get(self._optimizer.state, parameter, {}))
         return taken
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class HostStep:
                 state = dict.get(self._optimizer.state, parameter, {})
                 # Of weights on a card, too, the host's part of the states is made on the host.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
-                number = rule.begin(settings, like, state)
+                number = rule.begin_step(settings, like, state)
                 # SGD without momentum has none, and an entry would show in its state dict.
                 if state:
                     dict.__setitem__(self._optimizer.state, parameter, state)
@@ -339,7 +339,7 @@ def _step_chunk(rule: Rule, one: SliceStep, start: int) -> None:
     # Cut here, and not for all chunks before the first one runs: the threads share this work, too.
     part = slice(start, start + CHUNK_NUMEL)
     states = {name: one.states[name][part] for name in rule.states(one.settings)}
-    rule.run(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
+    rule.step_slice(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
 
 
 def _check(rule: Rule, one: SliceStep) -> None:
@@ -416,7 +416,7 @@ def _trial(numel: int) -> Callable[[CpuStepPool], None]:
     state = dict[str, Tensor]()
     assert rule is not None  # it has one
     settings = rule.snapshot(optimizer.param_groups[0])
-    step = rule.begin(settings, param, state)
+    step = rule.begin_step(settings, param, state)
     one = SliceStep(param, torch.full_like(param, 1e-3), state, settings, step)
     return partial(step_slices, rule=rule, steps=[one])
 
