@@ -189,7 +189,7 @@ class VirtualRanks:
         try:
             for buffer, message in zip(self.buffers, self._messages[rank], strict=True):
                 gradient = buffer.ranks[rank].gradient
-                gradient.forget()
+                gradient.drop_sum()
                 _AT_ONCE.run(gradient.prepare_reduce(message, 1.0 / self.world, hold=False))
         except BaseException:
             for meeting in self._meetings.values():

@@ -369,7 +369,7 @@ class PendingGradients:
             for gradient in unit.gradients:
                 if set_to_none:
                     gradient.forget_unsent()
-                    gradient.forget()
+                    gradient.drop_sum()
                 else:
                     gradient.set_to_zero()
         if set_to_none:
@@ -418,4 +418,4 @@ class PendingGradients:
                 if gradient in kept:
                     gradient.forget_held()
                 else:
-                    gradient.forget()
+                    gradient.drop_sum()

@@ -107,7 +107,7 @@ class Slice:
         if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
             return
         if self.source is not None:
-            self.source.begin()  # nothing may have come to the shard in this step
+            self.source.begin_sum()  # nothing may have come to the shard in this step
         self.gradient.copy_(found)
         self.seen.data = self.gradient
         # Ours again: clipping writes to it, and is not to be undone by the user's tensor later.

@@ -380,12 +380,12 @@ class Gradient:
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
-    def forget(self) -> None:
+    def drop_sum(self) -> None:
         """Forget what was sent or held; gradients that autograd is just bringing stay."""
         self.arrived = False
         self.forget_held()
 
-    def begin(self) -> None:
+    def begin_sum(self) -> None:
         """Begin a sum of zeros where nothing has come: the user has made a gradient of one of the parameters."""
         if not self.arrived:
             self.shard.zero_()
