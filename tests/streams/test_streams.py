@@ -35,7 +35,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "MiCS": ["params/gradient.py Gradient._reduce_replicas 1"],
     "stage 1, lossless, one node": ["wire/differences.py Lossless.encode_ 1"],
     "abandoned": ["order/schedule.py LiveUnits.release_if_unused 1"],
-    "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
+    "asked, hpZ": ["access/state.py _Loading.begin_module 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
     "compared": ["optimizer/step_sync.py StepSync._assemble 1"],
     "dropped": ["comm/streams.py CudaStream.__init__ 1"],

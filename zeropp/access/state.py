@@ -171,7 +171,7 @@ class _Saving:
         # By the parameter's id. Weakly: a hook may take entries out of the state dict again to save memory.
         self.copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
-    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def begin_module(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
         engine = _alive(self.engine)
         engine.require_idle("state_dict()", inside_gather=True, averaged=True, needs=NOTHING)
@@ -188,7 +188,7 @@ class _Saving:
                 engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
             self.outermost = module
 
-    def end(self, module: nn.Module) -> None:
+    def end_module(self, module: nn.Module) -> None:
         """After a module's state_dict, children included."""
         if module is self.outermost:
             self.outermost = None
@@ -300,7 +300,7 @@ class _Loading:
         self.engine = weakref.ref(engine)
         self.outermost: nn.Module | None = None
 
-    def begin(
+    def begin_module(
         self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, object], *_: object
     ) -> None:
         """Before a module's own values are loaded."""
@@ -323,7 +323,7 @@ class _Loading:
             # From here on the guard takes what torch copies into a parameter for new main weights.
             engine.loading = True
 
-    def end(self, module: nn.Module, incompatible: object) -> None:
+    def end_module(self, module: nn.Module, incompatible: object) -> None:
         """After a module and its children are loaded."""
         if module is self.outermost:
             engine = _alive(self.engine)
@@ -343,11 +343,11 @@ def _alive(ref: weakref.ref[Engine]) -> Engine:
 def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
     """Make ``state_dict`` and ``load_state_dict`` of these modules see whole parameters."""
     saving, loading = _Saving(engine), _Loading(engine)
-    before, load, loaded = saving.begin, loading.begin, loading.end
+    before, load, loaded = saving.begin_module, loading.begin_module, loading.end_module
 
     # torch marks the hook itself, so it must be a function.
     def saved(module: nn.Module, *_: object) -> None:
-        saving.end(module)
+        saving.end_module(module)
 
     for module in modules:
         engine.hooks.keep(module.register_state_dict_pre_hook(before))
