@@ -359,8 +359,8 @@ class StatusBoard:
         with self._writing:
             store = default_store()
             self._stored.clear()
-            self._said_ends.begin(store)
-            self._said_waits.begin(store)
+            self._said_ends.withdraw_lines(store)
+            self._said_waits.withdraw_lines(store)
 
     def _write(self) -> None:
         # The status is read under the lock: a call that was held up in the store does not overwrite a newer status.
@@ -389,7 +389,7 @@ class StatusBoard:
 
     def _find_failure(self, engine: str) -> bool:
         store = default_store()
-        count = self._said_ends.count(store)
+        count = self._said_ends.count_lines(store)
         if count != self._heard[0]:
             # The count was read before the lines: a line that comes in between is read twice, and not missed.
             self._heard = count, self._read_ends(store)
@@ -428,7 +428,7 @@ class StatusBoard:
         store = default_store()
         found = dict[int, str]()
         common = set[int]()
-        for rank, words in self._said_waits.read(store).items():
+        for rank, words in self._said_waits.read_lines(store).items():
             waits = dict(word.split(":") for word in words)
             found[rank] = waits.get(engine) or next(iter(waits.values()))
         for rank, ends in self._read_ends(store).items():
@@ -461,7 +461,7 @@ class StatusBoard:
 
     def _read_ends(self, store: dist.Store) -> dict[int, dict[str, _End]]:
         ends: dict[int, dict[str, _End]] = {}
-        for rank, words in self._said_ends.read(store).items():
+        for rank, words in self._said_ends.read_lines(store).items():
             for marks, engine, place, key in (word.split(":") for word in words):
                 ends.setdefault(rank, {})[engine] = _End(place, key, idle="!" in marks, lost="x" in marks)
         return ends
@@ -501,11 +501,11 @@ class _Lines:
         self._page = 0  # of this rank's last line
         self.said = ""  # in it
 
-    def begin(self, store: dist.Store) -> None:
+    def withdraw_lines(self, store: dist.Store) -> None:
         """Withdraw what this rank has said before; the store may be another one since then."""
         self._page = 0
         self.said = ""
-        if self.count(store):
+        if self.count_lines(store):
             self._append(store, "")
 
     def say(self, store: dist.Store, words: str) -> None:
@@ -519,7 +519,7 @@ class _Lines:
             self._append(store, self.said)
 
     def _append(self, store: dist.Store, words: str) -> None:
-        number = self.count(store, 1)
+        number = self.count_lines(store, 1)
         self._page, begins = divmod(number, self._size)
         store.append(self._key(self._page), f"{number} {self._rank} {words}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
         self.said = words
@@ -528,9 +528,9 @@ class _Lines:
         if begins == 0:
             store.delete_key(self._key(self._page - 3))
 
-    def read(self, store: dist.Store) -> dict[int, list[str]]:
+    def read_lines(self, store: dist.Store) -> dict[int, list[str]]:
         """The words of each rank's last line, if there are any."""
-        page = self.count(store) // self._size
+        page = self.count_lines(store) // self._size
         last = dict[int, tuple[int, list[str]]]()
         for key in (self._key(page - 1), self._key(page)):
             lines = store.get(key).decode().splitlines() if store.check([key]) else []
@@ -540,7 +540,7 @@ class _Lines:
                     last[int(rank)] = int(number), words
         return {rank: words for rank, (_, words) in last.items() if words}
 
-    def count(self, store: dist.Store, more: int = 0) -> int:
+    def count_lines(self, store: dist.Store, more: int = 0) -> int:
         """Lines so far, and ``more``."""
         return int(store.add(f"{self._name}/lines", more))
 
