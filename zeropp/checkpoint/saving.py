@@ -71,7 +71,7 @@ __all__ = [
     "CheckpointWriter",
     "background_of",
     "backgrounds",
-    "begin",
+    "begin_save",
     "check_target",
     "clear",
     "has_files_of",
@@ -646,13 +646,13 @@ def save(
         RuntimeError: called inside a pass, or ranks are at different calls.
         TypeError: the optimizer is none that zeropp has wrapped.
     """
-    begin(
+    begin_save(
         path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
         trained_only=exclude_frozen_parameters, progress=progress,
     )  # fmt: skip
 
 
-def begin(
+def begin_save(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | None,

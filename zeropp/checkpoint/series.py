@@ -20,7 +20,7 @@ from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.metadata import METADATA, Checksums, write_synced, written_first
 from zeropp.checkpoint.rank_sync import Progress, run_between_passes
-from zeropp.checkpoint.saving import begin, is_under_way, is_unfinished, remove, wait_together
+from zeropp.checkpoint.saving import begin_save, is_under_way, is_unfinished, remove, wait_together
 from zeropp.checkpoint.tensor_reader import Verify
 from zeropp.config.base import warn_user
 from zeropp.engine.engine import engine_of
@@ -99,7 +99,7 @@ class Series:
         """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
         path, step = self.path(step), operator.index(step)
         completed = functools.partial(self._completed, step)
-        return begin(
+        return begin_save(
             path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
             trained_only=exclude_frozen_parameters, progress=progress, completed=completed,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.rank_sync import absolute, path_of_rank_0
-from zeropp.checkpoint.saving import begin
+from zeropp.checkpoint.saving import begin_save
 from zeropp.config import Config
 from zeropp.config.base import warn_user
 from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration
@@ -518,7 +518,7 @@ class Engine(nn.Module):
         # Of a checkpoint that this one replaces; the weights in it are in the checkpoint, too.
         if engine_of(self.module).comm.rank == 0:
             (root / name / MODULE_STATES).unlink(missing_ok=True)
-        begin(
+        begin_save(
             root / name, self.module, None if weights_only else self.optimizer, extra, asynchronous=False, busy="wait",
             file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
             in_window=True,
