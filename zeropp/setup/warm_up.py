@@ -128,13 +128,13 @@ class _Rehearsal:
             if (counted := paths.differences.counted) is not None:
                 room8, room16 = counted.count(shard, base[0]).tolist()
                 counted.take_room((room8, room16), shard.numel(), shard.numel() * self._key.dtype.itemsize)
-            paths.differences.run(shard, base, "warm-up")
+            paths.differences.gather_at_once(shard, base, "warm-up")
         if paths.fetch is not None:
             self._run(paths.fetch, secondary)
 
     def _run(self, path: GatherPath, own: Tensor) -> Tensor:
         whole = path.empty(self._layout.numel // path.inner, self._device)
-        path.run(own, path.places(whole), "warm-up")
+        path.gather_at_once(own, path.places(whole), "warm-up")
         return whole
 
 

@@ -126,7 +126,7 @@ class GatherPath:
                 self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name(views[index]))
         self._end(views[-1], places)
 
-    def run(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> None:
+    def gather_at_once(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> None:
         """Gather without a pause."""
         for _ in self.gather(own, places, unit):
             pass
