@@ -48,7 +48,7 @@ def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int,
                 seen.add((key, spec.persistent))
                 # With padding in every rank's piece and without any: what rotated codes leave there is cleared.
                 for numels in ([3] * world, [BLOCK * world]):
-                    _Rehearsal(config, placement, key, numels, device).run()
+                    _Rehearsal(config, placement, key, numels, device).rehearse()
 
 
 class _SilentHop(Hop):
@@ -98,7 +98,7 @@ class _Rehearsal:
             self._travels = gradient_paths(silence, placement, self._layout, key, encoding, device)
 
     @torch.no_grad()
-    def run(self) -> None:
+    def rehearse(self) -> None:
         """Go every way."""
         self._gather(self._weights)
         if self._travels is not None:
