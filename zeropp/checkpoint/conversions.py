@@ -44,7 +44,7 @@ class _Group:
     inputs: list[tuple[str, str]] = field(default_factory=list)
     outputs: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
-    def run(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def convert_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The tensors that the group makes, by the converter's names."""
         if self.converter is None:
             return {self.first: get(self.inputs[0][1])}
@@ -62,7 +62,7 @@ class _Group:
             CheckpointError: transformers cannot convert what is there.
         """
         try:
-            made = self.run(lambda name: torch.empty(kinds[name][1], dtype=kinds[name][0], device="meta"))
+            made = self.convert_tensors(lambda name: torch.empty(kinds[name][1], dtype=kinds[name][0], device="meta"))
         except Exception as error:
             names = [name for _, name in self.inputs]
             raise CheckpointError(
@@ -145,7 +145,7 @@ def _incoming(tools: Any, mapping: list[Any], model: nn.Module, keys: list[str],
 
 def _maker(group: _Group) -> Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]:
     def make(get: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        made = group.run(lambda name: get(_STORED + name))
+        made = group.convert_tensors(lambda name: get(_STORED + name))
         return {MODEL + group.outputs[name][0]: value for name, value in made.items()}
 
     return make
@@ -217,7 +217,7 @@ class Outgoing:
         there = self._waiting.setdefault(group.first, {})
         there[name] = values
         if len(there) == len(group.inputs):
-            made = group.run(self._waiting.pop(group.first).__getitem__)
+            made = group.convert_tensors(self._waiting.pop(group.first).__getitem__)
             yield from ((group.outputs[key][0], value) for key, value in made.items())
 
 
