@@ -365,7 +365,7 @@ class Restore:
 
     # Afterwards, on all ranks alike.
 
-    def finish(self, doing: str) -> None:
+    def finish_restore(self, doing: str) -> None:
         """Let everything follow from what was read; what modules, optimizer or objects refuse, every rank hears of."""
         if "model" in self.kinds:
             # First, since they may be modules' own tensors.
@@ -657,7 +657,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
             run_between_passes(engine, doing, reads, IN_PART, at_disk=shown)
     finally:
         shown.close()
-    work.finish(doing)
+    work.finish_restore(doing)
     return work.result
 
 
