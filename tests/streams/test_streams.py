@@ -73,7 +73,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "files, pipelined": ["optimizer/host_step.py _begin 1"],
     "FSDP2": [
         "fsdp2/gather.py GatherRoute._send 1", "fsdp2/gather.py GatherRoute.gather 1", "fsdp2/overlap.py wait_for 1",
-        "fsdp2/reduce.py ReduceComm.finish 1", "fsdp2/reduce.py ReduceComm.finish 2",
+        "fsdp2/reduce.py ReduceComm.finish_reduction 1", "fsdp2/reduce.py ReduceComm.finish_reduction 2",
         "fsdp2/reduce.py _Packing.unpack_ 1", "fsdp2/reduce.py _with_message 1",
     ],
 }  # fmt: skip

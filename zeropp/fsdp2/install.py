@@ -96,7 +96,7 @@ class Adapter:
         """
         # Hooks first: nothing may call into a group that is gone.
         for unit, (gather, reduce) in self._comms.items():
-            unit.restore(gather, reduce, reduce.finish)
+            unit.restore(gather, reduce, reduce.finish_reduction)
         for routes in self._routes:
             routes.close()
 
@@ -169,10 +169,10 @@ def _install(model: nn.Module, options: Options) -> Adapter:
     # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
     comms = _all_comms(units, routes, options)
     for unit, (gather, reduce) in comms.items():
-        unit.install(gather, reduce, reduce.finish)
+        unit.install(gather, reduce, reduce.finish_reduction)
         # Only where it is needed: the method that is put in place of FSDP2's runs in every backward.
         if reduce.needs_parts:
-            unit.watch(reduce.note)
+            unit.watch(reduce.note_parts)
     return Adapter(ledger, comms, list(routes.values()))
 
 

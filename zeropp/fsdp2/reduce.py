@@ -192,7 +192,7 @@ class _Pending:
 class ReduceComm(ReduceScatter):
     """The reduce-scatter of one unit: packed on the stream that FSDP2 calls from, and sent on comm streams.
 
-    What FSDP2 does with the result follows :meth:`finish`, its all-reduce hook: see [Note: FSDP2's order].
+    What FSDP2 does with the result follows :meth:`finish_reduction`, its all-reduce hook: see [Note: FSDP2's order].
 
     Args:
         unit: whose gradients they are.
@@ -234,7 +234,7 @@ class ReduceComm(ReduceScatter):
             if feedback is not None
         }
 
-    def note(self, parts: Parts) -> None:
+    def note_parts(self, parts: Parts) -> None:
         """Hear whose gradients the next reduction sums."""
         self._noted = parts
 
@@ -267,7 +267,7 @@ class ReduceComm(ReduceScatter):
         """Begin what makes ``output_tensor`` [n] this rank's part of the sum of every ``input_tensor`` [ranks * n].
 
         Or of the mean; the factor is applied once, to the finished sum in float32. The output is filled when
-        :meth:`finish` has been called, by FSDP2 or, where it would call another hook, here.
+        :meth:`finish_reduction` has been called, by FSDP2 or, where it would call another hook, here.
 
         Raises:
             RuntimeError: errors are fed back, and parameters that are trained have no gradient.
@@ -291,11 +291,11 @@ class ReduceComm(ReduceScatter):
         part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit.name)
         event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit.name}")
         self._pending = _Pending(event, output_tensor, total, packing)
-        if not self.unit.finishes(self.finish):
-            self.finish(output_tensor)
+        if not self.unit.finishes(self.finish_reduction):
+            self.finish_reduction(output_tensor)
         return None
 
-    def finish(self, output: Tensor) -> None:
+    def finish_reduction(self, output: Tensor) -> None:
         """Let the caller's stream, or on CPU the caller, wait until ``output`` is filled; nothing if none is due.
 
         Raises:

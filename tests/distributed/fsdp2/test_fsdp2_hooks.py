@@ -41,7 +41,7 @@ def reduced(local: int, pairwise: bool = True) -> list[str]:
                 given = tables[rank].clone().view(-1)
                 out = reduce.allocate((size,), dtype=dtype, device=torch.device("cpu"))
                 assert reduce(output_tensor=out, input_tensor=given, group=group, op=op) is None
-                reduce.finish(out)
+                reduce.finish_reduction(out)
                 expected = total(tables, local, bits)[rank] * factor
                 if not torch.equal(out, expected.to(dtype)):
                     wrong.append(f"{bits} {size} {dtype} {name}: {float((out - expected).abs().max())}")
@@ -72,7 +72,7 @@ def not_finite() -> list[str]:
                 given[1, 300] = value
             out = torch.empty(size)
             reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
-            reduce.finish(out)
+            reduce.finish_reduction(out)
             lost = (~out.isfinite()).nonzero().flatten().tolist()
             if (300 in lost) != (rank == 1 and rounds == 0) or any(not 256 <= place < 512 for place in lost):
                 wrong.append(f"{value}, round {rounds}: {lost}")
@@ -93,7 +93,7 @@ def beside_outliers(hadamard: bool) -> float:
         table[:, place] = 20 * table.std(dim=1, keepdim=True)
     out = torch.empty(1024)
     reduce(out, tables[rank].clone().view(-1), group, dist.ReduceOp.AVG)
-    reduce.finish(out)
+    reduce.finish_reduction(out)
     mean = torch.stack(tables).mean(0)[rank]
     out[place] = mean[place] = 0.0
     return float((out - mean).norm() / mean.norm())

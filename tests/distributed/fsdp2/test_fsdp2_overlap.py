@@ -245,12 +245,12 @@ def message_of_the_caller() -> list[bool]:
     gc.collect()
     others = [torch.full((4 * SIZE,), torch.nan) for _ in range(8)]
     dropped.set()
-    reduce.finish(out)
+    reduce.finish_reduction(out)
     found.append(torch.allclose(out, expected, atol=1e-6))
     # The comm stream goes on to the next work, and keeps nothing of the last.
     hop.all_to_all = send
     reduce(out, others[0], group, dist.ReduceOp.AVG)
-    reduce.finish(out)
+    reduce.finish_reduction(out)
     return [*found, watch() is None]
 
 
@@ -304,7 +304,7 @@ def named_memory(settings: dict[str, Any]) -> list[bool]:
         out = torch.empty(SIZE)
         reduce(out, buffers(SIZE, torch.float32)[rank].view(-1), group, dist.ReduceOp.AVG)
         total = reduce._pending.total
-        reduce.finish(out)
+        reduce.finish_reduction(out)
         found += [taken in comm_streams.named for taken in comm_streams.taken]
         main = threading.current_thread().name
         found += [(main, each.untyped_storage().data_ptr()) in comm_streams.named for each in (out, total)]

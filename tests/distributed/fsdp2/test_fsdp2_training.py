@@ -281,7 +281,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
     def one() -> Tensor:
         out = torch.empty(size)
         reduce(out, tables[rank].clone().view(-1), group, dist.ReduceOp.AVG)
-        reduce.finish(out)
+        reduce.finish_reduction(out)
         return out
 
     first = one()
@@ -301,7 +301,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
         wrong += [] if torch.equal(one(), first) else ["a cleared state gave another gradient"]
         with pytest.raises(ValueError, match="trained parameters, ranks and settings"):
             adapter.load_state_dict({})
-        reduce.note(reduce.parts[1:])
+        reduce.note_parts(reduce.parts[1:])
         with pytest.raises(RuntimeError, match=r"\['blocks.0.0.weight'\] have no gradient.*set_reduce_scatter_unused"):
             reduce(torch.empty(8), torch.empty(8 * world), group, dist.ReduceOp.AVG)
     return float(single), float(several), wrong
@@ -327,7 +327,7 @@ def kept_share(beta: float | None) -> Tensor:
     for _ in range(3):
         given = buffers(size, torch.float32)[rank]
         reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
-        reduce.finish(out)
+        reduce.finish_reduction(out)
     return out
 
 
