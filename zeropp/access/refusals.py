@@ -184,9 +184,9 @@ class _Structure:
     def __init__(self, model: nn.Module) -> None:
         # Known ones that nobody partitions. Held, or ids might be used again.
         self._apart: dict[int, nn.Parameter] = {}
-        self.note(model)
+        self.note_structure(model)
 
-    def note(self, model: nn.Module) -> None:
+    def note_structure(self, model: nn.Module) -> None:
         """This is how it is to be from now on."""
         # The dicts themselves: modules replace what is in them, not the dicts.
         tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
@@ -244,7 +244,7 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
             )
         refuse_cuda_graphs(module, engine.device, partial(_moves, engine))
         # What brings no parameters is accepted, once: the next forward compares with this.
-        structure.note(module)
+        structure.note_structure(module)
 
     # On the root alone, as the hook: see the class above.
     model.__dict__[_CHECK] = check
