@@ -354,7 +354,7 @@ class RankSync:
         over.wait(pause)
         try:
             while not all(done := self.exchange_number(int(over.is_set()), doing)):
-                waiting.note(done)
+                waiting.note_done(done)
                 over.wait(pause)
                 # Several exchanges within hang_timeout, after which a silent rank counts as lost.
                 pause = min(2 * pause, _LONGEST, self._hang_timeout / 4)
@@ -370,7 +370,7 @@ class _Waiting:
         self._rank, self._doing, self._warn_after = rank, doing, warn_after
         self._since: float | None = None  # when the first rank was done
 
-    def note(self, done: list[int]) -> None:
+    def note_done(self, done: list[int]) -> None:
         """Take every rank's number, 1 if it is done; the first of those that wait logs which are not."""
         now = time.monotonic()
         if self._warn_after is None or not any(done):
