@@ -51,7 +51,7 @@ def monitors() -> set[threading.Thread]:
 def queue(owner: Owner, count: int) -> list[Event]:
     events = [Event() for _ in range(count)]
     for number, event in enumerate(events):
-        owner.monitor.note(event, f"piece {number}")
+        owner.monitor.watch_event(event, f"piece {number}")
     return events
 
 
@@ -75,7 +75,7 @@ def test_hops_of_fsdp2_are_watched(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     waiting = overlap.Waiting(torch.device("cpu"), 0.2, [])
     waiting.require()
-    waiting.note(Event(), "the gather of layers.1")
+    waiting.watch_event(Event(), "the gather of layers.1")
     until = time.monotonic() + 10
     while not logged and time.monotonic() < until:
         time.sleep(0.02)
@@ -161,7 +161,7 @@ def test_its_thread_is_on_the_card_whose_events_it_asks(monkeypatch: pytest.Monk
             asked.set()
             return True
 
-    owner.monitor.note(Asked(), "a piece")
+    owner.monitor.watch_event(Asked(), "a piece")
     assert asked.wait(10)
     owner.monitor.close()
     assert seen[0] == torch.device("cuda", 1)

@@ -179,12 +179,12 @@ class Agreement:
         if self._stepped:
             self._sent.append(event)
         if self.monitor is not None:
-            self.monitor.note(event, f"the {kind} of unit {unit!r}")
+            self.monitor.watch_event(event, f"the {kind} of unit {unit!r}")
 
     def monitors(self, event: Event, doing: str) -> None:
         """Other work that waits for other ranks was queued; ``doing`` says which, after "waiting for"."""
         if self.monitor is not None:
-            self.monitor.note(event, doing)
+            self.monitor.watch_event(event, doing)
 
     def _give_up(self, waited_for: str, *, waited: bool) -> None:
         """On the monitor's thread: the device has not come on for ``hang_timeout``, or another rank has failed."""

@@ -728,7 +728,7 @@ class Monitor:
         self._progress = 0.0  # when work was last seen to be finished
         self._patrol = Patrol("monitor", self._look)
 
-    def note(self, event: Event, doing: str) -> None:
+    def watch_event(self, event: Event, doing: str) -> None:
         """Work was queued that ends with ``event``; ``doing`` says what it is, after "waiting for"."""
         if not self._patrol.started:  # at the first: a rank that sends nothing needs no thread
             self._patrol.start(min(self._hang_timeout / _LOOKS_BEFORE_LOSS, _PERIOD))

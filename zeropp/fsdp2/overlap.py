@@ -53,10 +53,10 @@ class Waiting:
         self._lost: str | None = None
         self._monitor = make_monitor(device, hang_timeout, self._give_up)
 
-    def note(self, event: Event, what: str) -> None:
+    def watch_event(self, event: Event, what: str) -> None:
         """Hops were queued that end with ``event``; ``what`` follows "waiting for"."""
         if self._monitor is not None:
-            self._monitor.note(event, what)
+            self._monitor.watch_event(event, what)
 
     def require(self) -> None:
         """Raise the error if the ranks have lost each other.
@@ -96,7 +96,7 @@ def queue(comm_streams: CommStreams, links: Sequence[str], part: Iterator[None],
     waiting.require()
     # From the launch on: NCCL's first collective connects in it.
     launch, event = Launch(), None
-    waiting.note(launch, what)
+    waiting.watch_event(launch, what)
     try:
         event = comm_streams.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
     finally:

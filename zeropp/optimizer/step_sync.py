@@ -298,7 +298,7 @@ class StepSync:
     def _sum_unread(self) -> StepStats:
         self._pending_sum = PendingSum(self._sum(self._measure_doubted(), late=True))
         if (monitor := self.engine.agreement.monitor) is not None:
-            monitor.note(self._pending_sum, "the sum of norms and flags")
+            monitor.watch_event(self._pending_sum, "the sum of norms and flags")
         self._go_on_late()
         return StepStats(None, [[used > 0 for used in flags] for flags in self.engine.pending.used], late=True)
 
