@@ -13,11 +13,11 @@ CONTROL = TrafficKey("<step sync>", "control", "all", "all", 4, "-")
 def filled() -> Ledger:
     ledger = Ledger()
     for way, nbytes in ((GATHER, 1000), (GATHER, 1000), (INSIDE, 30), (REDUCE, 7), (CONTROL, 5)):
-        ledger.add(way, nbytes)
+        ledger.count_call(way, nbytes)
     ledger.add_wait("block", "gather", 0.25)
     ledger.add_wait("block", "gather", 0.5)
-    ledger.note("block", "refresh: whole")
-    ledger.note("other", "refresh: whole")
+    ledger.count_event("block", "refresh: whole")
+    ledger.count_event("other", "refresh: whole")
     return ledger
 
 

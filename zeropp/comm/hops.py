@@ -122,7 +122,7 @@ class Ledger:
     # Comm streams count on their threads, the model's thread counts waits, and reports may come at any time.
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, key: TrafficKey, nbytes: int) -> None:
+    def count_call(self, key: TrafficKey, nbytes: int) -> None:
         """Count one call."""
         with self._lock:
             self._calls[key] += 1
@@ -134,7 +134,7 @@ class Ledger:
             # For the whole work: the model waits for its end, and cannot tell which of its hops took the time.
             self._exposed[unit, kind] += seconds  # type: ignore[assignment]  # a Counter of floats
 
-    def note(self, unit: str, what: str) -> None:
+    def count_event(self, unit: str, what: str) -> None:
         """Count something else that happened."""
         with self._lock:
             self.events[unit, what] += 1
@@ -374,7 +374,7 @@ class Hop:
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
         # Counted before the call, so that a report after a failure has what was under way.
-        self.ledger.add(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
+        self.ledger.count_call(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
         """Messages that send ``out_of[i]`` to member i and receive ``into[i]`` from it; none for this rank itself."""
@@ -530,7 +530,7 @@ class Comm:
     ) -> None:
         # As a ring sends it, gloo's too: n-1 parts of n while they are summed, and n-1 while sums are handed on.
         nbytes = 2 * (self.world - 1) * tensor.nbytes // self.world
-        self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
+        self.ledger.count_call(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
         try:
             with self.launching("a sum over all ranks"):
                 dist.all_reduce(tensor, op, group=group)
@@ -576,7 +576,7 @@ class Comm:
             launch.end = launch.end or DONE
 
     def _note_control(self, unit: str, nbytes: int) -> None:
-        self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
+        self.ledger.count_call(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
 
     def all_gather_ints(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
         """Every rank's row of integers; blocks the host. For agreement outside the steady state.

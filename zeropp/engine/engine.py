@@ -348,7 +348,7 @@ class Engine(GuardHandler):
             self.agreement,
             self.issued,
             partial(self.comm.largest, kind="refresh"),
-            self.comm.ledger.note,
+            self.comm.ledger.count_event,
         )
 
     # Forward.
