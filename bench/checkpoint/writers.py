@@ -61,7 +61,7 @@ def serve(pipe: Connection, memory: Tensor) -> None:
             nbytes = box.numel * dtype.itemsize
             parts.append(TensorBox(name, shape, box, memory[begin : begin + nbytes].view(dtype).view(box.sizes)))
         try:
-            pipe.send(write_files(folder, stem, parts, Checksums.of(algorithm), limit))
+            pipe.send(write_files(folder, stem, parts, Checksums.by_name(algorithm), limit))
         except OSError as error:
             pipe.send(error)
 

@@ -109,7 +109,7 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
 def test_either_algorithm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "xxh3_64":
         pytest.importorskip("xxhash", reason="xxhash is not installed")
-    checks = Checksums.of(name)
+    checks = Checksums.by_name(name)
     sums = [checks.of_bytes(b"a"), checks.of_bytes(b"b" * 1000)]
     entry = FileEntry(name="f", nbytes=2, sums=FileEntry.pack(sums, checks.width))
     assert entry.checksums(checks.width) == sums and len(checks.hexdigest(b"")) == 2 * checks.width
@@ -127,9 +127,9 @@ def test_where_xxhash_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", without)
     assert Checksums.best().name == "crc32"
     with pytest.raises(CheckpointError, match="pip install xxhash"):
-        Checksums.of("xxh3_64")
+        Checksums.by_name("xxh3_64")
     with pytest.raises(CheckpointError, match="of the unknown kind 'md5'"):
-        Checksums.of("md5")
+        Checksums.by_name("md5")
 
 
 def test_threads_share_work_also_when_the_program_has_ended() -> None:

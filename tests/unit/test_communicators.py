@@ -118,7 +118,7 @@ def counts(world: int, local: int, *, offload: bool) -> list[tuple[int | None, b
     config = {"zero_optimization": zero, "bf16": {"enabled": True}}
     plan = zeropp.plan.memory(model, config, world, local)
     limits = choose_ctas(132)
-    return [(limits.of(each.link), "reduce" in each.kind) for each in plan.communicators]
+    return [(limits.for_link(each.link), "reduce" in each.kind) for each in plan.communicators]
 
 
 def test_the_page_says_how_many() -> None:

@@ -251,7 +251,7 @@ def test_disks_that_cannot_be_written_to(options: str, number: int, name: str, t
 
 
 def test_errors_may_be_sent() -> None:
-    again = pickle.loads(pickle.dumps(SwapError.of(errno.EIO, "/here", "cannot read", "look")))
+    again = pickle.loads(pickle.dumps(SwapError.make(errno.EIO, "/here", "cannot read", "look")))
     assert (again.errno, again.filename) == (errno.EIO, "/here")
     assert str(again) == "[Errno 5] cannot read: Input/output error; look: '/here'"
 

@@ -25,9 +25,9 @@ class Row(SimpleNamespace):
     def read(self, start: int, into: Tensor) -> ThreadEvent:
         event, number = ThreadEvent(), start // PART
         if number in self.refused:
-            raise SwapError.of(errno.EBADF, "file", "closed")
+            raise SwapError.make(errno.EBADF, "file", "closed")
         into.copy_(self.tensor[start : start + into.numel()])
-        event.finish(SwapError.of(errno.EIO, f"part {number}", "cannot read") if number in self.bad else None)
+        event.finish(SwapError.make(errno.EIO, f"part {number}", "cannot read") if number in self.bad else None)
         return event
 
 

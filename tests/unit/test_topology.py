@@ -354,7 +354,7 @@ MODES: list[tuple[dict[str, object], dict[str, object], tuple[object, ...]]] = [
 def test_modes_are_levels(zero: dict[str, object], extension: dict[str, object], expected: tuple[object, ...]) -> None:
     mode = mode_of(8, 4, zero, **extension)
     assert (mode.chain.levels, mode.states, mode.cached, mode.gradients) == expected
-    assert mode.of(persistent=True).cached == 1 and mode.of(persistent=False) == mode
+    assert mode.for_unit(persistent=True).cached == 1 and mode.for_unit(persistent=False) == mode
 
 
 def test_groups_of_several_nodes() -> None:

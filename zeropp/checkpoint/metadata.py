@@ -328,7 +328,7 @@ class Checksums:
         return _CRC32
 
     @staticmethod
-    def of(name: object) -> Checksums:
+    def by_name(name: object) -> Checksums:
         """The algorithm of that name.
 
         Raises:
@@ -465,7 +465,7 @@ class Metadata(_Entry):
         """
         body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=True).encode()
         self._check_loads(body)
-        checks = Checksums.of(self.algorithm)
+        checks = Checksums.by_name(self.algorithm)
         text = _HEAD + checks.hexdigest(body).encode() + _MIDDLE + body + _TAIL
         write_synced(folder / METADATA, text)
 
@@ -513,7 +513,7 @@ class Metadata(_Entry):
                 f"{path} is of format {version}, and this version of zeropp reads formats up to {FORMAT}; read it with "
                 f"zeropp {found.get('zeropp')} or later"
             )
-        checks = Checksums.of(algorithm)
+        checks = Checksums.by_name(algorithm)
         if checks.hexdigest(body).encode() != text[len(_HEAD) : end]:
             raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")
         try:

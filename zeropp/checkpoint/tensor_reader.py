@@ -198,7 +198,7 @@ class TensorReader:
         self._folder = folder
         self._verify = verify
         # Only if it is used: the package that computes it may not be installed.
-        self._checks = Checksums.of(metadata.algorithm) if verify != "none" else None
+        self._checks = Checksums.by_name(metadata.algorithm) if verify != "none" else None
         if verify != "none" and metadata.stretch != STRETCH:
             raise CheckpointError(
                 f"{str(folder)!r} has a checksum for each {metadata.stretch} bytes, expected {STRETCH}; read it with "

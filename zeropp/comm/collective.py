@@ -258,4 +258,4 @@ class BuildComm:
         try:
             work.wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            raise CollectiveError.of(error) from error.__cause__
+            raise CollectiveError.from_backend(error) from error.__cause__

@@ -75,7 +75,7 @@ class Ctas:
     local: int | None = None
     cross: int | None = None
 
-    def of(self, link: str) -> int | None:
+    def for_link(self, link: str) -> int | None:
         """The limit for a communicator over "local" or other links."""
         return self.local if link == "local" else self.cross
 

@@ -308,12 +308,12 @@ class Hop:
                 for work in dist.batch_isend_irecv(swap):
                     work.wait()
             except RuntimeError as error:
-                raise CollectiveError.of(error) from error.__cause__
+                raise CollectiveError.from_backend(error) from error.__cause__
         else:
             try:
                 all_gather_single(out, own, group=self.group)
             except RuntimeError as error:
-                raise CollectiveError.of(error) from error.__cause__
+                raise CollectiveError.from_backend(error) from error.__cause__
 
     def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor | list[Tensor]:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
@@ -333,7 +333,7 @@ class Hop:
             try:
                 dist.all_to_all_single(whole, message, group=self.group)
             except RuntimeError as error:
-                raise CollectiveError.of(error) from error.__cause__
+                raise CollectiveError.from_backend(error) from error.__cause__
             # Without a view of each part: a thousand of them take the host ten milliseconds.
             return whole.view(self.size, -1)
         parts = list(message.view(self.size, -1).unbind())
@@ -351,7 +351,7 @@ class Hop:
             for work in dist.batch_isend_irecv(self._swap(received, parts)):
                 work.wait()
         except RuntimeError as error:
-            raise CollectiveError.of(error) from error.__cause__
+            raise CollectiveError.from_backend(error) from error.__cause__
         return received if rows is None else rows
 
     def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
@@ -369,7 +369,7 @@ class Hop:
         try:
             reduce_scatter_single(part, message, group=self.group)
         except RuntimeError as error:
-            raise CollectiveError.of(error) from error.__cause__
+            raise CollectiveError.from_backend(error) from error.__cause__
         return part
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
@@ -513,7 +513,7 @@ class Comm:
                 with self.launching("a broadcast"):
                     dist.broadcast(tensor, source, group=self.world_group)
             except RuntimeError as error:
-                raise CollectiveError.of(error) from error.__cause__
+                raise CollectiveError.from_backend(error) from error.__cause__
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
@@ -535,7 +535,7 @@ class Comm:
             with self.launching("a sum over all ranks"):
                 dist.all_reduce(tensor, op, group=group)
         except RuntimeError as error:
-            raise CollectiveError.of(error) from error.__cause__
+            raise CollectiveError.from_backend(error) from error.__cause__
 
     def all_ranks(self, kind: str) -> dist.ProcessGroup:
         """The group of all ranks for a kind of work. Collective over the members when first asked for."""
@@ -710,7 +710,7 @@ class Comm:
         owner = "" if self._sharing.engines else self.job
         timeout = self.timeout + OUTLASTS
         kind = kind_of(kind, self._sharing)
-        limit = self._ctas.of(link)
+        limit = self._ctas.for_link(link)
         key = Key(kind, owner, ranks, self.backend, self.device, timeout, limit)
         found = next((each for each in self.communicators if each.key == key), None)
         if found is None:

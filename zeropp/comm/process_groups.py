@@ -353,7 +353,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Te
             sent.wait(timeout)
             received.wait(timeout)
         except RuntimeError as error:
-            raise CollectiveError.of(error) from error.__cause__
+            raise CollectiveError.from_backend(error) from error.__cause__
         known += more
     return rows.roll(rank, 0)
 
@@ -402,7 +402,7 @@ def send_to_all(value: _T, source: int, group: dist.ProcessGroup, seconds: float
         row = torch.frombuffer(bytearray(data.ljust(int(size), b"\0")), dtype=torch.uint8)
         group.broadcast([row], options).wait(options.timeout)
     except RuntimeError as error:
-        raise CollectiveError.of(error) from error.__cause__
+        raise CollectiveError.from_backend(error) from error.__cause__
     received: _T = pickle.loads(_as_bytes(row))
     return received
 
@@ -426,7 +426,7 @@ class CollectiveError(RuntimeError):
     """An error of a collective over gloo, which raises plain RuntimeErrors; other backends have types of their own."""
 
     @staticmethod
-    def of(error: RuntimeError) -> RuntimeError:
+    def from_backend(error: RuntimeError) -> RuntimeError:
         """The error to raise for one that the backend's call has raised; the same if it has a type, or a cause."""
         return CollectiveError(str(error)) if type(error) is RuntimeError and error.__cause__ is None else error
 

@@ -141,7 +141,7 @@ class EventGroup:
         self._events = events
 
     @staticmethod
-    def of(events: Sequence[Event | None]) -> Event | None:
+    def from_events(events: Sequence[Event | None]) -> Event | None:
         """The events that there are, as one; None if there is none."""
         there = [event for event in events if event is not None]
         # A single one as it is: most units have one buffer.

@@ -141,6 +141,6 @@ class Routes:
         timeout = timedelta(seconds=self.options.hang_timeout)
         # At its timeout NCCL ends the process, and on CPU gloo raises the error.
         timeout += OUTLASTS if members.device.type in BLIND else timedelta()
-        group = make_group(ranks, members.backend, timeout, name, members.device, self.ctas.of(spec.link))
+        group = make_group(ranks, members.backend, timeout, name, members.device, self.ctas.for_link(spec.link))
         self.groups.append(group)
         return Hop(spec, group, members.backend, rank, self.ledger, kind)

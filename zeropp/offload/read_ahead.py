@@ -262,9 +262,9 @@ class GdsReader:
         try:
             found = self._file(extent.descriptors).pread(into.view(torch.uint8), nbytes, extent.offset).get()
         except RuntimeError as error:
-            raise SwapError.of(errno.EIO, extent.descriptors.folder, f"{what} ({error})") from error
+            raise SwapError.make(errno.EIO, extent.descriptors.folder, f"{what} ({error})") from error
         if found != nbytes:
-            raise SwapError.of(errno.EIO, extent.descriptors.folder, f"{what}, only {found}")
+            raise SwapError.make(errno.EIO, extent.descriptors.folder, f"{what}, only {found}")
 
     def _file(self, descriptors: Descriptors) -> Any:
         # Comm streams read beside each other.

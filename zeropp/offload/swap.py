@@ -76,7 +76,7 @@ class SwapError(OSError):
     """
 
     @classmethod
-    def of(cls, number: int, path: Path | str, what: str, remedy: str = "") -> SwapError:
+    def make(cls, number: int, path: Path | str, what: str, remedy: str = "") -> SwapError:
         """Make one.
 
         Args:
@@ -177,7 +177,9 @@ class SwapFile:
 
     def _descriptors(self) -> Descriptors:
         if self._open is None:
-            raise SwapError.of(errno.EBADF, self._folder, "the swap file is closed", "allocate extents before close()")
+            raise SwapError.make(
+                errno.EBADF, self._folder, "the swap file is closed", "allocate extents before close()"
+            )
         return self._open
 
     def _prepare(self, descriptors: Descriptors, offset: int, nbytes: int, end: int) -> None:
@@ -218,7 +220,7 @@ class SwapFile:
             remedy = "free some, let nvme_path name a larger disk, or offload less"
         elif number == errno.ENOMEM:
             remedy = "the process may have no more mappings; raise the limit vm.max_map_count"
-        return SwapError.of(number, self._folder, what, remedy)
+        return SwapError.make(number, self._folder, what, remedy)
 
 
 def _write_zeros(descriptor: int, offset: int, nbytes: int) -> None:
@@ -276,7 +278,7 @@ class Descriptors:
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 self.cached = os.dup(file.fileno())
         except OSError as error:
-            raise SwapError.of(error.errno or errno.EIO, folder, "cannot make a swap file", _REMEDY) from error
+            raise SwapError.make(error.errno or errno.EIO, folder, "cannot make a swap file", _REMEDY) from error
         weakref.finalize(self, os.close, self.cached).atexit = False
         self.direct = self._open_direct()
 

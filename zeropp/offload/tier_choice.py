@@ -75,7 +75,7 @@ class Tiers:
     device_numel: int = ALL
     close: Callable[[], None] = lambda: None
 
-    def of(self, trainable: bool) -> StorageTier:
+    def main_tier(self, trainable: bool) -> StorageTier:
         """Tier of a buffer's shard: with the optimizer's states if it is stepped, which frozen weights are not."""
         return self.main if trainable else self.weights
 

@@ -192,7 +192,7 @@ class _Queue:
         with self._changed:
             for transfer in list(self._waiting):
                 folder = transfer.extent.descriptors.folder
-                transfer.error = transfer.error or SwapError.of(errno.ECANCELED, folder, "the program ends")
+                transfer.error = transfer.error or SwapError.make(errno.ECANCELED, folder, "the program ends")
                 self._drop(transfer)
                 if not transfer.under_way:
                     _finish(transfer)
@@ -300,7 +300,7 @@ def _call(descriptors: Descriptors, memory: memoryview, offset: int, unit: int, 
             # Outside of the ``except``: with that error would come its frames, and with those the tensor.
             word = "read" if reads else "write"
             what = f"cannot {word} {count - done} bytes at byte {offset + done} of a swap file"
-            raise SwapError.of(number, descriptors.folder, what)
+            raise SwapError.make(number, descriptors.folder, what)
 
 
 class Bounce:

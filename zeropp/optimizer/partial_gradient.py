@@ -118,7 +118,7 @@ class _Given:
     in_columns: bool
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
+    def from_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
         """Look at all arguments, and at the entries of lists."""
         args = args or tuple(kwargs.values())
         each = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
@@ -141,7 +141,7 @@ class _Given:
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Attributes such as ``.T`` come as the ``__get__`` of a descriptor, which has their name.
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # type: ignore[attr-defined]
-    given = _Given.of(args, kwargs)
+    given = _Given.from_call(args, kwargs)
     if func in _NORMS or _mixes_elements(name, given):
         raise _refused(func)
     found = func(*args, **kwargs)

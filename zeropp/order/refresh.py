@@ -111,7 +111,7 @@ class Refresh:
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
         # Before anything is queued: that notes the new version as cached, as if it were there.
         based = {buffer for buffer in buffers if buffer.has_base}
-        differs = self._choose(buffers, based, EventGroup.of([unit.stepping for unit in stale]))
+        differs = self._choose(buffers, based, EventGroup.from_events([unit.stepping for unit in stale]))
         for unit in stale:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)

@@ -80,7 +80,7 @@ def largest_shard(
     """Elements of the largest shard on a rank, and bytes of the largest element of any."""
     parameters, numel, itemsize = computed_with(model, config), 0, 1
     for spec in specs:
-        states = mode.of(spec.persistent).states
+        states = mode.for_unit(spec.persistent).states
         for key, _, layout in buffer_layouts(parameters, spec, config, world):
             numel, itemsize = max(numel, layout.numel // states), max(itemsize, key.main_dtype.itemsize)
     return numel, itemsize
@@ -148,7 +148,7 @@ class BufferMaker:
     def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
         """A unit for each spec."""
         parameters = computed_with(model, self.config)
-        modes = [self.mode.of(spec.persistent) for spec in specs]
+        modes = [self.mode.for_unit(spec.persistent) for spec in specs]
         layouts = [list(buffer_layouts(parameters, spec, self.config, self._comm.world)) for spec in specs]
         stepped = [
             layout.numel // mode.states
@@ -188,8 +188,8 @@ class BufferMaker:
     ) -> FlatBuffer:
         encoding, mode, device = self._encoding, placement.mode, self._comm.device
         # Whether what gathers begin with is not the shard in the device's memory.
-        stored = not tiers.of(key.trainable).serves(device)
-        brought = not all(self.tiers.of(trainable).serves(device) for trainable in (False, True))
+        stored = not tiers.main_tier(key.trainable).serves(device)
+        brought = not all(self.tiers.main_tier(trainable).serves(device) for trainable in (False, True))
         paths = weight_paths(self._comm, placement, key, encoding, stored=stored, brought=brought)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None

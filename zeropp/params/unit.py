@@ -165,7 +165,7 @@ class FlatBuffer:
     @property
     def tier(self) -> StorageTier:
         """The place of the shard: with the optimizer's states if it is stepped, which frozen weights are not."""
-        return self.tiers.of(self.trainable)
+        return self.tiers.main_tier(self.trainable)
 
     def _keep(self, values: Tensor, *, copy: bool = False) -> StoredTensor:
         """A shard in its tier; the very tensor if it is there, unless a ``copy`` is to be made."""
@@ -455,7 +455,7 @@ def make_wire_copy(
     """
     first_stream, kept = tiers.weights, paths.refresh is None
     path = paths.fetch if kept else paths.refresh
-    if path is None or tiers.of(trainable).serves(device):
+    if path is None or tiers.main_tier(trainable).serves(device):
         return None
     codec = path.codec if kept and isinstance(path, CodedGatherPath) and not coded else None
     # Codes are made of main weights as they are. Lossless differences are of the rounded ones.

@@ -82,7 +82,7 @@ class Mode:
         # nothing is sent at all, so there they wait whole.
         return self.gradients if self.sums else 1
 
-    def of(self, persistent: bool) -> Mode:
+    def for_unit(self, persistent: bool) -> Mode:
         """The mode of a unit; weights of persistent ones stay whole."""
         return replace(self, cached=1) if persistent else self
 

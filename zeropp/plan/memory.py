@@ -313,7 +313,7 @@ class _Tally:
     ) -> Iterator[tuple[str, StoredTensor]]:
         """Rows of one buffer, allocated in the order in which the engine does it."""
         coded = None if key.trainable else self._cut.encoding.frozen
-        tier = tiers.of(key.trainable)
+        tier = tiers.main_tier(key.trainable)
         if key.trainable:
             yield "gradients", tiers.gradients.allocate(piece, key.main_dtype)
         # Frozen weights in codes have no other form between uses.

@@ -65,7 +65,7 @@ def outline(model: nn.Module, config: ConfigSource, world: int, local: int | Non
     for spec in form_units(model, world, unit_options(settings)):
         buffers = buffer_layouts(parameters, spec, settings, world)
         # That of rank 0; sizes are the same on all ranks.
-        placement = Placement(mode.of(spec.persistent), 0, local)
+        placement = Placement(mode.for_unit(spec.persistent), 0, local)
         units.append(OutlineUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
     return Outline(settings, choose_encoding(settings), local, tuple(units))
 
@@ -112,7 +112,7 @@ class Outline:
                 len(ranks),
                 link,
                 tuple(sorted(collectives)),
-                estimate_nbytes(len(ranks), link, collectives, ctas.of(link)),
+                estimate_nbytes(len(ranks), link, collectives, ctas.for_link(link)),
             )
             for (_, ranks, link), (kinds, collectives) in found.items()
         )

@@ -42,7 +42,7 @@ def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int,
     parameters, world = computed_with(model, config), mode.chain.world
     seen: set[tuple[BufferKey, bool]] = set()
     for spec in form_units(model, world, unit_options(config)):
-        placement = Placement(mode.of(spec.persistent), rank, local)
+        placement = Placement(mode.for_unit(spec.persistent), rank, local)
         for key, _, _ in buffer_layouts(parameters, spec, config, world):
             if (key, spec.persistent) not in seen:
                 seen.add((key, spec.persistent))

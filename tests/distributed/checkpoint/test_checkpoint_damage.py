@@ -201,7 +201,7 @@ def rewrite(saved: Path, **changes: Any) -> None:
     found = json.loads(path.read_bytes())["checkpoint"]
     found.update(changes)
     body = json.dumps(found, separators=(",", ":")).encode()
-    digest = Checksums.of(found["algorithm"]).hexdigest(body).encode()
+    digest = Checksums.by_name(found["algorithm"]).hexdigest(body).encode()
     path.write_bytes(b'{"checksum": "' + digest + b'", "checkpoint": ' + body + b"}\n")
 
 
