@@ -74,7 +74,7 @@ class StoredTensor(Protocol):
 class StorageTier(Protocol):
     """A storage tier: a device's memory, the host's, or files."""
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
+    def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """A row of zeros.
 
         Raises:
@@ -129,7 +129,7 @@ class Memory:
     device: torch.device
     place: Place = "device"
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
+    def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`StorageTier`."""
         # Zeros, since padding is stepped with the rest, and states begin with them.
         return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
@@ -202,11 +202,11 @@ class Files:
     least: int
     memory: StorageTier
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
+    def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`StorageTier`."""
         if numel * dtype.itemsize < self.least:
             # A request for less than a block takes as long as one for a block, and a biased layer has many of them.
-            return self.memory.allocate(numel, dtype)
+            return self.memory.allocate_tensor(numel, dtype)
         # Its space is taken now, so that a disk that is too small shows before training begins.
         return self.in_file(numel, dtype)
 
@@ -228,13 +228,13 @@ class PartlyInMemory:
         self._files = files
         self._left = numel
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
+    def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`StorageTier`."""
         # Whole rows: what is asked for first is wanted first in forward, when nothing has been read ahead.
         if numel > self._left:
-            return self._files.allocate(numel, dtype)
+            return self._files.allocate_tensor(numel, dtype)
         self._left -= numel
-        return self._files.memory.allocate(numel, dtype)
+        return self._files.memory.allocate_tensor(numel, dtype)
 
     def serves(self, device: torch.device) -> bool:
         """See :class:`StorageTier`."""

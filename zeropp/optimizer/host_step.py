@@ -198,7 +198,7 @@ class HostStep:
             if not isinstance(value, Tensor) or value.shape != part.parameter.shape or key == "step":
                 continue
             if key not in rows:
-                rows[key] = buffer.tiers.states.allocate(buffer.main.tensor.numel() - first, value.dtype)
+                rows[key] = buffer.tiers.states.allocate_tensor(buffer.main.tensor.numel() - first, value.dtype)
             own = rows[key].tensor[part.offset - first : part.offset - first + value.numel()]
             # Made anew, or loaded since the last step. By address, since a view is another object each time.
             if value.data_ptr() != own.data_ptr():

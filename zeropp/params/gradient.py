@@ -87,7 +87,7 @@ class Gradient:
         self.device = device
         self.paths = paths
         self.placement = paths.straight.placement
-        self.row = tiers.gradients.allocate(layout.numel // self.placement.mode.states, main_dtype)
+        self.row = tiers.gradients.allocate_tensor(layout.numel // self.placement.mode.states, main_dtype)
         # Sums are made where they stay; else they are brought there, through staging buffers.
         self._ring = None if tiers.gradients.serves(device) else tiers.ring
         # Classes of links to the shard, which may be in the host's memory.

@@ -171,7 +171,7 @@ class FlatBuffer:
         """A shard in its tier; the very tensor if it is there, unless a ``copy`` is to be made."""
         if self.tier.serves(self.device):
             return MemoryTensor(values.clone() if copy else values)
-        row = self.tier.allocate(values.numel(), values.dtype)
+        row = self.tier.allocate_tensor(values.numel(), values.dtype)
         # Through the mapping, if it is a file: nothing else is under way yet.
         row.tensor.copy_(values)
         return row
@@ -467,7 +467,9 @@ def make_wire_copy(
     if kept and serves and codec is None:
         row = main
     elif kept:
-        row = first_stream.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
+        row = first_stream.allocate_tensor(
+            codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype
+        )
     reader = None if row is None or row.place == "device" else tiers.reader
     return WireCopy(main, row, dtype if exact else path.dtype, codec, device, reader)
 

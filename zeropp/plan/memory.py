@@ -315,9 +315,9 @@ class _Tally:
         coded = None if key.trainable else self._cut.encoding.frozen
         tier = tiers.main_tier(key.trainable)
         if key.trainable:
-            yield "gradients", tiers.gradients.allocate(piece, key.main_dtype)
+            yield "gradients", tiers.gradients.allocate_tensor(piece, key.main_dtype)
         # Frozen weights in codes have no other form between uses.
-        main = tier.allocate(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)
+        main = tier.allocate_tensor(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)
         yield "main_weights" if key.trainable else "frozen_weights", main
         if key.trainable:
             self._add_states(tiers, piece, key.main_dtype)
@@ -342,7 +342,7 @@ class _Tally:
         self.device_states += self._states * here * dtype.itemsize
         # Rows of their own, each padded to whole blocks of the file.
         for _ in range(self._states if here < piece else 0):
-            row = tiers.states.allocate(piece - here, dtype)
+            row = tiers.states.allocate_tensor(piece - here, dtype)
             if row.place == "device":
                 self.device_states += row.nbytes
             else:

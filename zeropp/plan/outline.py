@@ -223,7 +223,7 @@ def _in_file(path: str, numel: int, dtype: torch.dtype) -> StoredTensor:
 class PlannedMemory(Memory):
     """Memory of which nothing is taken."""
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> StoredTensor:
+    def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """See :class:`zeropp.offload.storage_tiers.StorageTier`."""
         # Sizes are all that is asked of it.
         return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place)
