@@ -64,7 +64,7 @@ def export(
     Raises:
         OSError, CheckpointError: it cannot be written; on every rank, with how things are now.
     """
-    engine = _begin(model, "checkpoint.export()", f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
+    engine = _begin_export(model, "checkpoint.export()", f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
     # A link would be replaced itself.
     target = Path(os.path.realpath(common_path(engine, path, "checkpoint.export()")))
     if layout == "torch":
@@ -271,7 +271,7 @@ def save_16bit_model(
         OSError, CheckpointError: it cannot be written; on every rank, and a file that was there stays.
     """
     call = "checkpoint.save_16bit_model()"
-    engine = _begin(model, call, f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
+    engine = _begin_export(model, call, f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
     path = common_path(engine, save_dir, call) / save_filename
     zero = engine.maker.config.zero
     if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
@@ -296,11 +296,11 @@ def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> d
     """
     doing = "gathering 16-bit weights"
     return _gathered(
-        _begin(model, doing, f"{doing}, {exclude_frozen_parameters=}"), model, None, exclude_frozen_parameters
+        _begin_export(model, doing, f"{doing}, {exclude_frozen_parameters=}"), model, None, exclude_frozen_parameters
     )
 
 
-def _begin(model: nn.Module, call: str, same: str) -> Engine:
+def _begin_export(model: nn.Module, call: str, same: str) -> Engine:
     """The engine of a model whose whole weights are about to be gathered, once ranks have agreed to it.
 
     Args:
