@@ -527,7 +527,7 @@ class LossScale:
             scaled = loss.clone()
         if scaled.requires_grad:
             this, value = weakref.ref(self), self.value
-            scaled.register_hook(partial(_begin, this, value))
+            scaled.register_hook(partial(_begin_scaled_backward, this, value))
         return scaled
 
     @property
@@ -662,7 +662,7 @@ def _running() -> list[_Scaled]:
 
 
 @uncompiled
-def _begin(owner: weakref.ref[LossScale], value: float, gradient: Tensor) -> None:
+def _begin_scaled_backward(owner: weakref.ref[LossScale], value: float, gradient: Tensor) -> None:
     """The running backward comes to a loss with this scale."""
     task = current_graph_task()
     same = [each for each in _running() if each.task == task]
