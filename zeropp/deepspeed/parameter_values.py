@@ -60,7 +60,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
     In 16 bits where they are kept so.
     """
-    place = _begin(param, "safe_get_full_fp32_param")
+    place = _find_place(param, "safe_get_full_fp32_param")
     # As the other calls, and DeepSpeed's: a frozen parameter has no main weights beside the ones it computes with.
     if place is None or not place.buffer.trainable:
         return None
@@ -74,7 +74,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Raises:
         RuntimeError: inside a window, where sums of gradients are not complete.
     """
-    place = _begin(param, "safe_get_full_grad")
+    place = _find_place(param, "safe_get_full_grad")
     if place is None or not _has_gradient(place):
         return None
     assert place.buffer.gradient is not None  # it has a gradient
@@ -83,7 +83,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """One of the optimizer's states of a parameter, whole; None if it has none of this name, as before a first step."""
-    place = _begin(param, f"safe_get_full_optimizer_state of {optim_state_key!r}")
+    place = _find_place(param, f"safe_get_full_optimizer_state of {optim_state_key!r}")
     if place is None or (dtype := _dtype_of_state(place, optim_state_key)) is None:
         return None
     # A row like that of main weights, with this parameter's elements alone: the way to whole values is the same.
@@ -143,7 +143,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """A copy of what this rank steps of a parameter's main weights; None if the optimizer does not step it."""
-    place = _begin(param, "safe_get_local_fp32_param")
+    place = _find_place(param, "safe_get_local_fp32_param")
     if place is None or not place.buffer.trainable:
         return None
     return _joined([part.parameter.detach() for part in place.slices], place)
@@ -151,7 +151,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """A copy of this rank's part of the gradient; None if no rank has one."""
-    place = _begin(param, "safe_get_local_grad")
+    place = _find_place(param, "safe_get_local_grad")
     if place is None or not _has_gradient(place):
         return None
     return _joined([part.gradient for part in place.slices], place)
@@ -159,7 +159,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A copy of this rank's part of a state; None if it has none of this name."""
-    place = _begin(param, f"safe_get_local_optimizer_state of {optim_state_key!r}")
+    place = _find_place(param, f"safe_get_local_optimizer_state of {optim_state_key!r}")
     if place is None or _dtype_of_state(place, optim_state_key) is None:
         return None
     return _joined([state for _, state in _states(place, optim_state_key)], place)
@@ -191,7 +191,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 # What they have in common.
 
 
-def _begin(param: nn.Parameter, what: str) -> _ParameterPlace | None:
+def _find_place(param: nn.Parameter, what: str) -> _ParameterPlace | None:
     """A parameter's place, once every rank asks for it; None if nobody manages it."""
     engine = handler_of(param)
     if not isinstance(engine, Engine) or id(param) not in engine.unit_of:
@@ -206,7 +206,7 @@ def _begin(param: nn.Parameter, what: str) -> _ParameterPlace | None:
 
 
 def _require(param: nn.Parameter, what: str) -> _ParameterPlace:
-    place = _begin(param, what)
+    place = _find_place(param, what)
     if place is None:
         raise ValueError(f"{what} got a parameter that zeropp does not manage; give one of a model that is wrapped")
     return place
