@@ -530,9 +530,9 @@ class SubGroupSteps:
                 for number, (job, start, stop) in enumerate(sub_groups):
                     own = slots[number % self._count]
                     if number == 0 or not self._read_ahead:
-                        _begin(own, job, start, stop)
+                        _begin_read(own, job, start, stop)
                     if self._read_ahead and number + 1 < len(sub_groups):
-                        _begin(slots[(number + 1) % self._count], *sub_groups[number + 1])
+                        _begin_read(slots[(number + 1) % self._count], *sub_groups[number + 1])
                     # Also for what was written from this memory before, if no reading has waited for it.
                     own.wait_for_copies()
                     self._step(own, job, start, stop)
@@ -589,7 +589,7 @@ class _Staging:
                     self.events.pop().wait(threading.TIMEOUT_MAX)
 
 
-def _begin(own: _Staging, job: BufferStep, start: int, stop: int) -> None:
+def _begin_read(own: _Staging, job: BufferStep, start: int, stop: int) -> None:
     """Begin to read a sub-group's numbers, where what the memory held before has been written."""
     own.wait_for_copies()
     parts = iter(own.parts)
