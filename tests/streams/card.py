@@ -335,7 +335,7 @@ class _Noted:
 
 def _transfer(card: Card) -> Callable[..., Event]:
     """A read or write of a file, each as a timeline of its own."""
-    plain, files = transfer.Transfers._begin, weakref.WeakKeyDictionary[Descriptors, Memory]()
+    plain, files = transfer.Transfers._begin_transfer, weakref.WeakKeyDictionary[Descriptors, Memory]()
 
     def begin(self: transfer.Transfers, extent: Any, start: int, memory: Tensor, *, reads: bool) -> Event:
         clocks = card.clocks

@@ -70,13 +70,13 @@ class Transfers:
             ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
             RuntimeError: this is closed, or was made in the process that this one was forked from.
         """
-        return self._begin(extent, start_nbytes, into, reads=True)
+        return self._begin_transfer(extent, start_nbytes, into, reads=True)
 
     def write(self, extent: Extent, start_nbytes: int, source: Tensor) -> Event:
         """Write the bytes of ``source`` to an extent from ``start_nbytes`` on; otherwise as :meth:`read`."""
-        return self._begin(extent, start_nbytes, source, reads=False)
+        return self._begin_transfer(extent, start_nbytes, source, reads=False)
 
-    def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
+    def _begin_transfer(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
         self._threads.require_here()
         word = "read into" if reads else "written from"
         nbytes = memory.numel() * memory.itemsize
