@@ -248,7 +248,7 @@ class StatusBoard:
         self._heard = (0, {})
         # An error here would end the wrap; one that matters comes up again where the store is needed.
         with contextlib.suppress(RuntimeError, TimeoutError):
-            within(_ANSWER, self._begin, "saying that this rank begins")
+            within(_ANSWER, self._begin_lines, "saying that this rank begins")
 
     def stop(self, engine: str, place: int, account: RankStatus, *, at_once: bool) -> None:
         """Note that an exception has ended this rank's pass or step; see [Note: one rank's exception].
@@ -355,7 +355,7 @@ class StatusBoard:
         others = {other: replace(each, idle=False) for other, each in self._ends.items()}
         self._ends = {**others, engine: end}
 
-    def _begin(self) -> None:
+    def _begin_lines(self) -> None:
         with self._writing:
             store = default_store()
             self._stored.clear()
