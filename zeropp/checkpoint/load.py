@@ -93,7 +93,7 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
         for part in parts.get(first, ()):
             own, other = (torch.empty_like(part.values) for _ in range(2))
             pairs = (renamed[first], own), (alias, other)
-            source.read([TensorBox(MODEL + name, part.shape, part.box, values) for name, values in pairs])
+            source.read_boxes([TensorBox(MODEL + name, part.shape, part.box, values) for name, values in pairs])
             # One may have been rounded, as it was saved: both are, to either dtype.
             for name in (renamed[first], alias):
                 own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
@@ -269,7 +269,7 @@ class Restore:
     # Reading: from here on values change.
 
     @torch.no_grad()
-    def read(self) -> None:
+    def read_values(self) -> None:
         """Read all that is this rank's into its shards and states, and the job's values."""
         engine = self.engine
         # In one call, which reads each stretch of a file once.
@@ -285,7 +285,7 @@ class Restore:
         if self._loads_optimizer:
             parts.append(self._state_parts())
         parts += [self._there(average_parts(a, name, "slice"), prefix_of(name)) for name, a in self._averages.items()]
-        self.source.read(itertools.chain(*parts))
+        self.source.read_boxes(itertools.chain(*parts))
         if "model" in self.kinds and not self.engine.maker.config.zero_optimization.load_from_fp32_weights:
             self._round_main()
         self.values = decode(self._json, lambda name: self._held[name].values)
@@ -332,8 +332,8 @@ class Restore:
         for prefix in (CODES, SCALES):
             parts = (part for part in coded_parts(self.engine, "slice") if part.name.startswith(prefix))
             fitting = (part for part in parts if part.name.removeprefix(prefix) not in values)
-            self.source.read(self._there(fitting, prefix))
-        self.source.read(self._there(iter(encoded.parts), MODEL))
+            self.source.read_boxes(self._there(fitting, prefix))
+        self.source.read_boxes(self._there(iter(encoded.parts), MODEL))
         encoded.encode()
 
     def _state_parts(self) -> Iterator[TensorBox]:
@@ -653,7 +653,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
     turns = engine.comm.local if engine.maker.config.zero_optimization.pipeline_loading_checkpoint else 1
     try:
         for turn in range(turns):
-            reads = work.read if engine.comm.rank % turns == turn else lambda: None
+            reads = work.read_values if engine.comm.rank % turns == turn else lambda: None
             run_between_passes(engine, doing, reads, IN_PART, at_disk=shown)
     finally:
         shown.close()

@@ -112,7 +112,7 @@ class Reader(StorageReader):
             own = self._names[name]
             parts.append(TensorBox(own, _shape(source.metadata, own), Box(offsets, tuple(item.lengths)), into.detach()))
             given.append((item, into))
-        source.read(parts)
+        source.read_boxes(parts)
         for item, into in given:
             planner.commit_tensor(item, into)
         done: Future[None] = Future()

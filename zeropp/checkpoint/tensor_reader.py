@@ -212,7 +212,7 @@ class TensorReader:
         # Where boxes begin in each file, to name what a damaged stretch has.
         self._begins: dict[int, list[tuple[int, int, str]]] = {}
 
-    def read(self, parts: Iterable[TensorBox]) -> None:
+    def read_boxes(self, parts: Iterable[TensorBox]) -> None:
         """Fill the values of parts, converted to the dtypes they have here.
 
         Raises:
@@ -239,7 +239,7 @@ class TensorReader:
         """Look up where the values of parts lie, and read none.
 
         Raises:
-            CheckpointError: as :meth:`read` does, of all but the values themselves.
+            CheckpointError: as :meth:`read_boxes` does, of all but the values themselves.
         """
         for part in parts:
             if part.name in self.metadata.tensors:
@@ -270,7 +270,7 @@ class TensorReader:
     def tensor(self, name: str) -> Tensor:
         """All of one tensor, on the CPU."""
         part = self.room(name)
-        self.read([part])
+        self.read_boxes([part])
         return part.values
 
     def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:

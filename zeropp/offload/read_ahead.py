@@ -217,10 +217,10 @@ class GdsTensor:
         # By a gather, which is behind the step of what it begins with.
         dtype = self._row.tensor.dtype
         if target.dtype == dtype and target.is_contiguous():
-            self._reads.read(self._row, target)
+            self._reads.read_row(self._row, target)
         else:
             values = torch.empty(self.numel(), dtype=dtype, device=target.device)
-            self._reads.read(self._row, values)
+            self._reads.read_row(self._row, values)
             target.copy_(values)
 
 
@@ -248,7 +248,7 @@ class GdsReader:
         # A file is closed with its descriptors.
         self._files: weakref.WeakKeyDictionary[Descriptors, Any] = weakref.WeakKeyDictionary()
 
-    def read(self, row: FileTensor, into: Tensor) -> None:
+    def read_row(self, row: FileTensor, into: Tensor) -> None:
         """Fill a tensor [numel] of the row's dtype, contiguous and on the card; returns when it is there.
 
         Raises:

@@ -98,7 +98,7 @@ def test_whole_weights_in_16_bits(stage: int, gather: bool, tmp_path: Path) -> N
 def loads_in_turns(path: Path, turns: bool, fails: int | None) -> tuple[list[tuple[int, str]], str]:
     model, optimizer = wrapped(3, pipeline_loading_checkpoint=turns)
     checkpoint.save(path, model, optimizer)
-    log, read = path.with_name("log"), Restore.read
+    log, read = path.with_name("log"), Restore.read_values
 
     def logged(load: Restore) -> None:
         with log.open("a") as file:
@@ -109,14 +109,14 @@ def loads_in_turns(path: Path, turns: bool, fails: int | None) -> tuple[list[tup
         with log.open("a") as file:
             file.write(f"{dist.get_rank()} ends\n")
 
-    Restore.read = logged  # type: ignore[method-assign]
+    Restore.read_values = logged  # type: ignore[method-assign]
     try:
         checkpoint.load(path, model, optimizer)
         told = ""
     except (checkpoint.CheckpointError, OSError) as error:
         told = str(error)
     finally:
-        Restore.read = read  # type: ignore[method-assign]
+        Restore.read_values = read  # type: ignore[method-assign]
     dist.barrier()
     lines = [line.split() for line in log.read_text().splitlines()]
     return [(int(rank), what) for rank, what in lines], told
