@@ -146,12 +146,12 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
                 write(name, tensor)
     except BaseException:
         # Others gather on without this rank; a deleted file that stays open would keep its room on the disk.
-        files.abandon()
+        files.close_unfinished()
         raise
 
     def close() -> None:
         if error is not None:
-            files.abandon()
+            files.close_unfinished()
             raise error
         files.close(own)
 

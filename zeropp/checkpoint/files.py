@@ -510,9 +510,9 @@ class WholeFiles:
             for descriptor in self._open.values():
                 os.fsync(descriptor)
         finally:
-            self.abandon()
+            self.close_unfinished()
 
-    def abandon(self) -> None:
+    def close_unfinished(self) -> None:
         """Close what is open, as it is."""
         while self._open:
             os.close(self._open.popitem()[1])

@@ -209,7 +209,7 @@ def _write_safetensors(folder: Path, lazy: dict[str, LazyTensor], limit: int | N
         for name, each in lazy.items():
             files.write(name, each.contiguous())
     except BaseException:
-        files.abandon()
+        files.close_unfinished()
         raise
     files.close(list(range(len(files.names))))
     files.write_index()
