@@ -100,7 +100,7 @@ def join(world: int, local: int) -> None:
 
 def cycle(unit: Any, comm_streams: CommStreams) -> None:
     """Fetch and release one unit."""
-    unit.note_gather(comm_streams.run(unit.prepare_gather(comm_streams))[-1])
+    unit.note_gather(comm_streams.run_work(unit.prepare_gather(comm_streams))[-1])
     unit.wait_gathered(10.0)
     unit.unshard()
     unit.reshard(comm_streams)
@@ -159,7 +159,7 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         result["unit_us"] = microseconds(lambda: cycle(unit, inline), repeats)
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()
-        unit.note_gather(inline.run(unit.prepare_gather(inline))[-1])
+        unit.note_gather(inline.run_work(unit.prepare_gather(inline))[-1])
         unit.wait_for_unshard(10.0)
         unit.unshard()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)

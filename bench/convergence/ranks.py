@@ -190,7 +190,7 @@ class VirtualRanks:
             for buffer, message in zip(self.buffers, self._messages[rank], strict=True):
                 gradient = buffer.ranks[rank].gradient
                 gradient.drop_sum()
-                _AT_ONCE.run(gradient.prepare_reduce(message, 1.0 / self.world, hold=False))
+                _AT_ONCE.run_work(gradient.prepare_reduce(message, 1.0 / self.world, hold=False))
         except BaseException:
             for meeting in self._meetings.values():
                 meeting.barrier.abort()  # the others shall not wait for this one

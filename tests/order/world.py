@@ -180,7 +180,7 @@ class CommStreams:
     world: World
     rank: int
 
-    def run(self, work: tuple[object, ...]) -> list[Event]:
+    def run_work(self, work: tuple[object, ...]) -> list[Event]:
         """Issue a collective, described by ``work``."""
         return [self.world.issue(self.rank, work)]
 

@@ -20,7 +20,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "stage 2, overlapped": [
         "access/state.py _gather_whole 1", "comm/streams.py CudaStream.run 1",
         "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
-        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py CommStreams.run 1", "comm/streams.py used_here 1",
+        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py CommStreams.run_work 1", "comm/streams.py used_here 1",
         "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end_reductions 1",
         "order/schedule.py Schedule._wait_and_expose 1", "params/unit.py Unit.wait_for_refresh 1",
         "wire/paths.py ReducePath.reduce 1",

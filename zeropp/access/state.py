@@ -133,7 +133,7 @@ def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: T
         gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
         # On the same comm streams as gathers of a pass: a group's collectives must have one order. See
         # [Note: one order].
-        event = engine.gather_streams.run(Work(path.links, [gather]))[-1]
+        event = engine.gather_streams.run_work(Work(path.links, [gather]))[-1]
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
     engine.agreement.wait_for_event(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 

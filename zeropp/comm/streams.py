@@ -200,7 +200,7 @@ class CommStreams:
             self._streams[link] = self._make(link)
         return self._streams[link]
 
-    def run(self, work: Work) -> list[Event]:
+    def run_work(self, work: Work) -> list[Event]:
         """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
         # The first comm stream waits for what came before, each further one for the comm stream before it.
         ends, event = list[Event](), work.after

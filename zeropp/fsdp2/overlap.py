@@ -98,7 +98,7 @@ def queue(comm_streams: CommStreams, links: Sequence[str], part: Iterator[None],
     launch, event = Launch(), None
     waiting.watch_event(launch, what)
     try:
-        event = comm_streams.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
+        event = comm_streams.run_work(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
     finally:
         # After an error there is nothing to wait for.
         launch.end = event or DONE

@@ -296,7 +296,7 @@ class Reductions:
                 message = gradient.pack(scale, hold=hold)
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
-                    ends = self.comm_streams.run(gradient.prepare_reduce(message, scale, hold=hold))
+                    ends = self.comm_streams.run_work(gradient.prepare_reduce(message, scale, hold=hold))
                 self.agreement.queued(ends[-1], unit.name, "reduce")
                 self._largest = max(self._largest, message.nbytes)
                 onward = gradient.onward_nbytes if len(ends) > 1 else 0

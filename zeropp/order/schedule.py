@@ -482,7 +482,7 @@ class Schedule:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
-            event = self.comm_streams.run(unit.prepare_gather(self.comm_streams))[-1]
+            event = self.comm_streams.run_work(unit.prepare_gather(self.comm_streams))[-1]
         unit.note_gather(event)
         self.agreement.queued(event, unit.name, "gather")
 

@@ -668,7 +668,7 @@ class Unit:
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
         work = Work(path.links, [buffer.refresh(differs) for buffer in stale], after=self._stepped)
-        self._refreshed = comm_streams.run(work)[-1]
+        self._refreshed = comm_streams.run_work(work)[-1]
         return self._refreshed
 
     def note_step(self, event: Event) -> None:
