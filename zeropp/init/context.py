@@ -137,7 +137,7 @@ class Init:
         if self._build is None:
             return
         self._built.clear()
-        self._settings.limit.forget()
+        self._settings.limit.drop_counts()
         if error is None:
             self._build.finish_build()
         else:
@@ -149,7 +149,7 @@ class Init:
         if parameter is None:
             return
         # Alike on every rank, since all build the same.
-        self._settings.limit.add(parameter)
+        self._settings.limit.count_parameter(parameter)
         if module in self._built:
             # It has been initialised before: it is loaded, for one.
             self._build.ready([(f"{type(module).__name__}.{name}", parameter, module)])

@@ -48,7 +48,7 @@ class PieceLimit:
         self._built: dict[int, weakref.ref[nn.Parameter]] = {}
         self._most = 0  # bytes of all that were ever counted
 
-    def add(self, parameter: nn.Parameter) -> None:
+    def count_parameter(self, parameter: nn.Parameter) -> None:
         """Count one that has been built, unless it was counted before.
 
         Raises:
@@ -67,7 +67,7 @@ class PieceLimit:
             self._built = {id(each): weakref.ref(each) for each in there}
             self._most = self.require(there)
 
-    def forget(self) -> None:
+    def drop_counts(self) -> None:
         """Nothing is built any more; torch gives no parameter another device while something refers to it weakly."""
         self._built.clear()
 
