@@ -164,7 +164,7 @@ def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(s
     # What the error says to do: the loss by itself, and the outputs by the engine.
     own.apply((begins_window(own, weight) * leaf.grad).sum()).backward()
     assert own.factor == 1.0
-    {"forget": owner.forget, "load": lambda: owner.load_state_dict(owner.state_dict())}[end]()
+    {"forget": owner.drop_losses, "load": lambda: owner.load_state_dict(owner.state_dict())}[end]()
     begins_window(own, weight).sum().backward()
     assert own.factor == 0.25
 

@@ -462,7 +462,7 @@ class Engine(nn.Module):
             (self.core if self.optimizer is None else self.optimizer).close()
             give_back(weights)
         self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
-        self.core.reductions.loss_scale.forget()
+        self.core.reductions.loss_scale.drop_losses()
         # Last: a warning of it may be an error.
         thaw(self.core, self.module)
 

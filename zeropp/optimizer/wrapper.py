@@ -365,7 +365,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.require_idle("step", beside_step=True)
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
         self.engine.refresh.wait_for_refresh()
-        self.engine.reductions.loss_scale.forget()
+        self.engine.reductions.loss_scale.drop_losses()
         self.slices.refuse_accumulated()
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
         self.weights_wanted()
@@ -628,7 +628,7 @@ class ZeroOptimizer(Optimizer):
         if self.engine.accumulation.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.accumulation.restart()
-        self.engine.reductions.loss_scale.forget()
+        self.engine.reductions.loss_scale.drop_losses()
         self.slices.show_zeros(self.engine.pending)
 
     @torch.no_grad()

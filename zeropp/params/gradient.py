@@ -584,7 +584,7 @@ class LossScale:
             each.met |= each.owner() is self
         return found[-1].value if found else None
 
-    def forget(self) -> None:
+    def drop_losses(self) -> None:
         """The window is over, and with it what was said of its losses."""
         LossScale._unmet.discard(self)
 
@@ -645,7 +645,7 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; a static scale stays as it is configured."""
-        self.forget()
+        self.drop_losses()
         # A run may go on with another scale than it was saved with, but only if somebody has said so.
         if self.dynamic:
             self.value, self.iterations = float(state["value"]), int(state["iterations"])

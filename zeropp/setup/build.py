@@ -245,7 +245,7 @@ def _partition(
         _share_buffers(model, parameters, config, comm, comm.device)
     engine = make_engine(agreement, maker, units)
     engine.on_close(maker.tiers.close)
-    engine.on_close(engine.reductions.loss_scale.forget)
+    engine.on_close(engine.reductions.loss_scale.drop_losses)
     # Every question to a guarded parameter would go through Python, and none here is about values.
     with unguarded():
         _install(model, parameters, engine, specs, own)
