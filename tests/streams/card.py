@@ -304,7 +304,7 @@ class _ThreadEvent(streams.ThreadEvent):
 def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
     """``take`` and ``give_back``: who takes a buffer knows what who gave it back had waited for."""
     known: dict[int, Now] = {}
-    plain_take, plain_give = read_ahead.Ring.take, read_ahead.Ring.give_back
+    plain_take, plain_give = read_ahead.Ring.take_buffer, read_ahead.Ring.return_buffer
 
     def take(self: read_ahead.Ring) -> Tensor:
         buffer = plain_take(self)

@@ -67,12 +67,12 @@ class ReadAhead:
             most = self.ring.nbytes // dtype.itemsize
             for start in range(0, numel, most):
                 # Here it waits, with as many reads under way as there are buffers.
-                buffer = self.ring.take()
+                buffer = self.ring.take_buffer()
                 values = buffer[: min(most, numel - start) * dtype.itemsize].view(dtype)
                 try:
                     event = row.read(start, values)
                 except BaseException:
-                    self.ring.give_back(buffer)
+                    self.ring.return_buffer(buffer)
                     raise
                 arriving.parts.put((start, values, buffer, event))
         except BaseException as error:
@@ -118,7 +118,7 @@ class Arriving:
                 # The rest is taken all the same: its buffers are wanted by whatever is read next.
                 error = error or caught
             finally:
-                self._ring.give_back(buffer)
+                self._ring.return_buffer(buffer)
             done += values.numel()
         if error is not None:
             raise error
@@ -147,7 +147,7 @@ class Ring:
         self._changed = threading.Condition()
         self._closed = False
 
-    def take(self) -> Tensor:
+    def take_buffer(self) -> Tensor:
         """A buffer, uint8 [nbytes], when there is one.
 
         Raises:
@@ -163,24 +163,24 @@ class Ring:
     @contextlib.contextmanager
     def taken(self) -> Iterator[Tensor]:
         """A buffer that is given back at the end."""
-        buffer = self.take()
+        buffer = self.take_buffer()
         try:
             yield buffer
         finally:
-            self.give_back(buffer)
+            self.return_buffer(buffer)
 
     @contextlib.contextmanager
     def all_taken(self) -> Iterator[list[Tensor]]:
         """All buffers, given back at the end; nobody else may wait for several meanwhile."""
         # Whoever holds one gives it back without waiting for another, so that this ends.
-        buffers = [self.take() for _ in range(self.count)]
+        buffers = [self.take_buffer() for _ in range(self.count)]
         try:
             yield buffers
         finally:
             for buffer in buffers:
-                self.give_back(buffer)
+                self.return_buffer(buffer)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def return_buffer(self, buffer: Tensor) -> None:
         """Nothing uses a buffer any more."""
         with self._changed:
             self._free.append(buffer)
