@@ -101,7 +101,7 @@ ELSEWHERE = {
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
     "comm/streams.py _serve 1": "for comm streams on a CPU; LaunchedStream waits before",
     "offload/read_ahead.py GdsReader.read_row 1": "needs kvikio",
-    "offload/transfer.py _Queue.take 1": "a condition variable",
+    "offload/transfer.py _Queue.take_piece 1": "a condition variable",
     "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
     "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",

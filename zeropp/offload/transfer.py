@@ -137,7 +137,7 @@ class _Queue:
             self._waiting.append(transfer)
             self._changed.notify(1 if self._one_by_one else len(transfer.pieces))
 
-    def take(self) -> tuple[_Transfer, tuple[int, int]] | None:
+    def take_piece(self) -> tuple[_Transfer, tuple[int, int]] | None:
         """The next piece to move; waits for one. None when there will be no more."""
         with self._changed:
             while (transfer := self._next()) is None:
@@ -207,7 +207,7 @@ def _finish(transfer: _Transfer) -> None:
 
 def _serve(queue: _Queue) -> None:
     bounce = Bounce()
-    while (taken := queue.take()) is not None:
+    while (taken := queue.take_piece()) is not None:
         transfer, (begin, end) = taken
         address = transfer.address + begin - transfer.start
         failed: BaseException | None = None
