@@ -54,7 +54,7 @@ class Edits:
     start: int = 0
     note: Callable[[int, int], None] = field(default=lambda begin, end: None)
 
-    def take(self, written: Tensor) -> None:
+    def take_edit(self, written: Tensor) -> None:
         """A view of what is cached has been written to."""
         if not written.numel():
             return
@@ -158,7 +158,7 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         for each in edited:
             assert each.edits is not None  # asked above
             with torch.no_grad():
-                each.edits.take(each)
+                each.edits.take_edit(each)
         return _marked(result, {storage_id(each): each.edits for each in involved})
 
 
