@@ -25,7 +25,7 @@ from zeropp.params.guard import handler_of, is_managed, unguard, unregister
 from zeropp.params.sharded_build import is_whole, piece_of, take_over
 from zeropp.params.unit import FlatBuffer
 
-__all__ = ["PreviousWeights", "cached_whole", "former_engines", "give_back", "give_to_modules"]
+__all__ = ["PreviousWeights", "cached_whole", "former_engines", "give_to_modules", "unshard_parameters"]
 
 
 def give_to_modules(modules: Sequence[nn.Module], engine: Engine) -> None:
@@ -60,7 +60,7 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
     return {}
 
 
-def give_back(weights: Mapping[nn.Parameter, Tensor]) -> None:
+def unshard_parameters(weights: Mapping[nn.Parameter, Tensor]) -> None:
     """Make plain parameters of those of an engine that is closed."""
     unguard(weights)
     for parameter, values in weights.items():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeropp import checkpoint
 from zeropp._compat import is_compiled, uncompiled
-from zeropp.access.ownership import cached_whole, give_back
+from zeropp.access.ownership import cached_whole, unshard_parameters
 from zeropp.checkpoint.boxes import CheckpointError
 from zeropp.checkpoint.export import gather_16bit
 from zeropp.checkpoint.files import FILE_NBYTES
@@ -460,7 +460,7 @@ class Engine(nn.Module):
         if weights or self.core.agreement.lost is not None:
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
-            give_back(weights)
+            unshard_parameters(weights)
         self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
         self.core.reductions.loss_scale.drop_losses()
         # Last: a warning of it may be an error.
