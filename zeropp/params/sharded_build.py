@@ -84,7 +84,7 @@ class Piece(GuardHandler):
         for extension in extensions():
             extension.piece_changed(parameter, self)
 
-    def count(self, numel: int) -> int:
+    def piece_numel(self, numel: int) -> int:
         """Elements of a rank's piece, padding included."""
         return -(-numel // self.fetcher.world)
 
@@ -151,7 +151,7 @@ class Piece(GuardHandler):
 
     def local_values(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of the values, without padding."""
-        count, numel = self.count(parameter.numel()), parameter.numel()
+        count, numel = self.piece_numel(parameter.numel()), parameter.numel()
         start = min(self.fetcher.rank * count, numel)
         own = min(count, numel - start)
         # Gathered values are somebody's to edit, and the row is what there is until they are given back.
@@ -389,7 +389,7 @@ class ShardedBuild:
     def _scatter_alone(self, parameter: nn.Parameter, source: int) -> None:
         piece, carrier = _piece(parameter), self.carrier
         row, _ = dense_row(parameter.data)
-        count = piece.count(row.numel())
+        count = piece.piece_numel(row.numel())
         own = torch.empty(count, dtype=row.dtype, device=carrier.device)
         rows = None
         if carrier.rank == source:
@@ -409,7 +409,7 @@ class ShardedBuild:
         carrier = self.carrier
         places, end = [], 0
         for parameter in parameters:
-            nbytes = _piece(parameter).count(parameter.numel()) * parameter.element_size()
+            nbytes = _piece(parameter).piece_numel(parameter.numel()) * parameter.element_size()
             places.append((end, nbytes))
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         rows = None
