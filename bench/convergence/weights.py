@@ -75,7 +75,7 @@ class Differences(Plain):
         codec, nbytes = self._codec, 0
         for shard, held in zip(main.chunk(self._world), seen.chunk(self._world), strict=True):
             if isinstance(codec, Lossless):
-                codec.room = tuple(codec.count(shard, held).tolist())
+                codec.room = tuple(codec.count_escapes(shard, held).tolist())
             message = torch.empty(codec.nbytes(shard.numel()), dtype=torch.uint8, device=main.device)
             codec.encode_(message, shard, held)
             codec.decode_(message, held, count=1)

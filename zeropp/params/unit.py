@@ -298,7 +298,7 @@ class FlatBuffer:
     def count_escapes(self) -> Tensor:
         """int64 [2]: what that size depends on; on a comm stream of refreshes."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
-        return self.paths.differences.counted.count(self._new_values(), self._difference_places[0])
+        return self.paths.differences.counted.count_escapes(self._new_values(), self._difference_places[0])
 
     def take_room(self, room8: int, room16: int) -> bool:
         """Size messages for the largest counts of any rank; whether differences take fewer bytes than weights."""

@@ -73,7 +73,7 @@ class Lossless:
 
     Attributes:
         room: (differences that need 8 bits, that need 16) in a message; the same on all ranks, made by
-            :meth:`count` and what ranks make of it together.
+            :meth:`count_escapes` and what ranks make of it together.
     """
 
     name = "lossless"
@@ -87,7 +87,7 @@ class Lossless:
         """See :class:`DifferenceCodec`."""
         return kernels.lossless_layout(numel, *self.room).nbytes
 
-    def count(self, values: Tensor, base: Tensor) -> Tensor:
+    def count_escapes(self, values: Tensor, base: Tensor) -> Tensor:
         """int64 [2]: how many differences need 8 bits, and 16; :meth:`encode_` must follow with the same values."""
         # Where each section's escapes begin, of 8 and of 16 bits. Encoding needs the same.
         sections = kernels.lossless_layout(values.numel(), 0, 0).sections
