@@ -102,7 +102,7 @@ ELSEWHERE = {
     "comm/streams.py _serve 1": "for comm streams on a CPU; LaunchedStream waits before",
     "offload/read_ahead.py GdsReader.read_row 1": "needs kvikio",
     "offload/transfer.py _Queue.take_piece 1": "a condition variable",
-    "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
+    "optimizer/host_step.py HostStep.start_step 1": "lazy_step false, where step() is promised to end with the step",
     "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
     "optimizer/rank_state.py StepResult.count_skipped 1": "asks for a step's result: PendingSum.read_sum waits for it",

@@ -102,7 +102,7 @@ class HostStep:
         return taken
 
     @torch.no_grad()
-    def start(
+    def start_step(
         self, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None, *, waits: bool
     ) -> None:
         """Queue a step of every slice that shows a gradient.

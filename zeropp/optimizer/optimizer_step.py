@@ -92,7 +92,7 @@ class OptimizerStep:
             passed_over = without_gradients([part.parameter for part in there])
             with passed_over, clipping(self._engine, self._optimizer, norm, max_norm):
                 self._step()
-        host.start(there, taken, divisor, waits=waits)
+        host.start_step(there, taken, divisor, waits=waits)
 
     def _step(self) -> None:
         # Past the profiling wrapper of torch, whose hooks already run around step.
