@@ -35,7 +35,7 @@ class Extension:
         """Called when ``engine``, a `zeropp.engine.engine.Engine`, has taken a model over."""
 
     def piece_changed(self, parameter: nn.Parameter, piece: Any) -> None:
-        """Called when the `zeropp.params.sharded_build.Piece` of a parameter has begun, or its values have come or gone."""
+        """Called when the `zeropp.params.sharded_build.Piece` of a parameter begins, or its values come or go."""
 
     def parameter_freed(self, parameter: nn.Parameter) -> None:
         """Called when a parameter is a plain one again, or no piece any more."""

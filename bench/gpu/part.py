@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.gpu.scale import Scale
 
-__all__ = ["Ended", "State", "Step", "StepResult", "StoredTensor", "TensorBox", "last_lines", "last_words", "missing"]
+__all__ = ["Ended", "Outcome", "Part", "Row", "State", "Step", "last_lines", "last_words", "missing"]
 
 Row = dict[str, str]
 """A line of the table: text by column."""

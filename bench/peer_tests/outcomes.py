@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OUTCOMES", "StepResult", "count", "file_of", "passed", "read"]
+__all__ = ["OUTCOMES", "Outcome", "count", "file_of", "passed", "read"]
 
 OUTCOMES = ("passed", "failed", "skipped", "timeout")
 

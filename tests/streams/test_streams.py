@@ -55,7 +55,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "params/unit.py Unit.wait_for_step 1",
     ],
     "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
-    "states, stage 1, at once": ["params/wire_copy.py TensorReader.new 1", "params/unit.py Unit.refresh 1"],
+    "states, stage 1, at once": ["checkpoint/tensor_reader.py TensorReader.new 1", "params/unit.py Unit.refresh 1"],
     "states, stage 1, lossless, one node": [
         "comm/streams.py EventGroup.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],
@@ -70,7 +70,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "offload/read_ahead.py Arriving.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
         "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
     ],
-    "files, pipelined": ["optimizer/host_step.py _begin 1"],
+    "files, pipelined": ["optimizer/host_step.py _begin_read 1"],
     "FSDP2": [
         "fsdp2/gather.py GatherRoute._send 1", "fsdp2/gather.py GatherRoute.gather 1", "fsdp2/overlap.py wait_for 1",
         "fsdp2/reduce.py ReduceComm.finish_reduction 1", "fsdp2/reduce.py ReduceComm.finish_reduction 2",
@@ -91,7 +91,7 @@ REDUNDANT = {
     "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
     "offload/parked.py Parked.copy_of 1": "read on streams, which wait for the stream of the copy; the host may, too",
     "optimizer/host_step.py SubGroupSteps.step_buffers 2": "the next tile waits before it reads, and the end for all",
-    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the stream that steps waits, too; errors of the step end here",
+    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the step's stream waits, too; errors of the step end here",
     "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
     "order/reductions.py Reductions.end_learning 1": "for Python's attributes: comm streams' threads say what is held",
 }
@@ -107,7 +107,7 @@ ELSEWHERE = {
     "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
     "optimizer/rank_state.py StepResult.count_skipped 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/rank_state.py StepResult.pass_over 1": "asks for a step's result: PendingSum.read_sum waits for it",
-    "optimizer/rank_state.py told 1": "asks for a step's result: PendingSum.read_sum waits for it",
+    "optimizer/rank_state.py from_step_result 1": "asks for a step's result: PendingSum.read_sum waits for it",
     "optimizer/sharded_params.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
     "optimizer/host_step.py _Staging.wait_for_copies 2": "after an error",
     "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks for a step's result: PendingSum.read_sum waits for it",

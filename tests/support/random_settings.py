@@ -12,7 +12,7 @@ import torch
 
 from tests.support.branching_models import make_config
 
-__all__ = ["WITHOUT_EFFECT", "SettingsSnapshot", "draw_settings"]
+__all__ = ["WITHOUT_EFFECT", "Settings", "draw_settings"]
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

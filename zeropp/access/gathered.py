@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeropp.access.state import gather_computed, gather_main
-from zeropp.comm.agreement import LENT
+from zeropp.comm.agreement import GATHERED
 from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import tensors_in
@@ -156,7 +156,7 @@ class GraphTracker(TorchFunctionMode):
     """While this mode is on, notes the lines that begin graphs through gathered values.
 
     Args:
-        names: of the parameters that are lent.
+        names: of the gathered parameters.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -191,7 +191,7 @@ class GraphTracker(TorchFunctionMode):
         return result
 
     def _named(self, args: Iterable[object]) -> Iterator[str]:
-        """Lent parameters among arguments, lists and dicts included."""
+        """Gathered parameters among arguments, lists and dicts included."""
         for arg in args:
             if id(arg) in self._names:
                 yield self._names[id(arg)]
@@ -342,7 +342,7 @@ class GatheredParameters:
             self._give_back()
             raise
         if self._contexts:
-            # While lent, parameters have their own class, and the guard sees nothing: a mode watches what is computed.
+            # While gathered, parameters have their own class, and the guard sees nothing: a mode sees results.
             self._graphs = GraphTracker(
                 {each: name for context in self._contexts for each, name in context.gathered.items()}
             )
@@ -431,8 +431,8 @@ class EngineGather:
         ]
         if inside_gather:
             raise RuntimeError(
-                f"{inside_gather} are gathered already, by a GatheredParameters that has not been left; inside it leave "
-                "modifier_rank out, or give the same"
+                f"{inside_gather} are gathered already, by a GatheredParameters that has not been left; inside it "
+                "leave modifier_rank out, or give the same"
             )
         # By names: ranks that gather other parameters would mix their values.
         engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
@@ -486,7 +486,7 @@ class EngineGather:
         # Ranks agree before the first broadcast: all raise, or all go on.
         edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
         own = [int(bool(wrong)), digest_of(edits.items()) if edits else 0]
-        rows = engine.agreement.exchange(LENT, own, "leaving GatheredParameters", "the end of GatheredParameters")
+        rows = engine.agreement.exchange(GATHERED, own, "leaving GatheredParameters", "the end of GatheredParameters")
         if keeps is None and rows[0][1] and all(row == rows[0] for row in rows):
             # All ranks have done the same, as to an average that each of them keeps: any of them has what is meant.
             keeps = engine.comm.ranks[0]

@@ -79,7 +79,7 @@ def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
 
     Raises:
         ValueError: an optimizer is still there, values were given up, or a former model was larger than this one.
-        RuntimeError: a pass is running, or values are lent.
+        RuntimeError: a pass is running, or values are gathered.
     """
     found: dict[int, Engine] = {}
     for name, parameter in parameters.items():

@@ -306,7 +306,7 @@ class _Loading:
         """Before a module's own values are loaded."""
         engine = _alive(self.engine)
         if engine.gather_contexts:
-            # torch copies into what has been lent, and what becomes of that is for GatheredParameters to say.
+            # torch copies into gathered values; GatheredParameters decides what becomes of them.
             return
         engine.require_idle("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):

@@ -26,14 +26,14 @@ from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
 from zeropp.comm.watch import RankStatus, Watch, board_of, code_of, explain, make_monitor
 
-__all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
+__all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
 # An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
 _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
-_SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
+_SAME_CALL, GATHERED, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
 MICRO_BATCHES, _CLOSING = 108, 109
 
 _FIRST_LOOK, _RARELY = 1.0, 5.0  # seconds between looks whether another rank has failed: the first, and the longest

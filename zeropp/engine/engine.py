@@ -604,7 +604,7 @@ class Engine(GuardHandler):
         and while anything that it ``needs`` is off the device: see [Note: states off the device].
 
         Raises:
-            RuntimeError: a pass is running, parameters are lent, averages applied, or the engine was closed.
+            RuntimeError: a pass is running, parameters are gathered, averages applied, or the engine was closed.
         """
         check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:

@@ -253,8 +253,8 @@ class GatherContexts:
     gather. So ranks may generate as many tokens as each of them has to, and no weight travels twice.
 
     Attributes:
-        computed: what is lent to be read has the dtype that it is computed with, as weights outside have; of a training
-            engine, whose scripts send values on to others, and name the dtype that they found outside.
+        computed: values that are gathered to be read have the dtype that the model computes with. A training engine
+            sets it, since its scripts send values on to others, and expect the dtype that parameters have outside.
     """
 
     computed = False

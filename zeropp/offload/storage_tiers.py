@@ -1,4 +1,4 @@
-"""Rows of numbers, and their homes: the memory of a device, the host's memory, or a file.
+"""Storage tiers: the memory of a device, the host's memory, and files, with the tensors that lie there between uses.
 
 A `StoredTensor` is read and written in parts, wherever it lies. A `StorageTier` allocates rows. Rows in files are read
 and written past the page cache where work is waiting for them.

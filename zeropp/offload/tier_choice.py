@@ -1,7 +1,7 @@
 """The choice of a home for each part of an engine's flat buffers, by the configuration.
 
 `open_tiers` makes room: files, staging buffers, and the thread that reads ahead. `PartialOffload` gives each buffer its
-homes where the device steps one part and the host the other.
+tiers where the device steps one part and the host the other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PARTS = 6 * 3
 
 @dataclass(frozen=True)
 class Tiers:
-    """The homes of the parts of flat buffers.
+    """The tiers of the parts of flat buffers.
 
     Attributes:
         main: main weights.
@@ -159,7 +159,7 @@ def open_tiers(config: Config, device: torch.device, largest: int, itemsize: int
 def choose_tiers(
     config: Config, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
 ) -> tuple[StorageTier, StorageTier]:
-    """Homes of main weights and what is stepped with them, and of what gathers begin with.
+    """Tiers of main weights and what is stepped with them, and of what gathers begin with.
 
     Args:
         config: whose offload blocks say where they are.

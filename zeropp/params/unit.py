@@ -1,6 +1,6 @@
 """Units and their flat buffers: one contiguous tensor for the parameters of a unit that share a dtype.
 
-A unit is sharded, hidden or exposed. The transitions are methods, which `zeropp.order` calls.
+A unit is sharded, guarded (gathered, but not readable) or unsharded. `zeropp.order` calls the methods that change it.
 
 [Note: storage] While gathered, parameters are views of the buffer's storage. Releasing shrinks that storage to nothing
 and gathering grows it back, so that every alias autograd has saved sees the gathered values again; a new storage would
@@ -485,8 +485,8 @@ class UnitState(Enum):
     """The state of a unit's values."""
 
     SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
-    GUARDED = "hidden"  # memory allocated, values there or on their way; parameters guarded
-    UNSHARDED = "exposed"  # values readable by the model
+    GUARDED = "guarded"  # memory allocated, values there or on their way; parameters guarded
+    UNSHARDED = "unsharded"  # values readable by the model
 
 
 class Unit:

@@ -1,7 +1,7 @@
 """The things that the engine would make of a model and a configuration, without any memory.
 
 :func:`outline` has units, placements and layouts. From these follow the communicators on a card, and what they take
-outside of torch's allocator. :func:`plan_homes` has homes whose rows take no memory: an engine's own rules say where
+outside of torch's allocator. :func:`plan_homes` has tiers whose tensors take no memory: an engine's own rules say where
 each row would be, and how large.
 """
 

@@ -113,7 +113,7 @@ def _amd(kernel: Any) -> Facts:
     return Facts(
         instructions=sum(code.values()),
         registers=resource("vgpr_count"),
-        # Scalar registers spill into comm streams of vector registers, which takes no memory.
+        # Scalar registers spill into lanes of vector registers, which takes no memory.
         spilled=resource("vgpr_spill_count") + resource("private_segment_fixed_size"),
         wide_loads=count(r"(global|buffer)_load_dwordx4"),
         wide_stores=count(r"(global|buffer)_store_dwordx4"),

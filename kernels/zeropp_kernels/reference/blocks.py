@@ -16,19 +16,9 @@ from torch import Tensor
 from ..wire import MessageLayout
 
 __all__ = [
-    "TILE",
-    "TensorBox",
-    "decode_",
-    "encode_",
-    "parts",
-    "require_cpu",
-    "rotate_",
-    "saturate_",
-    "scale_values",
-    "scratch",
-    "tiles",
-    "unrotate_",
-]
+    "TILE", "Part", "decode_", "encode_", "parts", "require_cpu", "rotate_", "saturate_", "scale_values", "scratch",
+    "tiles", "unrotate_",
+]  # fmt: skip
 
 # Elements: 512 KiB of float32, so that a tile and its scratch stay in a core's cache.
 TILE = 1 << 17

@@ -63,7 +63,7 @@ SHOWN = {
 ELSEWHERE = {
     "deepspeed/checkpointing.py _synchronize 1": "measures time",
     "deepspeed/checkpointing.py _OnHost.__call__ 1": "for a backward that is on another stream than its forward",
-    "deepspeed/training_optimizer.py LossScaler.cur_iter 1": "asks for a step's result: PendingSum.read_sum waits for it",
+    "deepspeed/training_optimizer.py LossScaler.cur_iter 1": "PendingSum.read_sum waits for a step's result",
     "deepspeed/training_optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
 }
 BY_NAME: dict[str, Seam] = {seam.name: seam for seam in seams("access/state.py", "deepspeed/**/*.py")}
