@@ -153,8 +153,8 @@ def train(
     batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=None if late is None else True)
     # On a comm stream, as where there are other ranks; alone on a card one kernel would do it without.
-    on_lanes = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
-    with on_lanes, delays.in_force() if delays is not None else contextlib.nullcontext():
+    on_streams = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
+    with on_streams, delays.in_force() if delays is not None else contextlib.nullcontext():
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
     if late is not None:
         optimizer.step_sync.reads_late = late

@@ -40,7 +40,7 @@ def settings_of(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-LATE = ("all", "lanes", "computing", "host")
+LATE = ("all", "streams", "computing", "host")
 # On CPU the first of each in the default suite, and the rest in the campaign.
 CASES = [
     pytest.param("cpu", name, late, marks=() if late == "all" or name == "optimizer" else pytest.mark.campaign)
@@ -54,7 +54,7 @@ def test_no_bit_changes(device: str, name: str, late: str, tmp_path: Path) -> No
     settings = settings_of(name, tmp_path / "swap")
     with host_apart(device == "cpu"):
         expected = train(device, settings)
-        comm_streams = KINDS if late in ("lanes", "all") else ()
+        comm_streams = KINDS if late in ("streams", "all") else ()
         delays = Delays(device, comm_streams=comm_streams, computing=late in ("computing", "all"))
         with delayed(0) if late in ("host", "all") else contextlib.nullcontext({"step": 1}) as seen:
             assert expected.differs(train(device, settings, delays)) == []

@@ -26,15 +26,15 @@ def used(settings: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.every(8)
-@pytest.mark.parametrize("late", ["lanes", "computing", "both"])
+@pytest.mark.parametrize("late", ["streams", "computing", "both"])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_bit_changes(device: str, name: str, late: str) -> None:
     expected = train(device, SETTINGS[name])
     assert expected.differs(train(device, SETTINGS[name])) == [], "two runs without delays differ"
-    delays = Delays(device, comm_streams=KINDS if late != "computing" else (), computing=late != "lanes")
+    delays = Delays(device, comm_streams=KINDS if late != "computing" else (), computing=late != "streams")
     assert expected.differs(train(device, SETTINGS[name], delays)) == []
-    there = (used(SETTINGS[name]) if late != "computing" else set()) | ({"computing"} if late != "lanes" else set())
+    there = (used(SETTINGS[name]) if late != "computing" else set()) | ({"computing"} if late != "streams" else set())
     assert there <= set(delays.slept), "nothing was late"
 
 
@@ -65,7 +65,7 @@ def test_work_that_nobody_waits_for_shows(device: str, kind: str, name: str) -> 
 
 
 @pytest.mark.gpu
-def test_a_lane_that_does_not_wait_for_the_model_shows() -> None:
+def test_a_stream_that_does_not_wait_for_the_model_shows() -> None:
     """On CPU what the caller has issued is done; on a card a gradient would be packed before it is there."""
     expected = train("cuda", SETTINGS["stage 3"])
     delays = Delays("cuda", computing=True, unordered=("reduce",))

@@ -151,7 +151,7 @@ def test_an_engine_over_hops_of_one_rank_trains_as_without(device: str, name: st
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("device", DEVICES)
-def test_codecs_on_late_lanes_give_the_bits_of_codecs_in_the_model_s_stream(device: str, name: str) -> None:
+def test_codecs_on_late_streams_give_the_bits_of_codecs_in_the_model_s_stream(device: str, name: str) -> None:
     plain = train(device, {})
     results = []
     for settings, late in (({"overlap_comm": False}, False), ({}, False), ({}, True)):

@@ -209,7 +209,7 @@ class _Operations(TorchDispatchMode):
 class _Stream:
     """In place of ``torch.cuda.Stream``."""
 
-    def __init__(self, card: Card, name: str = "lane", timeline: Timeline | None = None) -> None:
+    def __init__(self, card: Card, name: str = "comm stream", timeline: Timeline | None = None) -> None:
         self._card = card
         self.timeline = card.clocks.timeline(name) if timeline is None else timeline
         self.cuda_stream = self.timeline.number
@@ -302,7 +302,7 @@ class _ThreadEvent(streams.ThreadEvent):
 
 
 def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
-    """``take`` and ``give_back``: who takes a buffer knows what who gave it back had waited for."""
+    """``take_buffer`` and ``return_buffer``: who takes a buffer knows what who gave it back had waited for."""
     known: dict[int, Now] = {}
     plain_take, plain_give = read_ahead.Ring.take_buffer, read_ahead.Ring.return_buffer
 
@@ -315,7 +315,7 @@ def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
         known[buffer.data_ptr()] = dict(card.clocks.host.now)
         plain_give(self, buffer)
 
-    return {"take": take, "give_back": give_back}
+    return {"take_buffer": take, "return_buffer": give_back}
 
 
 class _Noted:
@@ -521,7 +521,7 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         (torch.UntypedStorage, "resize_", _resize(card)),
         *((read_ahead.Ring, name, call) for name, call in _ring_calls(card).items()),
         *((module, "SimpleQueue", queue) for module in (streams, host_step, read_ahead)),
-        (transfer.Transfers, "_begin", _transfer(card)),
+        (transfer.Transfers, "_begin_transfer", _transfer(card)),
         (streams, "ThreadEvent", event),
         (streams, "_serve", serve_noted),
         # Nothing is measured.

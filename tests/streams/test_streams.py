@@ -155,7 +155,7 @@ def test_two_missing_waits_are_reported(pair: tuple[str, str], tmp_path: Path) -
     check_reported([BY_NAME[name] for name in pair], RUNS[EITHER[pair]], tmp_path)
 
 
-def test_messages_are_kept_until_lanes_have_read_them(tmp_path: Path) -> None:
+def test_messages_are_kept_until_streams_have_read_them(tmp_path: Path) -> None:
     """They are allocated on the model's stream, and no comm stream names itself."""
     plain = reductions._Sent
 

@@ -134,7 +134,7 @@ def _start_clean() -> None:
         sys.modules["numpy"].random.seed(0)
 
 
-def _let_lanes_end() -> None:
+def _let_streams_end() -> None:
     """What a dropped engine has under way, refreshes above all, wants the other ranks' groups for a moment more."""
     until = time.monotonic() + 0.3
     for thread in threading.enumerate():
@@ -184,7 +184,7 @@ def _run(call: Call, pipe: Connection) -> None:
             result = fn = args = kwargs = None
             _forget_meshes()
             gc.collect()
-            _let_lanes_end()
+            _let_streams_end()
         except BaseException as error:
             answer = pickle.dumps(("fail", describe(error, call.rank)))
             result = fn = args = kwargs = None

@@ -144,7 +144,7 @@ def test_an_error_of_other_code_has_no_such_reason(error: Exception) -> None:
     assert what_ended(caught.value) is None
 
 
-def test_an_error_of_other_code_on_a_lane_has_no_such_reason() -> None:
+def test_an_error_of_other_code_on_a_stream_has_no_such_reason() -> None:
     def work() -> None:
         raise RuntimeError(LATE)
 

@@ -122,7 +122,7 @@ def test_a_launch_is_behind_what_had_been_issued_and_no_more(card: Card, comm_st
     host.close()
 
 
-def test_a_lane_waits_for_the_lane_before_it_and_the_model_does_not(
+def test_a_stream_waits_for_the_stream_before_it_and_the_model_does_not(
     card: Card, comm_streams: list[LaunchedStream]
 ) -> None:
     first = comm_streams[0].run(card.work)

@@ -294,12 +294,12 @@ class Engine(GuardHandler):
         self.issued = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
-        self.gather_streams = self._make_lanes("gather", overlap=overlap)
-        refresh_lanes = self._make_lanes("refresh", overlap=overlap)
-        self.reduce_streams = self._make_lanes("reduce", overlap=overlap)
+        self.gather_streams = self._make_comm_streams("gather", overlap=overlap)
+        refresh_streams = self._make_comm_streams("refresh", overlap=overlap)
+        self.reduce_streams = self._make_comm_streams("reduce", overlap=overlap)
         self.reductions = Reductions(self.units, self.reduce_streams, agreement, self.issued, loss_scale)
         self.schedule = self._make_schedule(limits, static=static_graph, log_relearning=log_relearning)
-        self.refresh = self._make_refresh(refresh_lanes)
+        self.refresh = self._make_refresh(refresh_streams)
         self.note_storages()
         self.phase = Phase.IDLE
         agreement.watch.on_look(self._look_for_interrupt)
@@ -319,7 +319,7 @@ class Engine(GuardHandler):
         # streams that still write to their memory.
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
-    def _make_lanes(self, kind: str, *, overlap: bool) -> CommStreams:
+    def _make_comm_streams(self, kind: str, *, overlap: bool) -> CommStreams:
         comm = self.comm
         sends = comm.world > 1 and comm.backend != "fake"
         hosted = self.maker.config.offloads

@@ -313,7 +313,7 @@ def named_memory(settings: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, PLAIN], ids=["coded", "plain"])
-def test_memory_on_several_lanes_is_named_there(settings: dict[str, Any]) -> None:
+def test_memory_on_several_streams_is_named_there(settings: dict[str, Any]) -> None:
     """[Note: memory on several streams]; on CPU nothing follows from it, so that it is written down here."""
     assert run_ranks(4, named_memory, settings, local_world_size=2) == [[True] * 7] * 4
 
