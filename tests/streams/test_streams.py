@@ -22,7 +22,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
         "comm/streams.py _CudaEvent.wait 1", "comm/streams.py CommStreams.run_work 1", "comm/streams.py used_here 1",
         "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end_reductions 1",
-        "order/schedule.py Schedule._wait_and_expose 1", "params/unit.py Unit.wait_for_refresh 1",
+        "order/schedule.py Schedule._wait_and_unshard 1", "params/unit.py Unit.wait_for_refresh 1",
         "wire/paths.py ReducePath.reduce 1",
     ],
     "stage 3": [
@@ -55,7 +55,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "params/unit.py Unit.wait_for_step 1",
     ],
     "states, hpZ, delta4": ["comm/streams.py LaunchedStream._launch 1"],
-    "states, stage 1, at once": ["checkpoint/tensor_reader.py TensorReader.new 1", "params/unit.py Unit.refresh 1"],
+    "states, stage 1, at once": ["params/wire_copy.py WireCopy.new 1", "params/unit.py Unit.refresh 1"],
     "states, stage 1, lossless, one node": [
         "comm/streams.py EventGroup.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
     ],

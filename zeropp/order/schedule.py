@@ -187,7 +187,7 @@ class Schedule:
                 parameter. Backward, which comes back to calls, gives none.
         """
         if unit.persistent:
-            return self._wait_and_expose(unit)
+            return self._wait_and_unshard(unit)
         index = unit.index
         if call is None:
             self._nested = True
@@ -206,33 +206,33 @@ class Schedule:
         self._own.add(index)
         # Inside another use, which while learning is no use of its own.
         if unit.users > 1 and unit.state is not UnitState.SHARDED:
-            return self._wait_and_expose(unit)
+            return self._wait_and_unshard(unit)
         if index in self.live_units.retained:
             if self._order is None or self._order.find(index, self._position) is not None:
                 del self.live_units.retained[index]
             else:  # it stays, since no gather of it is to come, and the next time ranks may have to be asked
                 self.passed_over |= once_more
-            return self._wait_and_expose(unit)
+            return self._wait_and_unshard(unit)
         while self._order is not None:  # past forks, and to its end if it does not have this use
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
             if position is None:
                 if unit.state is not UnitState.SHARDED:  # nobody need be asked; but the plan may not leave it again
                     self.passed_over |= unit.users == 1
-                    return self._wait_and_expose(unit)
+                    return self._wait_and_unshard(unit)
                 self._leave(unit, call)
             elif position < stop:
                 stop = position + 1
             for each in self._advance(stop, own=index):
                 self._issue(each)
             if position == stop - 1:  # it is this use that was come to
-                return self._wait_and_expose(unit)
+                return self._wait_and_unshard(unit)
             self._ask_at_fork(unit)
         gathered = unit.state is UnitState.SHARDED
         self._agree_on(unit)
         if call is not None and gathered:
             self._calls[self._places[index]] += 1
-        return self._wait_and_expose(unit)
+        return self._wait_and_unshard(unit)
 
     def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
         """A module is left that recorded no graph in a forward with one: checkpointing may run it again in backward."""
@@ -294,7 +294,7 @@ class Schedule:
                 what = f"needs weights of unit {unit.name!r}{', outside of their module,' if call == '' else ''}"
                 self.agreement.beyond = f"{what} more often in {self.agreement.where} than any rank ever did"
 
-    def _wait_and_expose(self, unit: Unit) -> None:
+    def _wait_and_unshard(self, unit: Unit) -> None:
         with span("wait", unit.name):
             for kind, wait in unit.under_way():
                 self.agreement.wait_for_event(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
