@@ -1,6 +1,6 @@
 """Pictures of ``bench.offload``: of its peers, and of what of a step is hidden.
 
-python -m bench.offload.plot bench/results/2026-11-25_offload-peers.json  # beside it, with another suffix
+python -m bench.offload.plot bench/results/2026-11-25_offload-peers-one-rank.json  # beside it, with another suffix
 """
 
 from __future__ import annotations

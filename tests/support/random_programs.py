@@ -100,7 +100,7 @@ class Program:
         self.saved: Any = None
         self.stored: Any = None
         self.owned = self.steps == 1 or not self.managed  # every step() is taken
-        self.ever_asked = False  # step() inside a window; see the note in window.py
+        self.ever_asked = False  # step() inside a window; see [Note: who owns the boundary]
         self.norms: dict[str, float] = {}
         self.skipped = 0
         self.thawed = False  # a parameter has been unfrozen since the last forward, with which it joins

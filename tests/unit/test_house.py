@@ -171,6 +171,51 @@ def test_the_map_shows_every_room() -> None:
     assert not missing and "zeropp_kernels" in shown, f"the map in docs/engine.md does not show {missing}"
 
 
+def names_in(path: Path) -> set[str]:
+    """Names that a file defines or imports, also inside classes."""
+    found = set()
+    for node in walk(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def test_code_that_docs_name_is_there() -> None:
+    """Names as ``room.module.Name``, paths as ``room/module.py``, and a name that stands right after a path."""
+    gone = []
+    # The page on migrating names DeepSpeed's modules; zeropp/training holds re-exports alone.
+    pages = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "migrating.md"]
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages]:
+        text = path.read_text().replace("`zeropp.training.", "`")
+        for room, module, rest in re.findall(r"`(?:zeropp\.)?([a-z_0-9]+)\.([a-z_0-9]+)\.([A-Za-z_0-9.]+)`", text):
+            file = ROOT / "zeropp" / room / f"{module}.py"
+            if (ROOT / "zeropp" / room).is_dir() and not (file.is_file() and {*rest.split(".")} <= names_in(file)):
+                gone.append(f"{path.name}: {room}.{module}.{rest}")
+        for name, after in re.findall(r"`([a-z_]+/[a-z_0-9]+\.py)`(?:, `([A-Za-z_.]+)`)?", text):
+            file = ROOT / "zeropp" / name
+            if (ROOT / name).is_file() or not file.parent.is_dir():
+                continue
+            if not file.is_file() or not {*filter(None, after.split("."))} <= names_in(file):
+                gone.append(f"{path.name}: {name} {after}")
+    assert gone == []
+
+
+def test_rooms_name_modules_that_exist() -> None:
+    """A word in backticks in the docstring of a room is a module or a name of the room, or another room."""
+    gone = []
+    for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):
+        said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        known = {*ROOMS, *(path.stem for path in room.glob("*.py"))}.union(
+            *(names_in(path) for path in room.glob("*.py"))
+        )
+        gone += [f"{room.name}: {word}" for word in re.findall(r"(?<!`)`([a-z_0-9]+)`(?!`)", said) if word not in known]
+    assert gone == []
+
+
 def test_notes_are_defined_once_and_named() -> None:
     """A note is written where a line of a docstring begins with its name; elsewhere its name stands in a sentence."""
     text = {short(path): path.read_text() for path in SOURCES}

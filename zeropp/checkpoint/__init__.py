@@ -1,7 +1,7 @@
 """Checkpoints: complete directories that load on any number of ranks, each of which reads and writes its own bytes.
 
 Knows engines and optimizers, tensors as boxes, and files; not how weights are gathered, which saving never does.
-Start with :mod:`~zeropp.checkpoint.boxes`, which makes boxes of what a rank has, then ``save`` and ``load``.
+Start with :mod:`~zeropp.checkpoint.boxes`, which makes boxes of a rank's tensors, then `saving` and `load`.
 """
 
 from zeropp.checkpoint.boxes import CheckpointError

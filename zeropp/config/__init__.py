@@ -1,7 +1,7 @@
 """Configuration: DeepSpeed-style JSON as checked, documented, unchangeable objects.
 
 Knows names, types, defaults and which settings have an effect; nothing of what they do.
-Start with `top`, then `loading`; `support` says of each field how far it reaches.
+Start with `top`, then `loading`; `supported` says of each field how far it reaches.
 """
 
 from zeropp.config.base import ConfigError, UnsupportedConfigError

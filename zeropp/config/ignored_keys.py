@@ -1,7 +1,7 @@
 """Keys that change nothing here, as tables: their names, what values they take, and what they are in DeepSpeed.
 
 Configurations written for DeepSpeed may carry all of them. What belongs to other features, leaves nothing to do or is
-read by nothing is accepted whatever its value; the rest at its default alone. `support` says so of each.
+read by nothing is accepted whatever its value; the rest at its default alone. `supported` says so of each.
 """
 
 from __future__ import annotations

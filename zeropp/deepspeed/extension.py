@@ -199,7 +199,7 @@ def _add(parameter: nn.Parameter, part: DsTensor, status: ZeroParamStatus, *, pe
     """
     # Kept under a name of ours: it must be the same for good, and is no sign that somebody has partitioned this.
     number = parameter.__dict__.setdefault("_zeropp_number", next(_ids))
-    # While it is released its class answers NOT_AVAILABLE in place of this; see `zeropp.deepspeed.extension`.
+    # While it is released its class answers NOT_AVAILABLE in place of this; see :attr:`_DeepSpeed.released`.
     parameter.__dict__.update(
         ds_id=number, ds_shape=parameter.shape, ds_numel=parameter.numel(), ds_tensor=part,
         ds_status=status, ds_persist=persistent, ds_active_sub_modules=set(),

@@ -1,9 +1,8 @@
 """A backward's side of the engine: the units that it uses, and the gradients that it leaves for the optimizer.
 
-:class:`BackwardUses`, :class:`OutOfModuleUses` and :class:`PinnedUnits` have uses of units that no forward of their
-modules
-brackets: by a backward, by code outside, by forwards that repeat. :class:`PendingGradients` knows which parameters have
-gradients.
+:class:`BackwardUses`, :class:`OutOfModuleUses` and :class:`PinnedUnits` have uses of units that no
+forward of their modules brackets: by a backward, by code outside, by forwards that repeat. :class:`PendingGradients`
+knows which parameters have gradients.
 
 [Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
 later backward uses it. Here only ranks with a slice of the parameter see the None, and others may have used it before.

@@ -57,7 +57,7 @@ _log = logging.getLogger("zeropp")
 
 _BAD = 1  # shards that are not finite
 _EDITED = 2  # ranks whose gradients were changed after the last backward, and _EARLY times those before it
-_HASH = slice(3, 6)  # of what was issued, see spread
+_HASH = slice(3, 6)  # of what was issued, see encode_hash
 _SETTINGS = slice(6, 9)  # of the optimizer's
 _LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
 _MISSED = _REMOVED = _EARLY = 2.0**20  # more than there are ranks

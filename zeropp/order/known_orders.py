@@ -1,4 +1,4 @@
-"""The agreed order of a phase, and the ledger of what has been issued.
+"""The agreed orders of phases, and the hash of the collectives that were issued.
 
 A phase is one forward of the model or one backward. Phases of the same kind usually issue the same collectives in the
 same order; that order is learned once, by all ranks together, and followed afterwards without a message.

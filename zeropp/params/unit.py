@@ -1,6 +1,7 @@
 """Units and their flat buffers: one contiguous tensor for the parameters of a unit that share a dtype.
 
-A unit is sharded, guarded (gathered, but not readable) or unsharded. `zeropp.order` calls the methods that change it.
+A unit is sharded, guarded (memory is allocated, values are there or on their way) or unsharded (readable).
+`zeropp.order` calls the methods that change it.
 
 [Note: storage] While gathered, parameters are views of the buffer's storage. Releasing shrinks that storage to nothing
 and gathering grows it back, so that every alias autograd has saved sees the gathered values again; a new storage would

@@ -1,7 +1,7 @@
 """Predictions made from a model and a configuration alone, before anything is partitioned.
 
 Knows the cut, the placement and the codecs that training would have; no process, no memory.
-Start with `outline`, then `memory` and `traffic`; `estimate` has DeepSpeed's names and needs no configuration.
+Start with `outline`, then `memory` and `traffic`.
 """
 
 from zeropp.plan.limits import MemoryLimitError

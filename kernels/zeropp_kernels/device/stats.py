@@ -11,7 +11,7 @@ __all__ = ["report"]
 @triton.jit
 def _block_norm(lower, upper, TILE: tl.constexpr):
     """[TILE]: sum of squares of each block; always two terms at a time, so that every machine adds in one order."""
-    # Rounded three times, never fused. The order below is that of ``block_norms`` in the reference.
+    # Rounded three times, never fused. The order below is that of ``_block_norms`` in the reference.
     total = lower * lower + upper * upper
     # In runs of 16, what is 8, 4, 2 and 1 apart. A reduction over two elements has one order; over more, it would be
     # the compiler's.
