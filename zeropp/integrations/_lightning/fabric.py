@@ -16,7 +16,7 @@ from zeropp.checkpoint import CheckpointError
 from zeropp.deepspeed.initialization import initialize
 from zeropp.deepspeed.training_engine import Engine
 from zeropp.integrations._lightning.arguments import FabricArguments
-from zeropp.integrations._lightning.checkpoint_io import TAG, local_folder, pack, require_folder, unpack
+from zeropp.integrations._lightning.client_state import TAG, local_folder, pack, require_folder, unpack
 from zeropp.integrations._lightning.common import StrategyParts
 from zeropp.integrations._lightning.configuration import for_inference, with_precision
 

@@ -11,7 +11,7 @@ import torch
 from zeropp.checkpoint.metadata import METADATA, Metadata, decode
 from zeropp.checkpoint.tensor_reader import TensorReader
 from zeropp.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from zeropp.integrations._lightning.checkpoint_io import FOREIGN, require_folder, unpack
+from zeropp.integrations._lightning.client_state import FOREIGN, require_folder, unpack
 
 __all__ = ["convert_zero_checkpoint_to_fp32_state_dict"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from zeropp.deepspeed.initialization import initialize
 from zeropp.deepspeed.training_engine import Engine
 from zeropp.integrations._lightning.arguments import TrainerArguments
-from zeropp.integrations._lightning.checkpoint_io import FOREIGN, TAG, local_folder, pack, require_folder, unpack
+from zeropp.integrations._lightning.client_state import FOREIGN, TAG, local_folder, pack, require_folder, unpack
 from zeropp.integrations._lightning.common import StrategyParts
 from zeropp.integrations._lightning.configuration import for_inference, for_training, with_precision
 from zeropp.integrations._lightning.owners import claim, current_engine
