@@ -101,7 +101,7 @@ def join(world: int, local: int) -> None:
 def cycle(unit: Any, comm_streams: CommStreams) -> None:
     """Fetch and release one unit."""
     unit.note_gather(comm_streams.run_work(unit.prepare_gather(comm_streams))[-1])
-    unit.wait_gathered(10.0)
+    unit.wait_for_unshard(10.0)
     unit.unshard()
     unit.reshard(comm_streams)
 

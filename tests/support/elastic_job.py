@@ -25,7 +25,7 @@ import train_gpt
 from gpt import GPT
 from torch import Tensor
 
-import zeropp.checkpoint.save
+from zeropp.checkpoint import saving
 
 __all__ = ["ALONE"]
 
@@ -55,7 +55,7 @@ def held_in_backward(step: int) -> Callable[..., Tensor]:
 
 def held_while_saving(step: int) -> Callable[..., Any]:
     """``write_files``, which does not return at a step."""
-    write = zeropp.checkpoint.save.write_files
+    write = saving.write_files
 
     def held(folder: Path, *rest: Any) -> Any:
         written = write(folder, *rest)
@@ -87,7 +87,7 @@ def main() -> int:
     if where == "step":
         patches.append(mock.patch.object(GPT, "forward", held_in_backward(int(step))))
     elif where == "save":
-        patches.append(mock.patch.object(zeropp.checkpoint.save, "write_files", held_while_saving(int(step))))
+        patches.append(mock.patch.object(saving, "write_files", held_while_saving(int(step))))
     for patch in patches:
         patch.start()
     return train_gpt.main(sys.argv[1:])

@@ -35,7 +35,7 @@ _DELAYED: dict[str, tuple[Any, str]] = {
     "copy from a row": (MemoryTensor, "read"),
     "copy to a row": (MemoryTensor, "write"),
     "copy to the device": (Arriving, "copy_to"),
-    "new weights": (WireCopy, "take"),
+    "new weights": (WireCopy, "take_new_weights"),
 }
 
 

@@ -108,9 +108,9 @@ def reductions_at_once(settings: dict[str, Any], gated: bool) -> list[Tensor]:
     for factor, comm, out in zip((1, 2), comms, outs, strict=True):
         comm(out, (factor * buffers(SIZE, torch.float32)[rank]).view(-1), group, dist.ReduceOp.AVG)
         if not gated:
-            comm.finish(out)
+            comm.finish_reduction(out)
     for comm, out in zip(comms, outs, strict=True):
-        comm.finish(out)
+        comm.finish_reduction(out)
     return outs
 
 
@@ -163,7 +163,7 @@ def third_in_line() -> list[bool]:
         comm(out, buffers(SIZE, torch.float32)[rank].view(-1), group, dist.ReduceOp.AVG)
     queued.set()
     for comm, out in zip(comms, outs, strict=True):
-        comm.finish(out)
+        comm.finish_reduction(out)
     return seen
 
 

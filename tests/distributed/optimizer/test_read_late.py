@@ -316,5 +316,5 @@ def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device", entered)
     card = torch.device("cuda", 1)
     vector = mock.Mock(device=card, to=lambda *_, **__: torch.ones(2))
-    assert PendingSum(vector).read_sum(mock.Mock(wait=lambda arrives, _: arrives(5.0))) == [1.0, 1.0]
+    assert PendingSum(vector).read_sum(mock.Mock(wait_for_event=lambda arrives, _: arrives(5.0))) == [1.0, 1.0]
     assert seen == [[card], [card]] and not current
