@@ -7,7 +7,7 @@ from zeropp.comm.hops import Ledger, TrafficKey
 GATHER = TrafficKey("block", "gather", "4->2", "cross", 2, "int8")
 INSIDE = TrafficKey("block", "gather", "2->1", "local", 2, "int8")
 REDUCE = TrafficKey("block", "reduce", "1->2", "local", 2, "feedback(int4)")
-CONTROL = TrafficKey("<step sync>", "control", "all", "all", 4, "-")
+CONTROL = TrafficKey("<boundary>", "control", "all", "all", 4, "-")
 
 
 def filled() -> Ledger:
@@ -28,7 +28,7 @@ def test_calls_bytes_and_waiting_add_up() -> None:
         ("block", "gather", "4->2"): (2, 2000, 0.75),  # told once a kind, with its slowest link
         ("block", "gather", "2->1"): (1, 30, 0.0),
         ("block", "reduce", "1->2"): (1, 7, 0.0),
-        ("<step sync>", "control", "all"): (1, 5, 0.0),
+        ("<boundary>", "control", "all"): (1, 5, 0.0),
     }
     assert ledger.total_bytes == 2042
     assert ledger.bytes_by_link() == {"cross": 2000, "local": 37, "all": 5}

@@ -518,7 +518,7 @@ class Comm:
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
         if self.world > 1:
-            self._all_reduce(tensor, dist.ReduceOp.SUM, self.world_group, "<step sync>")
+            self._all_reduce(tensor, dist.ReduceOp.SUM, self.world_group, "<boundary>")
 
     def largest(self, tensor: Tensor, kind: str) -> None:
         """Take the maximum over all ranks, element by element and in place, on a group of one kind of work."""

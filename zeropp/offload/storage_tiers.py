@@ -87,7 +87,7 @@ class StorageTier(Protocol):
         ...
 
     def accepts(self, row: StoredTensor) -> bool:
-        """Tell whether a row that was allocated for another kind of number could serve as one of this home."""
+        """Tell whether a row that was allocated for another kind of number could serve as one of this tier."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The choice of a home for each part of an engine's flat buffers, by the configuration.
+"""The choice of a tier for each part of an engine's flat buffers, by the configuration.
 
 `open_tiers` makes room: files, staging buffers, and the thread that reads ahead. `PartialOffload` gives each buffer its
 tiers where the device steps one part and the host the other.
@@ -210,8 +210,8 @@ def choose_staging(
     Args:
         config: whose offload blocks say how many and how large.
         device: that trains.
-        main: home of main weights.
-        kept: home of what gathers begin with.
+        main: tier of main weights.
+        kept: tier of what gathers begin with.
         largest: elements of the largest shard of main weights on this rank.
         itemsize: bytes of the largest kind of main weight.
     """

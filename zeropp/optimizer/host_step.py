@@ -188,7 +188,7 @@ class HostStep:
     def _bring_home(
         self, part: Slice, buffer: FlatBuffer, state: dict[str, object]
     ) -> dict[str, storage_tiers.StoredTensor]:
-        """Keep states of one value an element in their home, unless they are made there; their rows."""
+        """Keep states of one value an element in their tier, unless they are made there; their rows."""
         first = buffer.tiers.device_numel
         if buffer.main.in_memory and (not first or buffer.tiers.states.serves(buffer.device)):
             return {}

@@ -406,7 +406,7 @@ class StepSync:
                 "a link; they are renewed from the main weights. Up to %d steps were computed with them",
                 self.cache_checksum.every,
             )
-            self.engine.comm.ledger.count_event("<step sync>", "cached weights differ between ranks")
+            self.engine.comm.ledger.count_event("<boundary>", "cached weights differ between ranks")
             self.engine.refresh.invalidate()
         self.cache_checksum.count_step()
 

@@ -234,7 +234,7 @@ class Gradient:
         return torch.empty(self.shard.numel(), dtype=self.dtype, device=self.device)
 
     def _store(self, total: Tensor) -> Iterator[None]:
-        """Bring a sum to its home, added to the values there, and measure the result; pauses first."""
+        """Bring a sum to its tier, added to the values there, and measure the result; pauses first."""
         # On a comm stream of its own: the host waits for copies there, and the next reduction is on its way meanwhile.
         yield
         used_here(total)

@@ -1,7 +1,7 @@
 """The offloaded copy that gathers and refreshes start from when the shard is not on the device.
 
 It is a second copy, in the form in which it travels: values in the dtype that is computed with, or a message of codes.
-Where each use gathers from it, it is kept between uses, in a home of its own. Where weights are only sent on after a
+Where each use gathers from it, it is kept between uses, in a tier of its own. Where weights are only sent on after a
 step, to what caches them, it lasts until they have been.
 """
 

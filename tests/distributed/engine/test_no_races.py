@@ -29,7 +29,7 @@ from zeropp.wire.paths import GatherPath
 PLACES: dict[str, tuple[Any, str]] = {
     "gather hop": (Hop, "all_gather"),
     "reduce hop": (Hop, "all_to_all"),
-    "boundary sum": (Comm, "sum"),
+    "step sync": (Comm, "sum"),
     "agreement": (Comm, "all_gather_ints"),
     "gather copy": (GatherPath, "_begin"),
     "queueing a refresh": (FlatBuffer, "refresh"),
@@ -168,7 +168,7 @@ def test_weights_renewed_by_differences(codec: str, zero: dict[str, object]) -> 
     extension, top = {"weight_codec": codec}, {"bf16": {"enabled": True}}
     settings: dict[str, object] = {**zero, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
     recipe = Recipe("gpt", torch.float32, steps=4, evaluate=True, zero=settings, extension=extension, top=top)
-    places = ["reduce hop", "gather hop", "boundary sum", "queueing a refresh", "between links", "queueing", "wait"]
+    places = ["reduce hop", "gather hop", "step sync", "queueing a refresh", "between links", "queueing", "wait"]
     places.append("step")
     places += ["counting", "agreeing on sizes"] if codec == "lossless" else []
     check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3), (places, [3], 4)])
