@@ -477,7 +477,7 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle stands for."""
+        """The stand-in for a name in the pickle."""
         # A path is there to say where the folder was.
         is_path = module in ("pathlib", "pathlib._local") and name.endswith("Path") and name.isidentifier()
         if is_path or (module in _MODULES and name in _CLASSES):

@@ -389,7 +389,7 @@ class Hop:
 
 
 class Groups(Protocol):
-    """What gives hops their process groups."""
+    """The source of the hops' process groups."""
 
     @property
     def world(self) -> int:
@@ -472,7 +472,7 @@ class Comm:
 
     @property
     def communicates(self) -> bool:
-        """Whether weights and gradients travel over communicators that ranks make and destroy together."""
+        """True if weights and gradients travel over communicators that ranks make and destroy together."""
         return self.world > 1 and self.backend not in ("gloo", "fake")
 
     @property
@@ -605,7 +605,7 @@ class Comm:
         return gather_objects(value, self.control_group, self.timeout.total_seconds() if seconds is None else seconds)
 
     def all_gather_sized(self, data: bytes, sizes: list[int]) -> list[Any]:
-        """What every rank has pickled, whose sizes in bytes all of them know."""
+        """The pickled bytes of every rank, whose sizes all of them know."""
         return gather_sized(data, sizes, self.control_group, self.timeout.total_seconds())
 
     def send_to_all(self, value: _T, source: int) -> _T:
@@ -621,7 +621,7 @@ class Comm:
 
     @property
     def has_groups(self) -> bool:
-        """Whether torch still knows the groups."""
+        """True while torch still knows the groups."""
         return dist.is_initialized() and is_registered(self.control_group)
 
     def end_of_wrap(self) -> None:

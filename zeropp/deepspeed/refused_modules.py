@@ -1,4 +1,4 @@
-"""What of DeepSpeed the stand-in has not, by name, and why."""
+"""The parts of DeepSpeed that the stand-in lacks, by name, with the reasons."""
 
 from __future__ import annotations
 

@@ -105,6 +105,6 @@ def require_first(command: Sequence[str]) -> None:
 
 
 def _options(command: Sequence[str]) -> list[str]:
-    """What follows Python in a command up to the first word that is no option: launchers have other ones."""
+    """The options after Python in a command, up to the first other word: launchers have options of their own."""
     behind = itertools.dropwhile(lambda each: not Path(each).name.startswith("python"), command)
     return list(itertools.takewhile(lambda each: each.startswith("-"), itertools.islice(behind, 1, None)))

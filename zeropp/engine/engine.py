@@ -97,12 +97,12 @@ class GradAccumulation:
 
     @property
     def owned(self) -> bool:
-        """Whether every ``step()`` is taken, now and later."""
+        """True if every ``step()`` is taken, now and later."""
         return self._owned
 
     @property
     def unfinished(self) -> bool:
-        """Whether a ``step()`` would do nothing now."""
+        """True if a ``step()`` would do nothing now."""
         if self._by_calls:
             # Between a step() and the backward that follows, the sums are not those that the next one steps with.
             return self._asked or not self.at_boundary
@@ -110,19 +110,19 @@ class GradAccumulation:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether a training engine's next ``step()`` ends the window."""
+        """True if a training engine's next ``step()`` ends the window."""
         if self._forced is not None:
             return self._forced
         return not self._managed or self._calls + 1 >= self.steps
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay, since the ``step()`` before ``zero_grad()`` did nothing."""
+        """True if gradients stay, since the ``step()`` before ``zero_grad()`` did nothing."""
         return self._keeps
 
     @property
     def closing(self) -> bool:
-        """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
+        """True if the running or next backward belongs to the last micro-batch, as far as one can know."""
         if self._by_calls and (self._managed or self._forced is not None):
             return self.at_boundary
         # Also of a caller who has the boundary, and steps whenever it wants: windows are mostly as long as they say.

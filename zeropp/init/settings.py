@@ -106,7 +106,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class InitSettings:
-    """What a build is to be like.
+    """The settings of a build.
 
     Attributes:
         group: ranks to partition among.
@@ -233,7 +233,7 @@ def _offloaded_to(config: Config | None) -> str | None:
 
 
 def _where(remote: torch.device | str | None, trains_on: torch.device, pin_memory: bool) -> torch.device:
-    """Where pieces lie."""
+    """The device of the pieces."""
     kind = None if remote is None else str(remote)
     if kind not in (None, "cpu", "nvme", trains_on.type, str(trains_on)):
         raise ValueError(f'remote_device is {remote!r}; expected "cpu", "nvme", or None for {trains_on}')
@@ -245,7 +245,7 @@ def _where(remote: torch.device | str | None, trains_on: torch.device, pin_memor
 
 
 def _swap(config: Config | None) -> Path:
-    """Where the files of pieces go."""
+    """The folder for files of pieces."""
     block = None if config is None else config.zero.offload_param
     if block is None or block.nvme_path is None:
         raise ValueError(

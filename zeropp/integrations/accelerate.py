@@ -38,7 +38,7 @@ class _Prepared(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether a gradient of the last step was not finite on some rank."""
+        """True if a gradient of the last step was not finite on some rank."""
         return bool(self.optimizer.step_was_skipped)
 
 

@@ -21,7 +21,7 @@ PhaseKey = tuple[object, ...]
 
 
 class Phase(Enum):
-    """What the model is doing."""
+    """The activity of the model."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -48,7 +48,7 @@ _VARIANTS = 8  # orders remembered for one kind of phase, most recent first
 
 
 class Reach(NamedTuple):
-    """What a kind of forward may use.
+    """The units that a kind of forward may use.
 
     Attributes:
         units: those that are gathered.
@@ -159,7 +159,7 @@ class _Variants:
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many uses two orders begin with alike."""
+    """The number of uses that two orders begin with alike."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -206,7 +206,7 @@ class KnownOrders:
         return found[min(far)[1]] if far else None
 
     def may_vary(self, key: PhaseKey, order: CollectiveOrder) -> bool:
-        """Whether a rank that follows ``order`` may need what the others do not.
+        """Tell whether a rank that follows ``order`` may need a unit that the others do not.
 
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
         to use more units; or there are modules that have not been run yet, and any rank's data may call for them; or a
@@ -228,7 +228,7 @@ class KnownOrders:
         return sum((self._known[part].unrecorded for part in key if part in self._known), Counter[tuple[str, int]]())
 
     def _may_run_more_again(self, key: PhaseKey, order: CollectiveOrder) -> bool:
-        """Whether a backward may run modules again that were not when ``order`` was learned, over another graph."""
+        """Tell whether a backward may run modules again that did not run again when ``order`` was learned."""
         unrecorded = self.unrecorded(key)
         if not unrecorded:
             return False
@@ -242,7 +242,7 @@ class KnownOrders:
         return any(again[unit] > calls[unit] for unit in set(order.uses))
 
     def note_silent(self, key: PhaseKey) -> bool:
-        """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
+        """Tell whether this kind of phase gathers nothing: there is no order to learn, and a rank may run it alone."""
         # A module's forward may also touch weights outside of it, which an order tells of, once there is one.
         known = self._known[key].known if key in self._known else []
         # A backward that accumulates no gradients sends nothing, either; where it goes does not say what it may use.

@@ -1,4 +1,4 @@
-"""What to fetch ahead and what to let go: a pure function of the agreed order of uses and the limits."""
+"""The plan of units to fetch ahead and to release: a pure function of the agreed order of uses and the limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to fetch and what to let go at each use of an order.
+    """The units to fetch and to release at each use of an order.
 
     Attributes:
         issue: units whose gather starts at this use, in order; the used unit first if it must be fetched.
@@ -84,7 +84,7 @@ class _Walk:
         return victims if excess <= 0 else None
 
     def near(self, now: int, again: int) -> bool:
-        """Whether the next use is so near that the unit in use may stay for it."""
+        """Tell whether the next use is so near that the unit in use may stay for it."""
         return self.distance[again + 1] - self.distance[now + 1] <= self.limits.reuse
 
     def prefetch(self, now: int) -> tuple[list[int], list[int]]:

@@ -129,11 +129,11 @@ class Reductions:
 
     @property
     def holding(self) -> bool:
-        """Whether this backward's gradients are held, to be sent with a later one."""
+        """True if this backward's gradients are held, to be sent with a later one."""
         return self.no_sync or not self.last
 
     def complete(self, index: int) -> bool:
-        """Whether a unit is done with in this phase: every expected gradient has come, and each trained parameter's is.
+        """Tell whether a unit is done with in this phase: all expected and all trained parameters' gradients have come.
 
         A parameter that was not used when the order was learned may be used now, and backward still need its weight.
         When frozen ones are done with, the inputs of modules tell.
@@ -213,12 +213,12 @@ class Reductions:
         return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
 
     def may_bring_more(self, order: CollectiveOrder) -> bool:
-        """Whether there are trained parameters that had no gradient in this kind of backward, and may have one now."""
+        """Tell whether trained parameters that had no gradient in this kind of backward may have one now."""
         fires = ((trained, order.fires.get(index, (0,) * len(trained))) for index, trained in enumerate(self._trained))
         return any(t and not f for trained, fired in fires for t, f in zip(trained, fired, strict=True))
 
     def has_stray(self) -> bool:
-        """Whether this rank has gradients that nothing in this phase will send."""
+        """Tell whether this rank has gradients that nothing in this phase will send."""
         return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
 
     def send_strays(self) -> dict[int, tuple[bool, ...]]:
@@ -232,7 +232,7 @@ class Reductions:
         return self.trained(strays)
 
     def trained(self, units: Sequence[int]) -> dict[int, tuple[bool, ...]]:
-        """Which parameters of each of ``units`` are trained."""
+        """The trained parameters of each of ``units``."""
         return {index: self._trained[index] for index in units}
 
     def send_unsent(self, index: int) -> None:

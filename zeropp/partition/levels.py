@@ -397,7 +397,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its flat buffer."""
+    """The place of one parameter in its flat buffer."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which parameters are fetched together: a model's module tree cut into units. Pure: no process, no data read.
+"""Units, the parameters that are gathered together: a model's module tree is cut. Pure: no process, no data read.
 
 The rules, in order: a leaf module or a compiled module is one unit; children of one class in a ModuleList, ModuleDict
 or Sequential are a unit each; what is left merges with its neighbours below the nearest common parent; units too small
@@ -48,7 +48,7 @@ class Owner:
 
 
 def never_called(module: nn.Module) -> bool:
-    """Whether a module has no forward of its own, like a ModuleList: no use of a unit can begin there."""
+    """Tell whether a module has no forward of its own, like a ModuleList: no use of a unit can begin there."""
     # The instance is looked at, too: wrappers and patches often set ``forward`` on it.
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
@@ -110,7 +110,7 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What decides the cut; sizes in elements. Defaults as in the configuration."""
+    """The settings that decide the cut; sizes in elements. Defaults as in the configuration."""
 
     unit_numel: int = 0
     unit_min_blocks: int = 128
@@ -123,7 +123,7 @@ class UnitOptions:
 
 
 def unit_options(config: Config) -> UnitOptions:
-    """What the configuration says about the cut into units."""
+    """The configuration's settings of the cut into units."""
     zero, leaf = config.zero, config.zero.leaf_module
     return UnitOptions(
         unit_numel=config.zeropp.unit_numel,

@@ -153,7 +153,7 @@ class MemoryPlan:
 
     @property
     def host_terms(self) -> dict[str, int]:
-        """What ``host_total`` is the sum of."""
+        """The terms whose sum is ``host_total``."""
         terms = Counter(self.host)
         # There is one memory then, and a term may be in both.
         if self.on_host:

@@ -28,7 +28,7 @@ _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What a rank sends of one unit over one hop."""
+    """The bytes that a rank sends of one unit over one hop."""
 
     way: TrafficKey  # over which hop, and how
     nbytes: int  # each time
@@ -38,7 +38,7 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """What each rank sends in an optimizer step; escapes of "lossless" are estimated.
+    """The bytes that each rank sends in an optimizer step; escapes of "lossless" are estimated.
 
     Every unit is counted once in forward and once in backward: reuse between them saves a gather, and a unit that is
     used again after it was released takes one more.

@@ -1,4 +1,4 @@
-"""Where a model's values are when it is wrapped, and where they are to be.
+"""The move of a model's values to the device when it is wrapped.
 
 Ranks beside the first need no values of their own: their parameters and buffers may be on the meta device, if the
 device they are to train on is named. The first rank's may be on the CPU; a unit comes to the device when it is cut.

@@ -27,7 +27,7 @@ BASES = {"delta4": (torch.bfloat16, torch.float16), "lossless": (torch.bfloat16,
 
 
 class DifferenceCodec(Protocol):
-    """How differences to a base become a message.
+    """The codec of differences to a base.
 
     Attributes:
         name: in the ledger.

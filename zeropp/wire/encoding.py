@@ -23,7 +23,7 @@ _PLAIN = {32: torch.float32, 16: torch.bfloat16}
 
 @dataclass(frozen=True)
 class Encoding:
-    """What is encoded, and how.
+    """The codec of each hop.
 
     Attributes:
         weights: codec of gathered weights; None for values as they are.
@@ -65,7 +65,7 @@ class Encoding:
         return PlainCodec(_PLAIN[bits]) if bits in _PLAIN else BlockCodec(bits, self.rotate)
 
     def feeds_back(self, path: Sequence[HopSpec], hop: HopSpec) -> bool:
-        """Whether what encoding for a hop of a whole reduce path loses is fed back."""
+        """Tell whether the encoding error on a hop of a whole reduce path is fed back."""
         return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
 
     def sums_by_backend(self, codec: Codec, hop: HopSpec, nbytes: int, backend: str) -> bool:

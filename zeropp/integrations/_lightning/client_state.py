@@ -1,4 +1,4 @@
-"""What Lightning keeps in a checkpoint besides tensors of the model and the optimizer, as a checkpoint's client state.
+"""Lightning's values in a checkpoint, besides tensors of model and optimizer, as the client state.
 
 Values that zeropp can write go as they are. Others, as classes and objects among hyperparameters, are pickled, and read
 by torch's loader for weights alone unless the caller says otherwise.
@@ -64,7 +64,7 @@ def _without_modules(given: Any) -> Any:
 
 
 def unpack(state: Mapping[str, Any], weights_only: bool | None = None) -> dict[str, Any]:
-    """What :func:`pack` was given.
+    """The values that :func:`pack` was given.
 
     Args:
         state: the client state; that of another program has nothing.

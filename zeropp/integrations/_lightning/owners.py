@@ -1,4 +1,4 @@
-"""Which strategy has a model's engine: a model outlives trainers, and has one engine at a time."""
+"""The strategy that has a model's engine: a model outlives trainers, and has one engine at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OwningStrategy(Protocol):
 
     @property
     def engine(self) -> Engine | None:
-        """What it trains or evaluates with."""
+        """The engine that it trains or evaluates with."""
         ...
 
     def release(self) -> None:
@@ -47,7 +47,7 @@ def claim(model: nn.Module, owner: OwningStrategy) -> None:
 
 
 def core_of(model: nn.Module) -> Core | None:
-    """What gathers a model's weights; None if it is not partitioned."""
+    """The engine that gathers a model's weights; None if it is not partitioned."""
     try:
         return engine_of(model)
     except ValueError:
