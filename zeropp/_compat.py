@@ -70,6 +70,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters answer as tensors, and not by the guard."""
 
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Tells whether a profile is being recorded."""
+
 
 def storage_id(tensor: Tensor) -> int:
     """Identity of a tensor's storage, the same as long as the storage lives."""
@@ -286,11 +289,6 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
 def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether hooks run behind a step of an optimizer: its own, or those of all optimizers."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
-
-
-def profiler_enabled() -> bool:
-    """Tell whether a profile is being recorded."""
-    return torch._C._autograd._profiler_enabled()
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:

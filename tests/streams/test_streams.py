@@ -122,7 +122,7 @@ APART = {
     "comm/process_groups.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
     "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
-    "comm/threads.py": "a thread that touches no memory",
+    "comm/timers.py": "a thread that touches no memory",
     "comm/watch.py": "a thread that touches no memory",
     "deepspeed/": "tests/unit/deepspeed/test_stream_waits.py simulates it",
 }

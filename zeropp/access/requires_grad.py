@@ -56,7 +56,7 @@ class Trainability:
     # What is made here is trained, whatever the caller is about.
     @torch.inference_mode(False)
     def apply(self) -> bool:
-        """Take over every change since the last time, if there is any. Collective.
+        """Take over the changes of ``requires_grad`` since the last call. Collective; the caller knows of one.
 
         Returns:
             Whether parameters have moved to other buffers.
@@ -65,10 +65,6 @@ class Trainability:
             RuntimeError: ranks want different parameters to be trained; nothing has changed then.
         """
         engine = self._engine
-        # In the steady state no message. A rank that alone has changed something meets ranks at something else, and
-        # all are told.
-        if not engine.flipped:
-            return False
         engine.parking.require("taking over requires_grad_()", EVERYTHING)
         with unguarded():
             wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}

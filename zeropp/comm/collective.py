@@ -34,7 +34,7 @@ from zeropp.comm.process_groups import (
     whereabouts,
     world_group,
 )
-from zeropp.comm.threads import warn_of_waiting
+from zeropp.comm.timers import warn_of_waiting
 
 __all__ = ["PATIENCE", "BuildComm", "Failure", "exchange", "naming_absence", "run_on_all_ranks"]
 

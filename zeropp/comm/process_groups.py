@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import backends, chosen_timeout, group_timeout, is_registered, new_group, sends_from_host
-from zeropp.comm.threads import warn_of_waiting, within
+from zeropp.comm.timers import warn_of_waiting, within
 from zeropp.partition.levels import ranks_per_node
 
 __all__ = [

@@ -57,7 +57,7 @@ import torch.distributed as dist
 from zeropp._compat import default_store
 from zeropp.comm.process_groups import name_ranks
 from zeropp.comm.streams import Event
-from zeropp.comm.threads import Patrol, within
+from zeropp.comm.timers import Patrol, within
 
 __all__ = [
     "BLIND",

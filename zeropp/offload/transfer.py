@@ -20,8 +20,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from zeropp.comm.streams import Event, ThreadEvent
-from zeropp.comm.threads import Threads
+from zeropp.comm.streams import Event, ThreadEvent, Threads
 from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import REFUSED, Descriptors, Extent, SwapError, aligned, copy_bytes, view_of

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zeropp._compat import default_store, loss_scale
 from zeropp.comm.agreement import SAVED
-from zeropp.comm.threads import within
+from zeropp.comm.timers import within
 from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import weakly

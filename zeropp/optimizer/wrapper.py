@@ -634,9 +634,11 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def apply_requires_grad(self) -> None:
         """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
-        changed = bool(self.engine.flipped)
+        # In the steady state no message. A rank that alone has changed something meets ranks at something else, and all
+        # are told.
+        if not self.engine.flipped:
+            return
         if self._trainability.apply():
             self.slices.assign()
             self.step_sync.invalidate()
-        if changed:
-            self.slices.show_trained()
+        self.slices.show_trained()
