@@ -75,7 +75,7 @@ class _Unit:
     @property
     def resting(self) -> UnitState:
         """Its state between passes."""
-        return UnitState.GUARDED if self.persistent else UnitState.SHARDED
+        return UnitState.GATHERED if self.persistent else UnitState.SHARDED
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class _Unit:
     def note_gather(self, event: Event) -> None:
         self._event = event
         if self.state is UnitState.SHARDED:
-            self.state = UnitState.GUARDED
+            self.state = UnitState.GATHERED
 
     def wait_for_unshard(self, timeout: float) -> bool:
         if self._event is not None:
@@ -108,7 +108,7 @@ class _Unit:
         self.state = UnitState.UNSHARDED
 
     def guard_values(self) -> None:
-        self.state = UnitState.GUARDED
+        self.state = UnitState.GATHERED
 
     def reshard(self, comm_streams: CommStreams) -> None:
         assert self._event is None, f"{self.name} is released while it is on its way"
@@ -227,7 +227,7 @@ class Rank:
     def _hide_all(self) -> None:
         for unit in self.units:
             if unit.state is UnitState.UNSHARDED:
-                unit.state = UnitState.GUARDED
+                unit.state = UnitState.GATHERED
 
     def recover(self) -> bool:
         """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""

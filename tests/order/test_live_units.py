@@ -12,7 +12,7 @@ def gathered(sizes: list[int], live: int) -> Rank:
     """One rank, all of whose units are gathered and in nobody's use."""
     rank = Rank(World(1), 0, sizes, Limits(0, live, 0))
     for unit in rank.units:
-        unit.state = UnitState.GUARDED
+        unit.state = UnitState.GATHERED
     return rank
 
 

@@ -486,7 +486,7 @@ class UnitState(Enum):
     """The state of a unit's values."""
 
     SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
-    GUARDED = "guarded"  # memory allocated, values there or on their way; parameters guarded
+    GATHERED = "guarded"  # memory allocated, values there or on their way; parameters guarded
     UNSHARDED = "unsharded"  # values readable by the model
 
 
@@ -537,7 +537,7 @@ class Unit:
     @property
     def _resting(self) -> UnitState:
         """The state of values between passes; whole ones that are cached are only guarded."""
-        return UnitState.GUARDED if self.persistent else UnitState.SHARDED
+        return UnitState.GATHERED if self.persistent else UnitState.SHARDED
 
     @property
     def numel(self) -> int:
@@ -630,7 +630,7 @@ class Unit:
         """The gather is queued, and done with ``event``."""
         self._gathered = event
         if self.state is UnitState.SHARDED:
-            self.state = UnitState.GUARDED
+            self.state = UnitState.GATHERED
 
     @property
     def stale(self) -> bool:
@@ -728,7 +728,7 @@ class Unit:
         Raises:
             RuntimeError: they are of an older version.
         """
-        if self.state is UnitState.GUARDED:
+        if self.state is UnitState.GATHERED:
             self._check_cached()
             self.state = UnitState.UNSHARDED
             with contextlib.ExitStack() as stack:
@@ -738,7 +738,7 @@ class Unit:
 
     def guard_values(self) -> None:
         """Guard the parameters; the values stay where they are."""
-        self.state = UnitState.GUARDED
+        self.state = UnitState.GATHERED
         with contextlib.ExitStack() as stack:
             for buffer in self.buffers:
                 # Every one, as in ``unshard``.
