@@ -433,7 +433,7 @@ class Engine(GuardHandler):
         self.schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self.notes_calls = self.schedule.repeats or self.schedule.learning
-        self._expose(unit for unit in self.persistent if not unit.announced)
+        self._unshard_units(unit for unit in self.persistent if not unit.announced)
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
@@ -500,7 +500,7 @@ class Engine(GuardHandler):
         self.schedule.begin_phase(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
-        self._expose(self.persistent)
+        self._unshard_units(self.persistent)
         self._backward.fetch_known_uses()
 
     @uncompiled
@@ -560,7 +560,7 @@ class Engine(GuardHandler):
         """The modules to call for a parameter; see :class:`zeropp.params.guard.GuardHandler`."""
         return self.hooks.fetching(parameter, self.unit_of[id(parameter)])
 
-    def _expose(self, units: Iterable[Unit]) -> None:
+    def _unshard_units(self, units: Iterable[Unit]) -> None:
         """Let the model see persistent weights."""
         for unit in units:
             self.schedule.use(unit)
