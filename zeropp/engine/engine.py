@@ -443,7 +443,7 @@ class Engine(GuardHandler):
         if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1
         self.schedule.end_phase()
-        self._hide_all()
+        self._guard_all()
         self.phase = Phase.IDLE
 
     # Backward.
@@ -509,7 +509,7 @@ class Engine(GuardHandler):
         self._touched.let_go()
         self._backward.give_up()
         self.schedule.end_phase()
-        self._hide_all()
+        self._guard_all()
         self.phase = Phase.IDLE
         trains = self._trains
         self._trains = True
@@ -565,7 +565,7 @@ class Engine(GuardHandler):
         for unit in units:
             self.schedule.use(unit)
 
-    def _hide_all(self) -> None:
+    def _guard_all(self) -> None:
         """Between passes nothing may be read or edited, not even what the plan keeps gathered for the next one."""
         for unit in self.units:
             if unit.state is UnitState.UNSHARDED:
@@ -635,7 +635,7 @@ class Engine(GuardHandler):
             return  # there is no next step, and nothing to wait for
         self.schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
         self.reductions.drop_reductions()
-        self._hide_all()
+        self._guard_all()
         if failed is Phase.BACKWARD:  # after a forward, those there are whole, of a backward before it
             self.pending.forget_stray()
 
