@@ -447,7 +447,7 @@ class EngineGather:
         # requires_grad_ on a gathered parameter passes the guard by; what has changed is passed on at the end.
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
-            buffer.show_parameter(index, value)
+            buffer.show_whole(index, value)
         engine.gather_contexts.enter_context(self)
 
     def has_gathered(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
@@ -474,7 +474,7 @@ class EngineGather:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
         self.engine.gather_contexts.leave_context(self)
         # What they hold now: .data may have been replaced, and not only written to.
-        self.values = [buffer.hide_parameter(index) for buffer, index in self.places]
+        self.values = [buffer.release_whole(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]
             if parameter.requires_grad != before:

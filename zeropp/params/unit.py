@@ -388,13 +388,13 @@ class FlatBuffer:
                 "back; call requires_grad_ between passes, on every rank"
             )
 
-    def show_parameter(self, index: int, value: Tensor) -> None:
+    def show_whole(self, index: int, value: Tensor) -> None:
         """Let one parameter have its whole value, in the main dtype, while the others stay released."""
         # Its own class, so that the user's code finds a plain parameter.
         unguard([self.parameters[index]])
         self.parameters[index].data = value
 
-    def hide_parameter(self, index: int) -> Tensor:
+    def release_whole(self, index: int) -> Tensor:
         """Release a parameter that had its whole value; returns what it has by now."""
         parameter = self.parameters[index]
         # Whatever lies there: the user may have put another tensor into ``.data``.
