@@ -248,7 +248,7 @@ class _Saving:
     def _whole(self, engine: Engine, buffer: FlatBuffer, unit: Unit) -> list[Tensor]:
         if buffer not in self.gathered:
             # Others lie all over the model, and are small.
-            if unit.announced:
+            if unit.hooked:
                 for other in [b for b in self.gathered if b.unit != buffer.unit and b not in self.lasting]:
                     del self.gathered[other]
             else:

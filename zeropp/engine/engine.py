@@ -433,7 +433,7 @@ class Engine(GuardHandler):
         self.schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self.notes_calls = self.schedule.repeats or self.schedule.learning
-        self._unshard_units(unit for unit in self.persistent if not unit.announced)
+        self._unshard_units(unit for unit in self.persistent if not unit.hooked)
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
@@ -676,7 +676,7 @@ class Engine(GuardHandler):
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Fetch a parameter's unit for the forwards of a module, too."""
-        if (unit := self.unit_of[id(parameter)]).announced:
+        if (unit := self.unit_of[id(parameter)]).hooked:
             self.hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:

@@ -460,7 +460,7 @@ class ModuleHooks:
             hooked.path
             for module, hooked in self._modules.items()
             # Small parameters are shown in any pass, and a pass begins at any hooked module.
-            if (unit in hooked.units or not unit.announced) and any(each is parameter for each in module.parameters())
+            if (unit in hooked.units or not unit.hooked) and any(each is parameter for each in module.parameters())
         ]
         around = {path for path in found for other in found if other != path and f"{other}.".startswith(f"{path}.")}
         return sorted(path for path in found if path not in around and (path or len(found) == 1))

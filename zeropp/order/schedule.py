@@ -316,7 +316,7 @@ class Schedule:
         order = self.known.expected(self._forward)
         uses = order.uses if order is not None else ()
         places = {index: place for place, index in reversed(list(enumerate(uses)))}  # of the first use
-        return sorted(self.units, key=lambda unit: (unit.announced, places.get(unit.index, len(places))))
+        return sorted(self.units, key=lambda unit: (unit.hooked, places.get(unit.index, len(places))))
 
     def end_phase(self) -> None:
         """Finish a phase: join what only others needed."""

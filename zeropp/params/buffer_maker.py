@@ -162,7 +162,7 @@ class BufferMaker:
             for key, names, layout in own:
                 tiers = division.next(layout.numel // mode.states) if key.trainable else self.tiers
                 buffers.append(self._make(spec.name, placement, key, [parameters[n][0] for n in names], layout, tiers))
-            units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
+            units.append(Unit(index, spec.name, buffers, hooked=not spec.persistent))
         return units
 
     def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:

@@ -497,18 +497,18 @@ class Unit:
         index: position in the model; the same on every rank.
         persistent: whether whole weights are cached between uses.
         has_frozen: whether some of its parameters are not trained.
-        announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
+        hooked: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         users: on this rank, that want it gathered: modules on the call stack, a backward, a touched parameter.
         entered: of these, modules on the call stack.
     """
 
-    def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, announced: bool = True) -> None:
+    def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, hooked: bool = True) -> None:
         self.index = index
         self.name = name
         self.buffers = tuple(buffers)
         # With nothing to fetch, whole values are there at all times, whatever the mode is called.
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
-        self.announced = announced
+        self.hooked = hooked
         self.state = self._resting
         self.users = self.entered = 0
         self.update_trained()

@@ -540,7 +540,7 @@ def _hook_modules(
         for parameter in module.parameters() if recurse else direct_parameters(module):
             unit = by_id.get(id(parameter))
             # Small persistent parameters are shown for the whole pass, and bracketed by nobody.
-            if unit is not None and unit.announced:
+            if unit is not None and unit.hooked:
                 found[unit.index] = unit
 
     # Modules that an owner fetches with everything in them: hooks further down would find nothing to do.
