@@ -111,12 +111,12 @@ class Refresh:
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
         # Before anything is queued: that notes the new version as cached, as if it were there.
         based = {buffer for buffer in buffers if buffer.has_base}
-        differs = self._choose(buffers, based, EventGroup.from_events([unit.stepping for unit in stale]))
+        sends_differences = self._choose(buffers, based, EventGroup.from_events([unit.stepping for unit in stale]))
         for unit in stale:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
             with self._agreement.issuing("refreshing", unit.name, "refresh"), span("refresh", unit.name):
-                event = unit.refresh(self.comm_streams, differs)
+                event = unit.refresh(self.comm_streams, sends_differences)
             self._agreement.queued(event, unit.name, "refresh")
 
     def _choose(
@@ -140,7 +140,7 @@ class Refresh:
                 # event.
                 agreed = self.comm_streams.stream("cross").run(agree, after=stepped)
 
-        def differs(buffer: FlatBuffer) -> bool:
+        def sends_differences(buffer: FlatBuffer) -> bool:
             if agreed is not None:
                 agreed.wait(threading.TIMEOUT_MAX)  # whoever waits for the refresh has a shorter patience
             by_differences = buffer in based and buffer not in crowded
@@ -149,7 +149,7 @@ class Refresh:
                 self._note(buffer.unit, f"refresh: {why if buffer in based else 'whole'}")
             return by_differences
 
-        return differs
+        return sends_differences
 
     def invalidate(self) -> None:
         """Ranks that cache the same weights have other bits: renew them from main weights alone, at the next chance."""

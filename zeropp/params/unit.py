@@ -307,11 +307,11 @@ class FlatBuffer:
         numel = self.shard.numel()
         return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
 
-    def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
+    def refresh(self, sends_differences: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
         # Asked on the comm stream: whether differences are worth it is agreed there, after this was queued, and what is
         # sent is there only now.
-        by_differences, own = differs(self), self._new_values()
+        by_differences, own = sends_differences(self), self._new_values()
         if by_differences:
             assert self.paths.differences is not None
             yield from self.paths.differences.gather(own, self._difference_places, self.unit)
@@ -646,12 +646,12 @@ class Unit:
                 "issued"
             )
 
-    def refresh(self, comm_streams: CommStreams, differs: Callable[[FlatBuffer], bool]) -> Event:
+    def refresh(self, comm_streams: CommStreams, sends_differences: Callable[[FlatBuffer], bool]) -> Event:
         """Queue the renewal of what is cached, where weights have changed.
 
         Args:
             comm_streams: to queue it on.
-            differs: asked there, whether a buffer is renewed by differences.
+            sends_differences: asked there, whether a buffer is renewed by differences.
 
         Returns:
             Its end.
@@ -668,7 +668,7 @@ class Unit:
                 comm_streams.stream(path.links[0]).allocate(buffer.alloc_storage)
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
-        work = Work(path.links, [buffer.refresh(differs) for buffer in stale], after=self._stepped)
+        work = Work(path.links, [buffer.refresh(sends_differences) for buffer in stale], after=self._stepped)
         self._refreshed = comm_streams.run_work(work)[-1]
         return self._refreshed
 
