@@ -92,7 +92,7 @@ def offloaded(numel: int, device: str, *, pinned: bool, opened: contextlib.ExitS
     for each in optimizers:
         opened.callback(each.close)
     (away,), (there,) = (optimizer.engine.trainable_buffers for optimizer in optimizers)
-    gradient, source, new = away.gradient, away.source, there.source
+    gradient, source, new = away.gradient, away.wire_copy, there.wire_copy
     assert gradient is not None and source is not None and new is not None and new.row is not None
     total = torch.linspace(-2.0, 2.0, gradient.shard.numel(), device=device)
     target = torch.empty(away.shard.numel(), dtype=torch.bfloat16, device=device)

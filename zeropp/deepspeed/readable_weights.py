@@ -239,7 +239,7 @@ class ReadableWeights:
             return None
         unit = engine.unit_of[id(parameter)]
         buffer, _ = unit.place_of(parameter)
-        if buffer.trainable or buffer.source is not None or engine.parking.is_away(buffer.shard):
+        if buffer.trainable or buffer.wire_copy is not None or engine.parking.is_away(buffer.shard):
             return None
         start, _ = buffer.placement.slice_of(buffer.layout.numel, buffer.placement.mode.states)
 

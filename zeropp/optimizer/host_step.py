@@ -471,13 +471,13 @@ class BufferStep:
     @property
     def in_place(self) -> bool:
         """True if the host can step all rows where they lie, and no other copy of the weights has to follow."""
-        source = self.buffer.source
+        source = self.buffer.wire_copy
         return all(row.at_hand for row in self.rows.values()) and (source is None or not source.follows)
 
     @property
     def staged(self) -> list[str]:
         """Kinds of numbers that go through staging buffers."""
-        source = self.buffer.source
+        source = self.buffer.wire_copy
         follows = source is not None and source.follows
         return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * follows
 
@@ -551,7 +551,7 @@ class SubGroupSteps:
             # Gradients are changed by clipping alone, which nobody sees once they have been forgotten.
             if not row.at_hand and (kind != _GRADIENT or (job.clips and job.gradient.arrived)):
                 own.events.append(row.write(job.place(kind, start), own.values[kind]))
-        source = job.buffer.source
+        source = job.buffer.wire_copy
         if source is None or not source.follows:
             return
         new = own.values[_MAIN]

@@ -149,7 +149,7 @@ def _weights(engine: Engine, slices: ShardedParams) -> Iterator[_Memory]:
             views = [part.parameter for part in cut.get(buffer, [])]
             # Where nothing is cached every gather begins here, so that no pass could do without.
             yield _Memory("hp_params" if cached else "lp_params", buffer.shard, views)
-        source = buffer.source
+        source = buffer.wire_copy
         if source is not None and source.row is not None and source.follows and source.row.place == "device":
             yield _Memory("lp_params", source.row.tensor)
         if buffer.secondary is not None:

@@ -117,8 +117,8 @@ class OptimizerStep:
         if self._host is not None:
             self._host.keep_states(buffers)
         for buffer in buffers:
-            if buffer.source is not None:
-                buffer.source.renew()
+            if buffer.wire_copy is not None:
+                buffer.wire_copy.renew()
         self._engine.weights_changed(buffers, stepped=True, for_now=for_now)
 
 

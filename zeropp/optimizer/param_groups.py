@@ -156,7 +156,7 @@ def take_weight_edits(engine: Engine, slices: ShardedParams) -> list[str]:
 
 def _keeps_old_weights(engine: Engine, buffer: FlatBuffer) -> bool:
     """Tell whether the next forward computes with a copy of the weights, and gathers no new ones."""
-    source = buffer.source
+    source = buffer.wire_copy
     kept = buffer.paths.refresh is not None or (source is not None and source.follows)
     return kept or engine.unit_of[id(buffer.parameters[0])].state is not UnitState.SHARDED
 

@@ -92,7 +92,7 @@ class Refresh:
 
     def _sources(self) -> Iterator[WireCopy]:
         for unit in self._units:
-            yield from (buffer.source for buffer in unit.trainable_buffers if buffer.source is not None)
+            yield from (buffer.wire_copy for buffer in unit.trainable_buffers if buffer.wire_copy is not None)
 
     def start_refresh(self) -> None:
         """Start renewing all that is stale, chunk by chunk; so a rank may start several at once, and others not."""

@@ -72,7 +72,7 @@ class FlatBuffer:
         parameters: the model's own parameter objects.
         flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
         main: where the shard is.
-        source: what gathers and refreshes begin with, where it is not the shard.
+        wire_copy: what gathers and refreshes begin with, where it is not the shard.
         secondary: [numel / cached level] weights in the compute dtype, cached between uses (hpZ), or the messages they
             came in, or None.
         tiers: of its parts.
@@ -113,7 +113,7 @@ class FlatBuffer:
         self._main_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.main: StoredTensor = MemoryTensor(torch.empty(0, device=device))
-        self.source: WireCopy | None = None
+        self.wire_copy: WireCopy | None = None
         self.tiers = tiers
         self.secondary: Tensor | None = None
 
@@ -144,11 +144,11 @@ class FlatBuffer:
             # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
             self._absent = [absent.expand(view.shape) for view in self._present]
             self._prepare_paths()
-            self.source = make_wire_copy(
+            self.wire_copy = make_wire_copy(
                 self.main, self.paths, self.tiers, self.device, trainable=self.trainable, coded=self.coded
             )
-            if self.source is not None:
-                self.source.renew()
+            if self.wire_copy is not None:
+                self.wire_copy.renew()
             self.accept_edits()
         # The parameters of a model that was wrapped before may still be guarded.
         unguard(self.parameters)
@@ -190,12 +190,12 @@ class FlatBuffer:
             self.flat = self.shard
             self._present = self.layout.views(self.flat)
             self._prepare_paths()
-        if self.source is not None:
-            self.source = make_wire_copy(
+        if self.wire_copy is not None:
+            self.wire_copy = make_wire_copy(
                 self.main, self.paths, self.tiers, self.device, trainable=self.trainable, coded=self.coded
             )
-            if self.source is not None:
-                self.source.renew()
+            if self.wire_copy is not None:
+                self.wire_copy.renew()
         self._main_version = -1  # edited, whatever the new memory's version
         return True
 
@@ -246,7 +246,7 @@ class FlatBuffer:
         assert self.paths.fetch is not None  # whole weights that are cached are only refreshed
         own: Tensor | StoredShard | None = self.secondary
         if own is None:
-            own = self.shard if self.source is None else self.source.begin_gather(after)
+            own = self.shard if self.wire_copy is None else self.wire_copy.begin_gather(after)
         return self.paths.fetch.gather(own, self._fetch_places, self.unit)
 
     @property
@@ -271,8 +271,8 @@ class FlatBuffer:
         self.accept_edits()
         if not stepped:
             self.invalidate_cache()
-            if self.source is not None:
-                self.source.renew()
+            if self.wire_copy is not None:
+                self.wire_copy.renew()
 
     @property
     def edited(self) -> bool:
@@ -318,12 +318,12 @@ class FlatBuffer:
         else:
             assert self.paths.refresh is not None
             yield from self.paths.refresh.gather(own, self._refresh_places, self.unit)
-        if self.source is not None:
-            self.source.drop_new()
+        if self.wire_copy is not None:
+            self.wire_copy.drop_new()
 
     def _new_values(self) -> Tensor:
         """New main weights in the device's memory."""
-        return self.shard if self.source is None else self.source.new()
+        return self.shard if self.wire_copy is None else self.wire_copy.new()
 
     def unshard(self) -> None:
         """Let the model see the values.
@@ -581,8 +581,8 @@ class Unit:
                     yield "feedback", feedback.state.untyped_storage().nbytes()
                 if buffer.gradient.held is not None:
                     yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
-            if buffer.source is not None and buffer.source.new_nbytes:
-                yield "new_weights", buffer.source.new_nbytes
+            if buffer.wire_copy is not None and buffer.wire_copy.new_nbytes:
+                yield "new_weights", buffer.wire_copy.new_nbytes
             if buffer.secondary is not None:
                 yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
             if not buffer.paths.shared:
@@ -760,6 +760,6 @@ def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, StoredTensor]]:
     yield "main_weights" if buffer.trainable else "frozen_weights", buffer.main
     if buffer.gradient is not None:
         yield "gradients", buffer.gradient.row
-    source = buffer.source
+    source = buffer.wire_copy
     if source is not None and source.row is not None and source.follows:
         yield "wire_weights", source.row

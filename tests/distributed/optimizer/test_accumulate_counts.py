@@ -172,7 +172,7 @@ def _train_apart(device: str, folder: str, loop: bool) -> tuple[dict[str, Tensor
     module = build(STATED)
     inner = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     optimizer = zeropp.ZeroOptimizer(inner, module, make_config(**settings))
-    names = {id(b.source): unit.name for unit in optimizer.engine.units for b in unit.buffers}
+    names = {id(b.wire_copy): unit.name for unit in optimizer.engine.units for b in unit.buffers}
     losses, reads, begin = [], Counter[str](), WireCopy.begin_gather
 
     def counted(source: WireCopy, after: Any) -> Any:
