@@ -105,7 +105,7 @@ class Trainability:
             split: some have other buffers now.
         """
         engine = self._engine
-        engine.flipped.clear()
+        engine.flipped_requires_grad.clear()
         engine.trained_set = number
         for unit in units:
             unit.update_trained()

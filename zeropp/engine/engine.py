@@ -304,7 +304,9 @@ class Engine(GuardHandler):
         self.phase = Phase.IDLE
         agreement.watch.on_look(self._look_for_interrupt)
         self.pending = PendingGradients(self.units, self._listener)
-        self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
+        self.flipped_requires_grad: set[int] = (
+            set()
+        )  # ids of parameters whose requires_grad is another than graphs were made with
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
         self._outstanding: list[PhaseKey] = []
@@ -642,7 +644,7 @@ class Engine(GuardHandler):
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
         self.require_idle("requires_grad_", inside_gather=True, needs=NOTHING)
-        self.flipped ^= {id(parameter)}
+        self.flipped_requires_grad ^= {id(parameter)}
         for buffer in self.unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
 

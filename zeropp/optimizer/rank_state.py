@@ -101,7 +101,7 @@ def check_state(
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != layout_id(engine))
     # Only if they do not fit as it is: the state may be from before the change.
-    if wrong and engine.flipped:
+    if wrong and engine.flipped_requires_grad:
         apply_requires_grad()
         wrong = _misfits(engine, found != layout_id(engine))
     if wrong:

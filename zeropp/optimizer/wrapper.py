@@ -636,7 +636,7 @@ class ZeroOptimizer(Optimizer):
         """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
         # In the steady state no message. A rank that alone has changed something meets ranks at something else, and all
         # are told.
-        if not self.engine.flipped:
+        if not self.engine.flipped_requires_grad:
             return
         if self._trainability.apply():
             self.slices.assign()
