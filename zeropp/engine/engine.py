@@ -651,7 +651,9 @@ class Engine(GuardHandler):
     def note_storages(self) -> None:
         """Look which storages gathered weights lie in."""
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
-        self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
+        self.released_storages = self.storages.difference(
+            b.storage_id for unit in self.persistent for b in unit.buffers
+        )
 
     def weights_changed(self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, for_now: bool = False) -> None:
         """Main weights are new: what is gathered of them is out of date, what is cached is renewed.

@@ -257,12 +257,12 @@ class HookHandler(Protocol):
 
     Attributes:
         storages: identities of the storages of all gathered weights.
-        passing: the same, of those that are released when a module is left.
+        released_storages: the same, of those that are released when a module is left.
         notes_calls: whether it wants to be told of the calls that are made.
     """
 
     storages: frozenset[int]
-    passing: frozenset[int]
+    released_storages: frozenset[int]
     notes_calls: bool
 
     def enter(
@@ -585,7 +585,7 @@ class ModuleHooks:
             if not failed:
                 # While the values are still there. Persistent weights stay until the pass ends: only the outermost
                 # module must copy those.
-                output = copy_views(output, handler.passing if stack else handler.storages, hooked.path)
+                output = copy_views(output, handler.released_storages if stack else handler.storages, hooked.path)
             if frame.call is None and not failed and stack and stack[0].call is not None:
                 returns = BackwardReach.AGAIN
             elif frame.call is not None and not failed:
