@@ -21,7 +21,7 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         elif call == "x":
             window.note_failure()
         elif call == "s":
-            taken = window.ask()
+            taken = window.note_step_call()
             said += "T" if taken else "."
             if taken:
                 window.restart()
@@ -83,7 +83,7 @@ def test_what_is_said() -> None:
     window, said = GradAccumulation(4, managed=True), []
     for call in "fbsfbsfbfbs":
         if call == "s":
-            window.ask()
+            window.note_step_call()
             said.append(window.warning())
         else:
             window.note_forward("") if call == "f" else window.note_backward()
@@ -94,11 +94,11 @@ def test_what_is_said() -> None:
     window = GradAccumulation(4, managed=True)
     for call in "fbsfbfb":
         if call == "s":
-            window.ask()
+            window.note_step_call()
             window.warning()
         else:
             window.note_forward("") if call == "f" else window.note_backward()
-    assert window.ask()
+    assert window.note_step_call()
     assert "taken after 3 of" in str(window.warning())
 
 
@@ -115,7 +115,7 @@ def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, 
             window.note_forward("")
             window.divided |= divided
             window.note_backward()
-        assert window.ask()
+        assert window.note_step_call()
         told.append(str(window.warning()))
         window.restart()
     assert [f"after {count} micro-batches, and gradient_accumulation_steps is {steps}" in each for each in told] == [

@@ -197,7 +197,7 @@ class Engine(nn.Module):
                 "step() was called inside coalesce_grad_reduction() or no_sync(); call it after the block"
             )
         self._applied = False
-        if self.core.accumulation.call():
+        if self.core.accumulation.note_engine_step():
             self._take_step(optimizer, lr_kwargs)
         # Whether or not it has stepped: scripts print it. Where windows end does not depend on it, as it would no
         # longer fit once the number of ranks, or of micro-batches, is another.
@@ -255,7 +255,7 @@ class Engine(nn.Module):
                 "every step() is a boundary; set it to true, or leave the call out"
             )
         # Until the caller takes it back, which DeepSpeed's does not offer, either.
-        self.core.accumulation.force(bool(is_boundary))
+        self.core.accumulation.set_boundary(bool(is_boundary))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -12,9 +12,9 @@ gradients that earlier backwards hold stay held.
 ``step()``; another, as with DeepSpeed, calls ``step()`` after each of them and expects all but every Nth call to do
 nothing. The calls tell them apart: a micro-batch that no ``step()`` follows is the mark of a caller that accumulates by
 itself. Such a caller owns the boundary: every ``step()`` is taken, also in a window that the end of the data cuts
-short. A training engine asks by :meth:`GradAccumulation.call`: there it is calls of ``step()`` that are counted,
-whatever was computed between them, unless the caller says where a window ends. All of it is decided by calls that every
-rank makes alike, so ranks agree without an exchange.
+short. A training engine asks by :meth:`GradAccumulation.note_engine_step`: there it is calls of ``step()`` that are
+counted, whatever was computed between them, unless the caller says where a window ends. All of it is decided by calls
+that every rank makes alike, so ranks agree without an exchange.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class GradAccumulation:
         """A backward has failed: what it leaves, a ``zero_grad()`` is to discard."""
         self._keeps = False
 
-    def ask(self, *, now: bool = False) -> bool:
+    def note_step_call(self, *, now: bool = False) -> bool:
         """``step()`` was called: whether it is taken. ``now`` takes what is there, if anything is."""
         if now:
             # A caller who owns the boundary steps as in torch, whatever there is.
@@ -183,7 +183,7 @@ class GradAccumulation:
             return False
         return True
 
-    def call(self) -> bool:
+    def note_engine_step(self) -> bool:
         """A training engine's ``step()`` was called: whether it ends the window. One that does not is counted."""
         self._by_calls = True
         if self.at_boundary:
@@ -192,7 +192,7 @@ class GradAccumulation:
         self._asked = self._ever_asked = self._keeps = True
         return False
 
-    def force(self, is_boundary: bool) -> None:
+    def set_boundary(self, is_boundary: bool) -> None:
         """From here on a training engine's ``step()`` ends the window, or does not, as its caller says."""
         self._forced = is_boundary
         self._by_calls = True

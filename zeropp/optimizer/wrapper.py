@@ -344,7 +344,7 @@ class ZeroOptimizer(Optimizer):
             closure = None
         refuse_retired(self.engine, "step")
         self.engine.require_idle("step", beside_step=True)
-        taken = window.ask(now=now)
+        taken = window.note_step_call(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
             warn_user(warning)
