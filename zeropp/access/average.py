@@ -93,7 +93,7 @@ class Average:
     def _swap(self) -> None:
         engine = self._engine
         # A refresh of the weights before reads the very shards that are overwritten here.
-        engine.refresh.wait_for_refresh()
+        engine.refresh.wait_for_all()
         for buffer, piece in self._pieces.items():
             weights = buffer.shard.clone()
             # In place: the optimizer's slices are views of it.

@@ -133,7 +133,7 @@ class PreviousWeights:
             # come.
             engine.finish_load()
             engine.schedule.live_units.release_planned()
-            engine.refresh.wait_for_refresh()
+            engine.refresh.wait_for_all()
         self._places = {id(p): (e, b, i) for e in self._engines for b in e.buffers for i, p in enumerate(b.parameters)}
         self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}
 

@@ -75,7 +75,7 @@ class Trainability:
         if unfrozen:
             # Gathers and refreshes on their way write to what is about to be freed.
             engine.schedule.live_units.release_planned()
-            engine.refresh.wait_for_refresh()
+            engine.refresh.wait_for_all()
             # What is trained takes space, which a disk may not have.
             with engine.agreement.watching("making room for parameters that are unfrozen"):
                 for unit, buffer in unfrozen:

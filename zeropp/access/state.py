@@ -278,7 +278,7 @@ def cached_values(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
     if not unit.persistent or unit.stale:
         return None
     # The step queues the refresh on every rank, so it ends without a call of anyone else.
-    engine.refresh.wait_for_refresh()
+    engine.refresh.wait_for_all()
     buffer, index = unit.place_of(parameter)
     if buffer.coded or engine.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes():
         return None
@@ -318,7 +318,7 @@ class _Loading:
             engine.agreement.require_same_call(f"load_state_dict() of a {type(module).__name__}")
             # Loading writes to shards: what an earlier load left must be known, and no refresh may be reading.
             engine.finish_load()
-            engine.refresh.wait_for_refresh()
+            engine.refresh.wait_for_all()
             self.outermost = module
             # From here on the guard takes what torch copies into a parameter for new main weights.
             engine.loading = True

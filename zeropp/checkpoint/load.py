@@ -648,7 +648,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
     engine.finish_load()
     engine.refresh.start_put_off()
     # Refreshes read what is about to be written.
-    engine.refresh.wait_for_refresh()
+    engine.refresh.wait_for_all()
     # Of the ranks of a node one after the other, or all at once.
     turns = engine.comm.local if engine.maker.config.zero_optimization.pipeline_loading_checkpoint else 1
     try:

@@ -679,7 +679,7 @@ def begin_save(
     # What is cached of older weights is renewed first: it may be a part of what is saved.
     engine.finish_load()
     engine.refresh.start_put_off()
-    engine.refresh.wait_for_refresh()
+    engine.refresh.wait_for_all()
     require_values(engine)
     own = Checksums.best().name, background is not None and background.broken, absolute(path)
     told = engine.agreement.exchange_objects(own, "agreeing on checksums and the path of a checkpoint")

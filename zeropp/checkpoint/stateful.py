@@ -150,7 +150,7 @@ class _State(Stateful):
         unfreeze(engine, self._optimizer)
         engine.finish_load()
         engine.refresh.start_put_off()
-        engine.refresh.wait_for_refresh()
+        engine.refresh.wait_for_all()
         found: dict[str, Any] = {"model": self._weights()}
         if self._optimizer is not None:
             found["optimizer"] = {**self._states(self._optimizer), **self._settings(self._optimizer)}

@@ -217,7 +217,7 @@ def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
     since an edit that is noticed makes another refresh, and one that is not is refused.
     """
     counted = any(buffer.counts_escapes for unit in engine.units for buffer in unit.buffers)
-    wait = Refresh.wait_for_refresh if counted else Refresh.wait_for_step if engine.maker.config.steps_on_host else None
+    wait = Refresh.wait_for_all if counted else Refresh.wait_for_step if engine.maker.config.steps_on_host else None
     return wait and partial(_wait, weakref.ref(engine), wait)
 
 

@@ -52,7 +52,7 @@ def offload_states(
     # Nothing may be about to write, or to read; refreshes need main weights, and are started on all ranks or none.
     engine.finish_load()
     engine.refresh.start_put_off()
-    engine.refresh.wait_for_refresh()
+    engine.refresh.wait_for_all()
     if kinds & COMPUTING:
         # Gathered for the next pass, or on its way: the latter reads what is about to go.
         engine.schedule.live_units.release_planned()

@@ -170,7 +170,7 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
     """
     engine.require_idle(f"{name}() of the optimizer")
     # A refresh under way still reads the main weights, which the optimizer is about to edit.
-    engine.refresh.wait_for_refresh()
+    engine.refresh.wait_for_all()
     before = _mode_of(optimizer)
     getattr(optimizer, name)()
     # Asked after the fact: only the optimizer knows whether a mode is on already, and such a call must cost nothing.

@@ -514,7 +514,7 @@ class StepSync:
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]
         if self.cache_checksum.due:
             # A refresh under way is still writing what the checksums are of.
-            engine.refresh.wait_for_refresh()
+            engine.refresh.wait_for_all()
             parts.append(self.cache_checksum.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):

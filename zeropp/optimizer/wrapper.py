@@ -364,7 +364,7 @@ class ZeroOptimizer(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.require_idle("step", beside_step=True)
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
-        self.engine.refresh.wait_for_refresh()
+        self.engine.refresh.wait_for_all()
         self.engine.reductions.loss_scale.drop_losses()
         self.slices.refuse_accumulated()
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
@@ -477,7 +477,7 @@ class ZeroOptimizer(Optimizer):
         with self.slices.without_markers():
             check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
             saved = state_dict["zeropp"]
-            self.engine.refresh.wait_for_refresh()
+            self.engine.refresh.wait_for_all()
             self.zero_grad(now=True)
             load_main_weights(self.engine, saved)
             load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})

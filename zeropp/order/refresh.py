@@ -166,7 +166,7 @@ class Refresh:
                 name, wait = unit.name, unit.wait_for_step
                 self._agreement.wait_for_event(wait, f"waiting for the step of unit {name!r}", (name, "step"))
 
-    def wait_for_refresh(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until no step writes and no refresh reads the main weights any more, before they are used here."""
         self.wait_for_step()
         for unit in self._units:

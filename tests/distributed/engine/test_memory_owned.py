@@ -52,7 +52,7 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
         if when == "after a state dict":
             model.state_dict()
             zeropp.full_state(model)
-        optimizer.engine.refresh.wait_for_refresh()
+        optimizer.engine.refresh.wait_for_all()
         if when == "after an eval":
             optimizer.engine.schedule.live_units.release_planned()  # kept for reuse, within max_live_parameters
         bytes_now = owned_bytes(optimizer)
@@ -206,7 +206,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
     others = model.seen.nbytes + model.codes.nbytes
     optimizer = trained(model, config)
-    optimizer.engine.refresh.wait_for_refresh()
+    optimizer.engine.refresh.wait_for_all()
     # A comm stream's thread tells that a message has arrived just before it lets go of it.
     until = time.monotonic() + 5
     while (found := sum(n for key, n in storages().items() if key not in before) - others) > plan.total + SHARED_NAN:

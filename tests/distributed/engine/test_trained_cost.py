@@ -28,7 +28,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
         if late:
             model.blocks[3].requires_grad_(True)
             train(model, optimizer, 2)
-            optimizer.engine.refresh.wait_for_refresh()
+            optimizer.engine.refresh.wait_for_all()
             owned.append(owned_bytes(optimizer))
     return owned[0], owned[1], owned[2]
 

@@ -35,7 +35,7 @@ def calls(
     )
     ledger, found = optimizer.engine.comm.ledger, []
     for step in range(steps):
-        optimizer.engine.refresh.wait_for_refresh()
+        optimizer.engine.refresh.wait_for_all()
         ledger.reset()
         if loop:
             for given, batch in pairs(recipe, step, micros):
