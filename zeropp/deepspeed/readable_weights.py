@@ -244,7 +244,7 @@ class ReadableWeights:
         start, _ = buffer.placement.slice_of(buffer.layout.numel, buffer.placement.mode.states)
 
         def note(begin: int, end: int) -> None:
-            engine.issued.add(_EDIT, unit.index, begin ^ end)
+            engine.issue_hash.add(_EDIT, unit.index, begin ^ end)
             # Not hash(), which other builds of Python may have otherwise.
             engine.agreement.edits = zlib.crc32(f"{unit.index} {begin} {end}".encode(), engine.agreement.edits)
 

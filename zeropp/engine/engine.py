@@ -291,13 +291,13 @@ class Engine(GuardHandler):
         self.device = device
         self.accumulation = accumulation
         self.input_dtype = input_dtype
-        self.issued = IssueHash(self.comm.history)
+        self.issue_hash = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
         self.gather_streams = self._make_comm_streams("gather", overlap=overlap)
         refresh_streams = self._make_comm_streams("refresh", overlap=overlap)
         self.reduce_streams = self._make_comm_streams("reduce", overlap=overlap)
-        self.reductions = Reductions(self.units, self.reduce_streams, agreement, self.issued, loss_scale)
+        self.reductions = Reductions(self.units, self.reduce_streams, agreement, self.issue_hash, loss_scale)
         self.schedule = self._make_schedule(limits, static=static_graph, log_relearning=log_relearning)
         self.refresh = self._make_refresh(refresh_streams)
         self.note_storages()
@@ -335,7 +335,7 @@ class Engine(GuardHandler):
             self.gather_streams,
             self.reductions,
             self.agreement,
-            self.issued,
+            self.issue_hash,
             limits,
             self.hooks.reach,
             static=static,
@@ -348,7 +348,7 @@ class Engine(GuardHandler):
             comm_streams,
             self.schedule,
             self.agreement,
-            self.issued,
+            self.issue_hash,
             partial(self.comm.largest, kind="refresh"),
             self.comm.ledger.count_event,
         )

@@ -502,7 +502,7 @@ class StepSync:
     def _assemble(self, edited: Tensor, exact: bool, late: bool) -> Tensor:
         engine = self.engine
         settings = self._settings.code()
-        flags: list[float] = [*encode_hash(engine.issued.value)]
+        flags: list[float] = [*encode_hash(engine.issue_hash.value)]
         flags += encode_hash(settings) if isinstance(settings, int) else [0.0] * 3
         flags.append(late + _MISSED * bool(self.missed))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
@@ -534,7 +534,7 @@ class StepSync:
     def _check_in_step(self, values: list[float], *, late: bool = False) -> None:
         if self._disagree(values[_HASH]):
             raise self.engine.agreement.failure(
-                f"comparing what was gathered and reduced, hash {self.engine.issued.value:x}", where="step()"
+                f"comparing what was gathered and reduced, hash {self.engine.issue_hash.value:x}", where="step()"
             )
         if self._disagree(values[_SETTINGS]):
             raise self._settings.disagreement(late=late)
