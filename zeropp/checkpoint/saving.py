@@ -484,16 +484,16 @@ class Background:
             _log.error("%s", error)
             _logged.append(str(error))
 
-    def copied(self, attempt: CheckpointWriter) -> CheckpointWriter:
+    def copied(self, writer: CheckpointWriter) -> CheckpointWriter:
         """The same of values that training does not change; the one before must have been waited for."""
-        return replace(attempt, contents=replace(attempt.contents, parts=self._copied(attempt.contents.parts)))
+        return replace(writer, contents=replace(writer.contents, parts=self._copied(writer.contents.parts)))
 
-    def start(self, attempt: CheckpointWriter) -> None:
+    def start(self, writer: CheckpointWriter) -> None:
         """Write what was copied, and return meanwhile."""
-        self._path, sync = str(attempt.path), self._sync
+        self._path, sync = str(writer.path), self._sync
 
         def write() -> None:
-            attempt.write_checkpoint(sync)
+            writer.write_checkpoint(sync)
             _unfinished.pop(self, None)
 
         # Before it begins, since it may end at once.
@@ -692,14 +692,14 @@ def begin_save(
     refused = 0 if in_window else engine.accumulation.count
     found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)
     shown = Progress(f"saving {target.name}", progress and sync.rank == 0)
-    attempt = CheckpointWriter(target, token, found, checks, file_nbytes, shown, completed)
+    writer = CheckpointWriter(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
         # Threads copy from cards, on streams of their own.
         wait_for_cards(found.parts)
-        attempt.write_checkpoint(sync)
+        writer.write_checkpoint(sync)
     else:
         doing, left = f"copying what is to be saved at {str(target)!r}", "nothing was saved"
-        background.start(run_between_passes(engine, doing, lambda: background.copied(attempt), left))
+        background.start(run_between_passes(engine, doing, lambda: background.copied(writer), left))
     return target
 
 
