@@ -25,6 +25,7 @@ _WAITS = {
     "synchronize",
     "used_here",
     "wait",
+    "wait_for_all",
     "wait_event",
     "wait_for_unshard",
     "wait_for_refresh",

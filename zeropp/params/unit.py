@@ -454,7 +454,7 @@ def make_wire_copy(
         trainable: whether there is a gradient.
         coded: whether the shard is a message.
     """
-    first_stream, kept = tiers.weights, paths.refresh is None
+    kept = paths.refresh is None
     path = paths.fetch if kept else paths.refresh
     if path is None or tiers.main_tier(trainable).serves(device):
         return None
@@ -464,13 +464,12 @@ def make_wire_copy(
     row: StoredTensor | None = None
     numel, dtype = main.tensor.numel(), main.tensor.dtype
     # Frozen weights never change, so that a second copy would save little; of others it is worth fewer bytes.
-    serves = not trainable or (first_stream.accepts(main) and dtype == path.dtype)
-    if kept and serves and codec is None:
+    main_serves = not trainable or (tiers.weights.accepts(main) and dtype == path.dtype)
+    if kept and main_serves and codec is None:
         row = main
     elif kept:
-        row = first_stream.allocate_tensor(
-            codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype
-        )
+        size, stored = (codec.nbytes(numel), codec.dtype) if codec else (numel, path.dtype)
+        row = tiers.weights.allocate_tensor(size, stored)
     reader = None if row is None or row.place == "device" else tiers.reader
     return WireCopy(main, row, dtype if exact else path.dtype, codec, device, reader)
 
@@ -486,7 +485,7 @@ class UnitState(Enum):
     """The state of a unit's values."""
 
     SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
-    GATHERED = "guarded"  # memory allocated, values there or on their way; parameters guarded
+    GATHERED = "gathered"  # memory allocated, values there or on their way; parameters guarded
     UNSHARDED = "unsharded"  # values readable by the model
 
 

@@ -84,7 +84,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     plan = zeropp.plan.memory(lora(), make_config(**{**CODED, **settings}), dist.get_world_size(), 2)
     model, optimizer = wrapped(settings)
     train(model, optimizer, 0)
-    optimizer.engine.refresh.wait_for_refresh()
+    optimizer.engine.refresh.wait_for_all()
     optimizer.engine.schedule.live_units.release_planned()
     return owned_bytes(optimizer), plan.terms
 
