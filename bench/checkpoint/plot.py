@@ -1,6 +1,6 @@
 """The table of ``bench.checkpoint`` as a picture: how long training waits, and until when bytes are on their way.
 
-python -m bench.checkpoint.plot bench/results/2026-11-24_checkpoint.json  # beside it, with another suffix
+python -m bench.checkpoint.plot bench/results/2026-11-25_checkpoint.json  # beside it, with another suffix
 """
 
 from __future__ import annotations

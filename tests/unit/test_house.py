@@ -239,6 +239,11 @@ def test_order_knows_no_clock_and_no_process_group() -> None:
     assert found == []
 
 
+def test_three_files_resize_storages() -> None:
+    found = {str(path.relative_to(ROOT)) for path in (ROOT / "zeropp").rglob("*.py") if ".resize_(" in path.read_text()}
+    assert found == {"zeropp/params/unit.py", "zeropp/offload/parked.py", "zeropp/setup/placing.py"}
+
+
 def test_every_room_says_what_it_is() -> None:
     """In three lines or more: what it knows, what it does not, and where to start reading."""
     for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):

@@ -250,7 +250,7 @@ class Engine(GuardHandler):
         averaged: main weights hold an average.
         closed: it was taken off its model.
         loading: a state dict is being copied in.
-        retired: the next engine may take its place.
+        retired: the engine was destroyed, or its model is being wrapped again.
         notes_calls: see :class:`zeropp.engine.hooks.HookHandler`.
         trained_set: how many sets of parameters were trained before; each has backwards of its own.
     """

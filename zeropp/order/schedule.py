@@ -492,7 +492,9 @@ class Schedule:
         return f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.where}"
 
     def _ask_at_fork(self, unit: Unit | None) -> bool:
-        """Say what this rank wants next, None for nothing more, and go on as all ranks want: see the note above.
+        """Say what this rank wants next, None for nothing more, and go on as all ranks want.
+
+        See [Note: how ranks may diverge].
 
         Returns:
             Whether the phase is over.
