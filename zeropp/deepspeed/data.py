@@ -96,6 +96,11 @@ def make_loader(
         sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=shuffle)
     # torch refuses to shuffle beside a sampler, which has done that here.
     return DataLoader(
-        dataset, batch_size, sampler=sampler, collate_fn=collate_fn, num_workers=workers, drop_last=drop_last,
+        dataset,
+        batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=workers,
+        drop_last=drop_last,
         pin_memory=pin_memory,
-    )  # fmt: skip
+    )

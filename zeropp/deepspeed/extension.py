@@ -201,10 +201,15 @@ def _add(parameter: nn.Parameter, part: DsTensor, status: ZeroParamStatus, *, pe
     number = parameter.__dict__.setdefault("_zeropp_number", next(_ids))
     # While it is released its class answers NOT_AVAILABLE in place of this; see :attr:`_DeepSpeed.released`.
     parameter.__dict__.update(
-        ds_id=number, ds_shape=parameter.shape, ds_numel=parameter.numel(), ds_tensor=part,
-        ds_status=status, ds_persist=persistent, ds_active_sub_modules=set(),
+        ds_id=number,
+        ds_shape=parameter.shape,
+        ds_numel=parameter.numel(),
+        ds_tensor=part,
+        ds_status=status,
+        ds_persist=persistent,
+        ds_active_sub_modules=set(),
         partition_numel=part.partition_numel,
-    )  # fmt: skip
+    )
 
 
 class _DeepSpeed(Extension):

@@ -12,9 +12,15 @@ from zeropp.params.guard import handler_of
 from zeropp.partition.units import LEAF_AS
 
 __all__ = [
-    "get_z3_leaf_modules", "mark_configured", "set_z3_leaf_module", "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
-]  # fmt: skip
+    "get_z3_leaf_modules",
+    "mark_configured",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
 
 
 CONFIGURED = "by the configuration"

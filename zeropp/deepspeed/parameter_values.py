@@ -23,11 +23,19 @@ from zeropp.params.guard import handler_of
 from zeropp.params.unit import FlatBuffer
 
 __all__ = [
-    "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",
-    "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
-    "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
     "safe_set_local_optimizer_state",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

@@ -380,8 +380,12 @@ def read_run_values(folder: Path) -> RunValues:
 def _loss_scale(folder: Path) -> dict[str, Any] | None:
     """The dynamic loss scale of a run in float16: the same in every rank's file."""
     # Its own attributes -> ours. A static scale has but the first, and is the configuration's.
-    names = {"cur_scale": "value", "cur_iter": "iterations", "last_overflow_iter": "last_overflow",
-             "cur_hysteresis": "left"}  # fmt: skip
+    names = {
+        "cur_scale": "value",
+        "cur_iter": "iterations",
+        "last_overflow_iter": "last_overflow",
+        "cur_hysteresis": "left",
+    }
     for path in optim_files(folder)[:1]:
         saved = read_torch_file(path, PACKAGES)
         inner = saved.get("optimizer_state_dict") if isinstance(saved, Mapping) else None

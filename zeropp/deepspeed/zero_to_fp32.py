@@ -299,10 +299,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-d", "--debug", action="store_true", help="accepted; without effect")
     args = parser.parse_args(argv)
     convert_zero_checkpoint_to_fp32_state_dict(
-        args.checkpoint_dir, args.output_dir, max_shard_size=args.max_shard_size,
-        safe_serialization=args.safe_serialization, tag=args.tag,
+        args.checkpoint_dir,
+        args.output_dir,
+        max_shard_size=args.max_shard_size,
+        safe_serialization=args.safe_serialization,
+        tag=args.tag,
         exclude_frozen_parameters=args.exclude_frozen_parameters,
-    )  # fmt: skip
+    )
 
 
 def write_script(folder: Path) -> None:

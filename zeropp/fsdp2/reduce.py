@@ -94,9 +94,13 @@ class _Packing:
     """
 
     def __init__(
-        self, route: ReduceRoute, numel: int, values: Sequence[tuple[int, int]], dtype: torch.dtype,
+        self,
+        route: ReduceRoute,
+        numel: int,
+        values: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         world, self.codecs = route.world, route.codecs(dtype)
         self.piece = numel // world
         count = sum(stop - start for start, stop in values)

@@ -19,9 +19,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 __all__ = [
-    "AllGather", "Parts", "ReduceOp", "ReduceScatter", "ShardedUnit", "factor_of", "find_units", "parameter_groups",
+    "AllGather",
+    "Parts",
+    "ReduceOp",
+    "ReduceScatter",
+    "ShardedUnit",
+    "factor_of",
+    "find_units",
+    "parameter_groups",
     "sharded_since",
-]  # fmt: skip
+]
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 

@@ -66,9 +66,14 @@ class MixedCodec(BlockCodec):
         places.copy_(pieces[..., self.start : self.start + self.values])
 
     def decode_sum_(
-        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self,
+        messages: Messages,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
         report: Report | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See :class:`Codec`; ``out`` is written, not added to: FSDP2 adds by itself."""
         # ReduceComm asks for neither, and neither would be right for the values.
         assert not accumulate and report is None
@@ -77,13 +82,19 @@ class MixedCodec(BlockCodec):
         out.view(-1, self.piece)[:, self.start : self.start + self.values].copy_(total)
 
     def encode_sum_(
-        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
-        feedback: Feedback | None, scale: float, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        source: Codec,
+        parts: Messages,
+        numel: int,
+        messages: Tensor,
+        *,
+        count: int,
+        feedback: Feedback | None,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> None:
         """See :class:`Codec`."""
-        super().encode_sum_(
-            source, parts, numel, messages, count=count, feedback=feedback, scale=scale, dtype=dtype
-        )  # fmt: skip
+        super().encode_sum_(source, parts, numel, messages, count=count, feedback=feedback, scale=scale, dtype=dtype)
         # Of a hop without codes ``encode_`` has written the values.
         if isinstance(source, MixedCodec):
             places = self.values_in(messages, numel // count)

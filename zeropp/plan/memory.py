@@ -250,8 +250,10 @@ class _Tally:
         self._tiers = plan_homes(cut.settings, device)
         stepped = [
             layout.numel // unit.placement.mode.states
-            for unit in cut.units for key, layout in unit.buffers if key.trainable
-        ]  # fmt: skip
+            for unit in cut.units
+            for key, layout in unit.buffers
+            if key.trainable
+        ]
         self._partial_offload = PartialOffload(cut.settings, self._tiers, PlannedMemory(device), stepped)
         self._groups = cut.no_groups(world)
 

@@ -60,10 +60,8 @@ class TrafficPlan:
     def sent(self, link: str | None = None, phase: str | None = None) -> int:
         """Bytes that a rank sends in a step, over a class of links ("local", "cross") and in a pass, or all."""
         return sum(
-            row.nbytes * row.times
-            for row in self.rows
-            if link in (None, row.way.link) and phase in (None, row.phase)
-        )  # fmt: skip
+            row.nbytes * row.times for row in self.rows if link in (None, row.way.link) and phase in (None, row.phase)
+        )
 
     @property
     def between_nodes(self) -> int:
@@ -144,8 +142,15 @@ def _weights(
             difference = make_difference_codec(encoding.differences)
             if isinstance(difference, Lossless):
                 difference.room = int(piece * _ESCAPED_BITS / 8), 0
-            yield from _hops(unit, "refresh", difference.name, placement.gather_path(states, cached), states,
-                             difference.nbytes(piece), 1)  # fmt: skip
+            yield from _hops(
+                unit,
+                "refresh",
+                difference.name,
+                placement.gather_path(states, cached),
+                states,
+                difference.nbytes(piece),
+                1,
+            )
         else:
             yield from _hops(unit, "refresh", name, placement.gather_path(states, cached), states, nbytes, 1)
     # What is cached whole is not gathered between refreshes.
@@ -160,9 +165,15 @@ def _weights(
 
 
 def _hops(
-    unit: str, kind: str, codec: str, path: Sequence[HopSpec], states: int, nbytes: int, times: int,
+    unit: str,
+    kind: str,
+    codec: str,
+    path: Sequence[HopSpec],
+    states: int,
+    nbytes: int,
+    times: int,
     phase: str = "forward",
-) -> Iterator[TrafficRow]:  # fmt: skip
+) -> Iterator[TrafficRow]:
     """Messages of a piece of the states each, brought together hop by hop."""
     for hop in path:
         way = TrafficKey(unit, kind, f"{hop.outer}->{hop.inner}", hop.link, len(hop.ranks), codec)

@@ -89,8 +89,12 @@ def make_classes(module: str, pytorch: str, fabric: str) -> Made:
         ),
         precision=precision,
         fabric_strategy=make(
-            "FabricZeroStrategy", FabricStrategyParts, "strategies.DDPStrategy", "fabric",
-            precision_class=fabric_precision, sync_control_class=control,
+            "FabricZeroStrategy",
+            FabricStrategyParts,
+            "strategies.DDPStrategy",
+            "fabric",
+            precision_class=fabric_precision,
+            sync_control_class=control,
         ),
         fabric_precision=fabric_precision,
-    )  # fmt: skip
+    )

@@ -81,13 +81,18 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     # The block alone switches it on; without it these values go nowhere.
     if given["offload_optimizer"]:
         zero["offload_optimizer"] = {
-            "device": given["offload_optimizer_device"], "buffer_count": given["optimizer_buffer_count"], **shared,
-        }  # fmt: skip
+            "device": given["offload_optimizer_device"],
+            "buffer_count": given["optimizer_buffer_count"],
+            **shared,
+        }
     if given["offload_parameters"]:
         zero["offload_param"] = {
-            "device": given["offload_params_device"], "buffer_count": given["params_buffer_count"],
-            "buffer_size": given["params_buffer_size"], "max_in_cpu": given["max_in_cpu"], **shared,
-        }  # fmt: skip
+            "device": given["offload_params_device"],
+            "buffer_count": given["params_buffer_count"],
+            "buffer_size": given["params_buffer_size"],
+            "max_in_cpu": given["max_in_cpu"],
+            **shared,
+        }
     return zero
 
 

@@ -93,9 +93,12 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         """
         optimizer = self._require_one(optimizers, "fabric.setup")
         engine, wrapped, _, scheduler = initialize(
-            {"device_rank": self._device_rank}, model=module, optimizer=optimizer, lr_scheduler=scheduler,
+            {"device_rank": self._device_rank},
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
             config=self._config(),
-        )  # fmt: skip
+        )
         self._engines.add(engine)
         self._configure_recomputation(self._config())
         # Of the engine's making if the configuration names one.
@@ -207,10 +210,13 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         engine = _only_engine(state)
         rest = {key: value for key, value in state.items() if value is not engine and value is not engine.optimizer}
         engine.save_checkpoint(
-            local_folder(self.broadcast(path)), TAG, pack(self._convert_stateful_objects_in_state(rest, filter={})),
-            exclude_frozen_parameters=self._given["exclude_frozen_parameters"], in_window=True,
+            local_folder(self.broadcast(path)),
+            TAG,
+            pack(self._convert_stateful_objects_in_state(rest, filter={})),
+            exclude_frozen_parameters=self._given["exclude_frozen_parameters"],
+            in_window=True,
             weights_only=not _has_optimizer(state),
-        )  # fmt: skip
+        )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

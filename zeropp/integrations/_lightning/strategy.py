@@ -208,10 +208,13 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         # What ranks write by themselves, of which there are empty places here.
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine.save_checkpoint(
-            local_folder(self.broadcast(filepath)), TAG, pack(rest), in_window=True,
+            local_folder(self.broadcast(filepath)),
+            TAG,
+            pack(rest),
+            in_window=True,
             exclude_frozen_parameters=self._given["exclude_frozen_parameters"],
             weights_only="optimizer_states" not in checkpoint,
-        )  # fmt: skip
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder into the partitions, or read a single file with ``load_full_weights``. Collective.
@@ -234,9 +237,11 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         engine, model = self.engine, self.lightning_module
         assert engine is not None  # of setup
         _, state = engine.load_checkpoint(
-            path, load_module_strict=model.strict_loading, load_lr_scheduler_states=False,
+            path,
+            load_module_strict=model.strict_loading,
+            load_lr_scheduler_states=False,
             load_optimizer_states=model.trainer.state.fn == "fit",
-        )  # fmt: skip
+        )
         found = unpack(state or {}, weights_only)
         if not found:
             warn = self.packages.find("fabric", "utilities.rank_zero.rank_zero_warn")
