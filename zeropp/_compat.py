@@ -196,7 +196,8 @@ def leaves_out(parameters: Iterable[Tensor]) -> bool:
     if any(_accumulates(parameter) for parameter in parameters):
         return False
     # Perhaps the loss just does not depend on them. But without ``inputs`` a backward executes all that it can reach.
-    seen, left = set[Node](), [cast("Node | None", torch._C._current_autograd_node())]
+    seen = set[Node]()
+    left = [cast("Node | None", torch._C._current_autograd_node())]
     while left:
         node = left.pop()
         if node is None or node in seen:
@@ -268,7 +269,8 @@ def replays_cuda_graphs(module: nn.Module) -> bool:
     if (call := getattr(module, "_compiled_call_impl", None)) is not None:
         # A plain function where compiling is switched off.
         config = getattr(call, "get_compiler_config", None)
-        chosen, backend = config() if config is not None else None, None
+        chosen = config() if config is not None else None
+        backend = None
     else:
         context: Any = module.dynamo_ctx
         chosen, backend = context.compiler_config, context.callback

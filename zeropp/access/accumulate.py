@@ -65,7 +65,8 @@ def accumulate(
     """
     engine = _engine_of(model)
     pairs, order = _agree(engine, lambda: _check(engine, model, micro_batches, loss_fn, stages))
-    window, targets = engine.accumulation, [target for _, target in pairs]
+    window = engine.accumulation
+    targets = [target for _, target in pairs]
     divisor = window.steps if window.steps > 1 else len(pairs)
     losses: list[Tensor] = []
 

@@ -129,7 +129,9 @@ class Average:
 
     def take_counts(self, state: dict[str, Any]) -> None:
         """Take what :meth:`counts` gave; the pieces are what they are to be."""
-        self.decay, self.updates, self._begun = state["decay"], state["updates"], True
+        self.decay = state["decay"]
+        self.updates = state["updates"]
+        self._begun = True
 
     def counts(self) -> dict[str, Any]:
         """The average's numbers besides its pieces."""

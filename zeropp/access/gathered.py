@@ -102,7 +102,8 @@ class BuildGather:
     def scatter_edits(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         build, keeps = self._build, self._modifier_rank
-        edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
+        edits = self._edits() if keeps is None else {}
+        wrong = self._misshapen()
         parameters = [parameter for parameter, _ in self._pieces]
         own = bool(wrong), digest_of(edits.items()) if edits else 0
         accounts = build.agree("leaving GatheredParameters", parameters, own)
@@ -381,7 +382,8 @@ class GatheredParameters:
     def _give_back(self) -> None:
         for context in self._contexts:
             context.take_back()
-        self._contexts, self._graphs = [], None
+        self._contexts = []
+        self._graphs = None
 
 
 def _tell(contexts: Sequence[EngineGather | BuildGather], error: BaseException) -> None:
@@ -415,7 +417,8 @@ class EngineGather:
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
         edits = modifier_rank is not None
-        doing, needs = f"GatheredParameters with modifier_rank {modifier_rank}", WEIGHTS if edits else NOTHING
+        doing = f"GatheredParameters with modifier_rank {modifier_rank}"
+        needs = WEIGHTS if edits else NOTHING
         engine.require_idle(doing, inside_gather=True, averaged=not edits, needs=needs)
         if modifier_rank is not None and modifier_rank not in engine.comm.ranks:
             ranks = list(engine.comm.ranks)
@@ -484,7 +487,8 @@ class EngineGather:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         engine, keeps = self.engine, self.modifier_rank
         # Ranks agree before the first broadcast: all raise, or all go on.
-        edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
+        edits = self._edits() if keeps is None else {}
+        wrong = self._misshapen()
         own = [int(bool(wrong)), digest_of(edits.items()) if edits else 0]
         rows = engine.agreement.exchange(GATHERED, own, "leaving GatheredParameters", "the end of GatheredParameters")
         if keeps is None and rows[0][1] and all(row == rows[0] for row in rows):

@@ -64,7 +64,8 @@ def refuse_changes(model: nn.Module, modules: Sequence[nn.Module], engine: Engin
     """
     # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy ask the
     # object for __reduce_ex__. Classes stay as they are.
-    moving, pickling = _refuse(_MOVING), _refuse(_PICKLING)
+    moving = _refuse(_MOVING)
+    pickling = _refuse(_PICKLING)
     replace_in(modules, engine, "_apply", lambda module: moving)
     replace_in(modules, engine, "__reduce_ex__", lambda module: pickling)
     # Weakly: modules own the engine by one attribute alone. See [Note: ownership].
@@ -226,7 +227,8 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
     Modules without parameters may come and go, as some make theirs when they first run; and what is taken out stays
     managed and unused.
     """
-    structure, ref = _Structure(model), weakref.ref(engine)
+    structure = _Structure(model)
+    ref = weakref.ref(engine)
 
     def check(module: nn.Module, args: object) -> None:
         engine = ref()

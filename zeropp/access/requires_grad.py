@@ -137,7 +137,8 @@ class Trainability:
     def _split(self, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
         """Move what is to be trained out of a buffer without a gradient; what stays is laid out anew without it."""
         engine = self._engine
-        values, codes = gather_main(engine, buffer), gather_codes(engine, buffer)
+        values = gather_main(engine, buffer)
+        codes = gather_codes(engine, buffer)
         parts = []
         # Trainable parameters last: positions of those that were trained before must not move.
         for trainable in (False, True):

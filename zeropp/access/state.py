@@ -70,7 +70,8 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
     engine = engine_of(model)
     engine.require_idle("full_state", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call("full_state()")
-    keep, device = not rank0_only or engine.comm.rank == 0, torch.device("cpu") if cpu_offload else engine.device
+    keep = not rank0_only or engine.comm.rank == 0
+    device = torch.device("cpu") if cpu_offload else engine.device
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:
         for parameter, value in zip(buffer.parameters, gather_main(engine, buffer), strict=True):
@@ -342,8 +343,11 @@ def _alive(ref: weakref.ref[Engine]) -> Engine:
 
 def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
     """Make ``state_dict`` and ``load_state_dict`` of these modules see whole parameters."""
-    saving, loading = _Saving(engine), _Loading(engine)
-    before, load, loaded = saving.begin_module, loading.begin_module, loading.end_module
+    saving = _Saving(engine)
+    loading = _Loading(engine)
+    before = saving.begin_module
+    load = loading.begin_module
+    loaded = loading.end_module
 
     # torch marks the hook itself, so it must be a function.
     def saved(module: nn.Module, *_: object) -> None:
@@ -396,7 +400,9 @@ def require_values(engine: Engine) -> None:
 
 class _MetaParams:
     def __init__(self, engine: Engine, model: nn.Module, names: frozenset[str]) -> None:
-        self._engine, self._root, self.names = weakref.ref(engine), weakref.ref(model), names
+        self._engine = weakref.ref(engine)
+        self._root = weakref.ref(model)
+        self.names = names
         self.handles: list[RemovableHandle] = []
 
     def before(self, module: nn.Module, args: object) -> None:
@@ -405,7 +411,8 @@ class _MetaParams:
             self.check()
 
     def check(self) -> None:
-        engine, model = self._engine(), self._root()
+        engine = self._engine()
+        model = self._root()
         # Without its root the engine is another's, or gone.
         if engine is None or model is None:
             return

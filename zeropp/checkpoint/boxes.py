@@ -116,7 +116,8 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, sto
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], shape[d] != 1))
     found = []
     for offsets, sizes in _cut([shape[d] for d in order], start, stop):
-        place, size = [0] * len(shape), [0] * len(shape)
+        place = [0] * len(shape)
+        size = [0] * len(shape)
         for position, dimension in enumerate(order):
             place[dimension], size[dimension] = offsets[position], sizes[position]
         found.append(Box(tuple(place), tuple(size)))
@@ -132,7 +133,8 @@ def _cut(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], l
         return
     row = math.prod(sizes[1:])
     # The first row that begins in the range, and the last that ends in it.
-    first, last = -(-start // row), stop // row
+    first = -(-start // row)
+    last = stop // row
     if first > last:
         # It lies inside one row.
         yield from _rows(sizes, last, start - last * row, stop - last * row)
@@ -163,8 +165,10 @@ def runs(part: Box, whole: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     depth = len(whole)
     while depth > 0 and part.sizes[depth - 1] == whole[depth - 1]:
         depth -= 1
-    outer, count = max(depth - 1, 0), math.prod(part.sizes[max(depth - 1, 0) :])
-    strides, own = row_major(whole), row_major(part.sizes)
+    outer = max(depth - 1, 0)
+    count = math.prod(part.sizes[max(depth - 1, 0) :])
+    strides = row_major(whole)
+    own = row_major(part.sizes)
     if part.numel == 0:
         return
     index = [0] * outer
@@ -244,7 +248,9 @@ Which = Literal["slice", "pieces", "own"]
 
 def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Slot, Fragment]]:
     """Parts of parameters in this rank's slice at a level; offsets count from its beginning."""
-    chain, rank, layout = buffer.placement.chain, buffer.placement.rank, buffer.layout
+    chain = buffer.placement.chain
+    rank = buffer.placement.rank
+    layout = buffer.layout
     begin, _ = layout.slice_range(chain.slice_index(rank, level), level)
     cut = level if which == "slice" else chain.world
     first = chain.slice_index(rank, level) * (cut // level)
@@ -292,7 +298,8 @@ def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], whi
         for slot, each in fragments(buffer, buffer.placement.mode.states, which):
             for first, key, tensor in by_name.get(slot.name, ()):
                 # A rank may have two slices of a parameter: the device steps one, and the host the other.
-                start, stop = max(each.start, first), min(each.stop, first + tensor.numel())
+                start = max(each.start, first)
+                stop = min(each.stop, first + tensor.numel())
                 if start < stop:
                     row = tensor[start - first : stop - first]
                     yield from parts_of_range(f"{STATE}{slot.name}.{key}", slot, start, row)

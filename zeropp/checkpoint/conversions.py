@@ -131,7 +131,8 @@ def _incoming(tools: Any, mapping: list[Any], model: nn.Module, keys: list[str],
     renamings = [each for each in mapping if isinstance(each, tools.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, tools.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    prefix, known = getattr(model, "base_model_prefix", ""), dict.fromkeys(names, True)
+    prefix = getattr(model, "base_model_prefix", "")
+    known = dict.fromkeys(names, True)
     groups: dict[str, _Group] = {}
     for key in keys:
         name, pattern = tools.rename_source_key(key, renamings, converters, prefix, known)

@@ -87,7 +87,8 @@ def _write_folder(
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
     token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]  # one folder for all ranks
-    place, first = _ExportFolder(target, token), engine.comm.rank == 0
+    place = _ExportFolder(target, token)
+    first = engine.comm.rank == 0
     left = place.left
     shown = Progress(f"exporting to {target.name}", progress and first)
 
@@ -174,7 +175,9 @@ class _ExportFolder:
     """
 
     def __init__(self, target: Path, token: str) -> None:
-        self._target, self._made, self._goes_on = target, False, False
+        self._target = target
+        self._made = False
+        self._goes_on = False
         self.folder = target / f"{_UNFINISHED}{token}"
         self.left = ErrorContext("nothing was written, and what was there before is as it was")
 
@@ -319,7 +322,8 @@ def _gathered(
     engine: Engine, model: nn.Module, dtype: torch.dtype | None, trained_only: bool
 ) -> dict[str, Tensor] | None:
     """The plain model's state on the first rank's CPU, and None on other ranks."""
-    first, state = engine.comm.rank == 0, dict[str, Tensor]()
+    first = engine.comm.rank == 0
+    state = dict[str, Tensor]()
     named, aliases = model_names(model)
     kinds = _kinds(engine, named, dtype)
     # In the dtype that is computed with fewer bytes travel.
@@ -389,14 +393,16 @@ def consolidate(
     Raises:
         CheckpointError: it is no complete checkpoint, is damaged, or the files cannot be written.
     """
-    folder, target = Path(checkpoint).absolute(), Path(os.path.realpath(out))
+    folder = Path(checkpoint).absolute()
+    target = Path(os.path.realpath(out))
     metadata = Metadata.read(folder)
     source = TensorReader(folder, metadata, verify)
     shapes = {
         n.removeprefix(MODEL): (DTYPES[t.dtype], t.shape) for n, t in metadata.tensors.items() if n.startswith(MODEL)
     }
     shapes |= {name: (DTYPES[entry.dtype], entry.shape) for name, entry in metadata.coded.items()}
-    place, shown = _ExportFolder(target, secrets.token_hex(4)), Progress(f"writing {target.name}", progress)
+    place = _ExportFolder(target, secrets.token_hex(4))
+    shown = Progress(f"writing {target.name}", progress)
     try:
         place.make()
         place.check_files()

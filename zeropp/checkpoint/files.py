@@ -77,7 +77,8 @@ def _opened(path: Path, flags: int) -> Iterator[tuple[int, bool]]:
     except OSError as error:
         if not direct or error.errno not in _REFUSED:
             raise
-        descriptor, direct = os.open(path, flags, 0o644), 0
+        descriptor = os.open(path, flags, 0o644)
+        direct = 0
     try:
         yield descriptor, bool(direct)
     finally:
@@ -198,12 +199,14 @@ def read_blocks(
                 counts.append(end - begin)
                 for stretch in range(begin // STRETCH, -(-end // STRETCH)):
                     if stretch in verified:
-                        low, high = stretch * STRETCH, min((stretch + 1) * STRETCH, nbytes)
+                        low = stretch * STRETCH
+                        high = min((stretch + 1) * STRETCH, nbytes)
                         verify(stretch, memory[low - begin : high - begin])
                 place = bisect.bisect_right(reach, begin)
                 while place < len(wanted) and begins[place] < end:
                     each = wanted[place]
-                    low, high = max(each.begin, begin), min(each.end, end)
+                    low = max(each.begin, begin)
+                    high = min(each.end, end)
                     if low < high:
                         each.into[low - each.begin : high - each.begin].copy_(buffer[low - begin : high - begin])
                     place += 1
@@ -233,7 +236,8 @@ def _spans(wanted: Sequence[ReadRange], verified: Collection[int], nbytes: int) 
 
 
 def _read_all(descriptor: int, memory: memoryview, begin: int, end: int, path: Path) -> None:
-    done, count = 0, end - begin
+    done = 0
+    count = end - begin
     # Rounded up, as O_DIRECT wants it; what is behind the end of the file is not there, and does not count.
     padded = -(-count // _ALIGNED) * _ALIGNED
     while done < count:
@@ -359,7 +363,8 @@ def write_files(
         CheckpointError: a dtype that such files cannot hold.
         OSError: a file cannot be written; what is there of it stays.
     """
-    found, progress = Written([], {}), progress or Progress()
+    found = Written([], {})
+    progress = progress or Progress()
     for part in parts:
         # In no file, and read again all the same.
         if not part.values.numel():
@@ -369,7 +374,8 @@ def write_files(
     planned = plan_files([_key(part) for part in small], kinds, limit) if small else []
     progress.expect(sum(file.nbytes for file in planned))
     for number, file in enumerate(planned):
-        name, group = f"{stem}-{number:05d}.safetensors", [small[member] for member in file.members]
+        name = f"{stem}-{number:05d}.safetensors"
+        group = [small[member] for member in file.members]
         data = [torch.frombuffer(bytearray(file.head), dtype=torch.uint8), *(part.values for part in group)]
         content = _Content(data, [0, *file.begins])
         sums = write_blocks(folder / name, file.nbytes, content.fill, checks.of_bytes, progress.add)
@@ -389,7 +395,8 @@ def _split(part: TensorBox, limit: int) -> Iterator[TensorBox]:
         return
     size = part.box.sizes[dimension]
     for begin, count in ((0, size // 2), (size // 2, size - size // 2)):
-        offsets, sizes = list(part.box.offsets), list(part.box.sizes)
+        offsets = list(part.box.offsets)
+        sizes = list(part.box.sizes)
         offsets[dimension] += begin
         sizes[dimension] = count
         values = part.values.narrow(dimension, begin, count)
@@ -488,7 +495,8 @@ class WholeFiles:
         dtype, shape = self._tensors[name]
         assert tuple(values.shape) == shape  # both are of the same model
         row = as_bytes(values.detach().to("cpu", dtype).contiguous())
-        memory, done = view_of(row) if row.numel() else memoryview(b""), 0
+        memory = view_of(row) if row.numel() else memoryview(b"")
+        done = 0
         descriptor = self._descriptor(number)
         # Linux writes at most 2 GiB a call.
         while done < len(memory):

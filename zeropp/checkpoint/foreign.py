@@ -79,9 +79,11 @@ def safetensors_metadata(path: Path) -> tuple[Path, Metadata]:
         CheckpointError: there are none, or one is damaged.
     """
     if path.is_file():
-        folder, names = path.parent, [path.name]
+        folder = path.parent
+        names = [path.name]
     else:
-        folder, names = path, _names(path)
+        folder = path
+        names = _names(path)
     files: list[FileEntry] = []
     tensors: dict[str, TensorEntry] = {}
     for number, name in enumerate(names):
@@ -134,7 +136,8 @@ def _read_header(path: Path, number: int) -> tuple[int, dict[str, TensorEntry]]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            (begin, end) = entry["data_offsets"]
             box = BoxEntry(file=number, begin=8 + length + begin, offsets=(0,) * len(shape), sizes=shape)
             tensor = TensorEntry(dtype=entry["dtype"], shape=shape, boxes=(box,))
             if tensor.dtype not in DTYPES:
@@ -198,7 +201,8 @@ class Named:
         if not isinstance(value, TensorEntry):
             self.numbers.setdefault(name, {})[key] = encode(value, f"{STATE}{name}.{key}", {})
             return
-        full, weight = f"{STATE}{name}.{key}", self.tensors.get(MODEL + name)
+        full = f"{STATE}{name}.{key}"
+        weight = self.tensors.get(MODEL + name)
         self.tensors[full] = value
         # A parameter that is one number itself has moments that are: "step" alone is known to count.
         if key == "step" or (not value.shape and weight is not None and weight.shape):
@@ -383,7 +387,8 @@ def find_torch(place: Path) -> FoundValues:
         CheckpointError: a file is missing, is none of ``torch.save``, or names what is not known.
     """
     if place.is_file():
-        folder, names = place.parent, [place.name]
+        folder = place.parent
+        names = [place.name]
     else:
         folder = place
         names = indexed_names(folder / TORCH_INDEX) if (folder / TORCH_INDEX).is_file() else [TORCH_SINGLE]
@@ -540,13 +545,15 @@ class _Folder:
             if entry.name == "BytesStorageMetadata":
                 yield path, LazyValue(partial(self._value, name, stored[name, None]))
                 continue
-            dtype, shape = entry.get("properties").state[0], tuple(entry.get("size"))
+            dtype = entry.get("properties").state[0]
+            shape = tuple(entry.get("size"))
             yield path, self._tensor(name, dtype, shape, entry.get("chunks"), stored)
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Any, stored: Any) -> TensorEntry:
         boxes = []
         for chunk in chunks:
-            offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+            offsets = tuple(chunk.get("offsets"))
+            sizes = tuple(chunk.get("sizes"))
             number, begin = self._item(name, stored[name, offsets])
             box = BoxEntry(file=number, begin=begin, offsets=offsets, sizes=sizes)
             if len(offsets) != len(shape) or not box.box.inside(shape):
@@ -559,7 +566,9 @@ class _Folder:
 
     def _item(self, name: str, info: Record) -> tuple[int, int]:
         """Number of the file that an item is in, and its first byte there."""
-        path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        path = info.get("relative_path")
+        offset = info.get("offset")
+        length = info.get("length")
         if info.get("transform_descriptors"):
             raise CheckpointError(
                 f"{str(self._path)!r} has {name!r} compressed by {info.get('transform_descriptors')}, of which no part "

@@ -83,7 +83,8 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
                 f"{alias!r} is tied to {first!r} here, and there of shape {there} beside {here}; strict=False takes "
                 f"{renamed[first]!r} for both"
             )
-    firsts, before = set(apart.values()), source.nbytes_read
+    firsts = set(apart.values())
+    before = source.nbytes_read
     parts: dict[str, list[TensorBox]] = {}
     for part in main_parts(engine, "slice"):
         name = part.name.removeprefix(MODEL)
@@ -196,7 +197,8 @@ class Restore:
         """Refuse, or warn of, states of another class of optimizer, and warn of switches that were set otherwise."""
         assert self.optimizer is not None
         first = self.engine.comm.rank == 0
-        here, there = type(self.optimizer.inner).__qualname__, self.metadata.values.get("optimizer")
+        here = type(self.optimizer.inner).__qualname__
+        there = self.metadata.values.get("optimizer")
         if there is not None and here != there:
             told = f"the checkpoint has states of {there}, and the optimizer is {here}"
             if strict:
@@ -407,7 +409,10 @@ class Restore:
         for part in optimizer.slices.all:
             if part.name in self.values["numbers"]:
                 self.states.setdefault(part.parameter, {}).update(self.values["numbers"][part.name])
-        inner, state, groups, index = optimizer.inner, {}, [], 0
+        inner = optimizer.inner
+        state = {}
+        groups = []
+        index = 0
         read: dict[nn.Parameter, dict[str, Any]] = {}
         names = {part.parameter: part.name for part in optimizer.slices.all}
         for group, settings in zip(inner.param_groups, self.values["groups"], strict=True):

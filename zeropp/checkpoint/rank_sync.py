@@ -104,7 +104,9 @@ def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> 
         work: takes numbers from an iterator until there are none.
         most: threads.
     """
-    numbers, lock, stop = iter(range(count)), threading.Lock(), threading.Event()
+    numbers = iter(range(count))
+    lock = threading.Lock()
+    stop = threading.Event()
 
     def some() -> Iterator[int]:
         while not stop.is_set():
@@ -194,7 +196,9 @@ class Progress:
         """Leave the bar as it is, and begin no other."""
         with self._lock:
             self._show()
-            self._shown, bar, self._bar = False, self._bar, None
+            self._shown = False
+            bar = self._bar
+            self._bar = None
             if bar is not None:
                 with contextlib.suppress(Exception):
                     bar.close()
@@ -208,7 +212,8 @@ class Progress:
             self._bar.update(min(self._done, self._total) - self._bar.n)
         except Exception:
             # Where it would be shown may be closed, and that is no reason to lose a checkpoint.
-            self._shown, self._bar = False, None
+            self._shown = False
+            self._bar = None
 
 
 def _new_bar(doing: str, done: int) -> Any:
@@ -297,9 +302,11 @@ class RankSync:
     """
 
     def __init__(self, comm: Comm, hang_timeout: float, warn_after: float | None) -> None:
-        self.rank, self.world = comm.rank, comm.world
+        self.rank = comm.rank
+        self.world = comm.world
         self.alone = comm.world == 1 or comm.backend == "fake"
-        self._hang_timeout, self._warn_after = hang_timeout, warn_after
+        self._hang_timeout = hang_timeout
+        self._warn_after = warn_after
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value.
@@ -350,7 +357,8 @@ class RankSync:
 
     def _beat(self, over: threading.Event, doing: str, progress: Progress) -> None:
         """Exchange with the other ranks whether each is done, until all are."""
-        waiting, pause = _Waiting(self.rank, doing, self._warn_after), _LONGEST / 64
+        waiting = _Waiting(self.rank, doing, self._warn_after)
+        pause = _LONGEST / 64
         over.wait(pause)
         try:
             while not all(done := self.exchange_number(int(over.is_set()), doing)):
@@ -367,7 +375,9 @@ class _Waiting:
     """The log of ranks that others wait for: after ``warn_after`` seconds, and each time that has doubled."""
 
     def __init__(self, rank: int, doing: str, warn_after: float | None) -> None:
-        self._rank, self._doing, self._warn_after = rank, doing, warn_after
+        self._rank = rank
+        self._doing = doing
+        self._warn_after = warn_after
         self._since: float | None = None  # when the first rank was done
 
     def note_done(self, done: list[int]) -> None:

@@ -96,7 +96,8 @@ class Reader(StorageReader):
         source = self._source
         if source is None:
             raise CheckpointError(f"read_data() of {str(self._path)!r} came before read_metadata()")
-        parts, given = [], []
+        parts = []
+        given = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:

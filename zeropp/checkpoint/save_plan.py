@@ -155,7 +155,8 @@ def compare(
         )
     wrong = []
     for name, there in matched.items():
-        here, shape = tuple(named[name].shape), metadata.shape_of(there)
+        here = tuple(named[name].shape)
+        shape = metadata.shape_of(there)
         if here != shape:
             wrong.append(f"{name!r} is of shape {here} here and of {shape} there")
     if wrong:
@@ -182,7 +183,8 @@ def match_groups(
     saved = {name: index for index, group in enumerate(groups) for name in group["parameters"]}
     names = {id(tensor): name for name, tensor in named.items()}
     stepped = {name.removeprefix(STATE).rpartition(".")[0] for name in metadata.tensors if name.startswith(STATE)}
-    found, fresh = [], []
+    found = []
+    fresh = []
     for number, given in enumerate(optimizer.slices.given):
         own = [names[id(parameter)] for parameter in given if id(parameter) in names]
         # By its own name where the checkpoint has left it out.
@@ -535,7 +537,9 @@ def coded_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
         codes, scales = buffer.blocks()
         for slot, each in fragments(buffer, buffer.placement.mode.states, which):
             # Parameters begin on a block, and pieces are whole blocks.
-            here, there, count = each.offset // BLOCK, each.start // BLOCK, -(-(each.stop - each.start) // BLOCK)
+            here = each.offset // BLOCK
+            there = each.start // BLOCK
+            count = -(-(each.stop - each.start) // BLOCK)
             blocks = -(-slot.numel // BLOCK)
             box = Box((there, 0), (count, BLOCK))
             yield TensorBox(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])

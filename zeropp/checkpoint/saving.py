@@ -111,7 +111,8 @@ def is_unfinished(folder: Path) -> bool:
 
 def others_in(folder: Path) -> list[str]:
     """Names of what is in a folder and is of no checkpoint: a ``metadata.json`` of something else, too; in order."""
-    metadata, first = folder / METADATA, written_first(folder / METADATA)
+    metadata = folder / METADATA
+    first = written_first(folder / METADATA)
     # While it is written over it may be empty.
     own = {first.name, METADATA} if begins_as_ours(metadata) or begins_as_ours(first) else {first.name}
     names = sorted(each.name for each in folder.iterdir())
@@ -128,7 +129,8 @@ def has_files_of(folder: Path, token: str) -> bool:
 
 def clear(folder: Path) -> None:
     """Remove from a folder the files that attempts that were cut off have left beside its checkpoint."""
-    path, first = folder / METADATA, written_first(folder / METADATA)
+    path = folder / METADATA
+    first = written_first(folder / METADATA)
     named: set[str] = set()
     try:
         named = {file.name for file in Metadata.read(folder).files}
@@ -229,7 +231,9 @@ class CheckpointWriter:
         first = sync.rank == 0
         try:
             self._together(sync, "making a folder for a checkpoint", self._make if first else _nothing)
-            stem, parts, own = stem_of(sync.rank, self.token), self.contents.parts, self.contents.own
+            stem = stem_of(sync.rank, self.token)
+            parts = self.contents.parts
+            own = self.contents.own
             written = self._together(
                 sync, "writing a checkpoint",
                 lambda: (write_files(self.path, stem, parts, self.checks, self.limit, self.progress), own),
@@ -412,7 +416,8 @@ class _BackgroundSync(RankSync):
     def exchange_number(self, number: int, doing: str) -> list[int]:
         """Every rank's number, unless training has lost a rank that still writes: its disk may take no end."""
         assert self._group is not None
-        since, limit = self._comm.lost_at, min(_AFTER_LOSS, self._timeout.total_seconds())
+        since = self._comm.lost_at
+        limit = min(_AFTER_LOSS, self._timeout.total_seconds())
         if since is not None and time.monotonic() - since > limit:
             raise CheckpointError(f"the ranks lost each other {limit:g} s ago, and {doing} is not done on all of them")
         with self._lost(doing):
@@ -433,7 +438,8 @@ class Background:
 
     def __init__(self, comm: Comm, warn_after: float | None) -> None:
         self._meetings = 0
-        self._comm, self._warn_after = weakref.ref(comm), warn_after
+        self._comm = weakref.ref(comm)
+        self._warn_after = warn_after
         self._memory: Tensor | None = None
         self._task: Task[None] | None = None
         self._path = ""
@@ -490,7 +496,8 @@ class Background:
 
     def start(self, writer: CheckpointWriter) -> None:
         """Write what was copied, and return meanwhile."""
-        self._path, sync = str(writer.path), self._sync
+        self._path = str(writer.path)
+        sync = self._sync
 
         def write() -> None:
             writer.write_checkpoint(sync)
@@ -514,7 +521,8 @@ class Background:
     def _copied(self, parts: Sequence[TensorBox]) -> list[TensorBox]:
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
         memory = self._room(sum(sizes), parts)
-        found, begin = [], 0
+        found = []
+        begin = 0
         for part, size in zip(parts, sizes, strict=True):
             room = memory[begin : begin + part.values.nbytes].view(part.values.dtype).view(part.box.sizes)
             room.copy_(part.values, non_blocking=True)
@@ -526,7 +534,8 @@ class Background:
     def _room(self, nbytes: int, parts: Sequence[TensorBox]) -> Tensor:
         """Memory that is kept for the next time: fresh pages cost many times what the copy does."""
         if self._memory is None or self._memory.numel() < nbytes:
-            self._memory, pinned = None, any(part.values.is_cuda for part in parts)
+            self._memory = None
+            pinned = any(part.values.is_cuda for part in parts)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=HOST, pin_memory=pinned)
         return self._memory
 
@@ -560,7 +569,8 @@ def wait() -> None:
     Raises:
         CheckpointError: one could not be; on every rank of its model.
     """
-    told, cause = list(_logged), None
+    told = list(_logged)
+    cause = None
     # Those that are done, too: their threads may not have ended yet.
     for each in dict.fromkeys([*backgrounds.values(), *_unfinished]):
         try:
@@ -687,7 +697,8 @@ def begin_save(
     target = path_of_rank_0(engine, paths, "checkpoint.save()")
     if background is not None and any(broken):
         background.meet_anew()
-    checks, sync = Checksums.common(names), EngineSync(engine)
+    checks = Checksums.common(names)
+    sync = EngineSync(engine)
     collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)
     refused = 0 if in_window else engine.accumulation.count
     found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)

@@ -71,7 +71,8 @@ class Series:
 
         What ``latest`` names; where that file is damaged or names what is not there, the last of :meth:`steps`.
         """
-        steps, named = self.steps(), None
+        steps = self.steps()
+        named = None
         path = Path(self.root) / _LATEST
         if path.exists():
             # Where files cannot be renamed it may have been cut off while it was written over.
@@ -97,7 +98,8 @@ class Series:
         progress: bool = True,
     ) -> Path:
         """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
-        path, step = self.path(step), operator.index(step)
+        path = self.path(step)
+        step = operator.index(step)
         completed = functools.partial(self._completed, step)
         return begin_save(
             path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,

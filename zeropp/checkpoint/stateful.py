@@ -80,7 +80,8 @@ class ShardedTensorView(Tensor):
     ) -> ShardedTensorView:
         # It has a shape but no memory: no rank has the whole tensor.
         made: ShardedTensorView = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
-        made.written, made.read = written, read
+        made.written = written
+        made.read = read
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there

@@ -353,7 +353,8 @@ class TensorReader:
             if not request.in_place:
                 values = torch.empty(request.part.sizes, dtype=request.dtype, device="cpu")
                 waiting.append((request.into, values))
-            row, size = as_bytes(values), request.dtype.itemsize
+            row = as_bytes(values)
+            size = request.dtype.itemsize
             for there, here, count in runs(request.part, request.entry.sizes):
                 into = row[here * size : (here + count) * size]
                 wanted.append(ReadRange(request.entry.begin + there * size, into))
@@ -371,7 +372,8 @@ class TensorReader:
         return found
 
     def _read_file(self, number: int, wanted: Sequence[ReadRange], verified: set[int]) -> None:
-        file, path = self.metadata.files[number], self._path_of(number)
+        file = self.metadata.files[number]
+        path = self._path_of(number)
         try:
             sums = self._sums_of(number)
 
@@ -430,7 +432,8 @@ class TensorReader:
                 for box in tensor.boxes
                 if box.file == number
             )
-        low, high = stretch * STRETCH, (stretch + 1) * STRETCH
+        low = stretch * STRETCH
+        high = (stretch + 1) * STRETCH
         names = [name for begin, nbytes, name in self._begins[number] if begin < high and begin + nbytes > low]
         shown = ", ".join(map(repr, dict.fromkeys(names[:3])))
         return f"{shown}{' and others' if len(names) > 3 else ''}" if names else "the header and nothing else"
@@ -444,7 +447,8 @@ def _batches(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
         more = 0 if request.in_place else request.nbytes
         if batch and nbytes + more > _BATCH_NBYTES:
             yield batch
-            batch, nbytes = [], 0
+            batch = []
+            nbytes = 0
         batch.append(request)
         nbytes += more
     if batch:

@@ -42,7 +42,8 @@ class Record:
 
     def __new__(cls, *args: object) -> Record:
         made = super().__new__(cls)
-        made.args, made.state = args, {}
+        made.args = args
+        made.state = {}
         return made
 
     def __setstate__(self, state: object) -> None:
@@ -67,7 +68,10 @@ class _Window(io.RawIOBase):
     """A range of a file as a file of its own."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._place = file, begin, length, 0
+        self._file = file
+        self._begin = begin
+        self._length = length
+        self._place = 0
 
     def readable(self) -> bool:
         return True
@@ -173,7 +177,9 @@ class _Notes:
     """Notes of the places of tensors, which take the place of the tensors."""
 
     def __init__(self, path: Path, begin: int, storages: dict[int, int]) -> None:
-        self._path, self._begin, self._storages = path, begin, storages
+        self._path = path
+        self._begin = begin
+        self._storages = storages
         # With the value itself, whose number would else be given to another.
         self._done: dict[int, tuple[object, object]] = {}
 
@@ -196,7 +202,8 @@ class _Notes:
         elif isinstance(value, list):
             value[:] = map(self.replace, value)
         else:
-            value.args, value.state = self.replace(value.args), self.replace(value.state)
+            value.args = self.replace(value.args)
+            value.state = self.replace(value.state)
         return found
 
     def _note(self, tensor: Tensor) -> TorchFileTensor:

@@ -64,7 +64,8 @@ _MERGED = {"refresh": "gather", WORLD: "reduce"}
 _LOCAL, _CROSS = 16, 8  # thread blocks at most; NCCL's own choice on NVLink is 24 to 32 for each communicator
 # Our limit does not hold for a group that the user has made. There NCCL gives a sum one thread block for every 4 KiB
 # (enqueue.cc, June 2026), and not more than 32 on NVLink.
-_BLOCK_NBYTES, _MOST = 2**12, 32
+_BLOCK_NBYTES = 2**12
+_MOST = 32
 _LOCAL_SHARE, _CROSS_SHARE = 8, 16  # and at most one SM in so many
 
 
@@ -295,7 +296,8 @@ def default_ctas(device: torch.device) -> Ctas:
 def least(limits: Iterable[Ctas]) -> Ctas:
     """The lower limits of several ranks; None where a rank has none."""
     each = list(limits)
-    local, cross = [one.local for one in each], [one.cross for one in each]
+    local = [one.local for one in each]
+    cross = [one.cross for one in each]
     return Ctas(_least(local), _least(cross))
 
 

@@ -251,7 +251,8 @@ class StreamStalls:
     def timing(self, unit: str, kind: str) -> Iterator[None]:
         """See :class:`Stalls`."""
         stream = torch.cuda.current_stream(self._device)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         # The host only queues the wait. What stands still is the stream, so its own clock is read.
         start.record(stream)
         yield
@@ -382,7 +383,8 @@ class Hop:
         # In each step a rank sends to another member, so that no rank is the first target of all. Receives first: a
         # send then finds its memory waiting.
         for step in range(1, self.size):
-            source, target = (self.index - step) % self.size, (self.index + step) % self.size
+            source = (self.index - step) % self.size
+            target = (self.index + step) % self.size
             swap.append(dist.P2POp(dist.irecv, into[source], group=self.group, group_peer=source))
             swap.append(dist.P2POp(dist.isend, out_of[target], group=self.group, group_peer=target))
         return swap

@@ -311,7 +311,8 @@ def hang_up(group: dist.ProcessGroup, *, exchanges: bool = False) -> None:
         exchanges: each member sends to each. Otherwise the connections are those of :func:`gather_rows`, and of gloo's
             own rings and trees: to ranks whose distance is a power of two.
     """
-    rank, world = group.rank(), group.size()
+    rank = group.rank()
+    world = group.size()
     distances = range(1, world) if exchanges else [1 << power for power in range((world - 1).bit_length())]
     into = [torch.empty(1, device=HOST)]
     for peer in {(rank + sign * distance) % world for distance in distances for sign in (1, -1)}:

@@ -326,7 +326,8 @@ class CommStreams:
     def run_work(self, work: Work) -> list[Event]:
         """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
         # The first comm stream waits for what came before, each further one for the comm stream before it.
-        ends, event = list[Event](), work.after
+        ends = list[Event]()
+        event = work.after
         # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
         # the last one runs to the end.
         steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
@@ -601,7 +602,8 @@ class LaunchedStream:
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works`` behind what the caller's stream has been given so far."""
         # Both made here: the thread's launch is behind what the caller has issued by now, and not by then.
-        issued, done = torch.cuda.Event(), torch.cuda.Event()
+        issued = torch.cuda.Event()
+        done = torch.cuda.Event()
         issued.record(torch.cuda.current_stream(self._device))
         launched = self._thread.run(partial(self._launch, works, after, _CudaEvent(issued, self._device), done))
         return _LaunchedEvent(launched, _CudaEvent(done, self._device))

@@ -378,7 +378,8 @@ class StatusBoard:
 
     def _words(self, ends: dict[str, _End] | None = None, waits: dict[str, str] | None = None) -> tuple[str, str]:
         """This rank's two lines: "engine:place:key" for each end, marked "!" if idle and "x" if lost; "engine:key"."""
-        ends, waits = self._ends if ends is None else ends, self._waits if waits is None else waits
+        ends = self._ends if ends is None else ends
+        waits = self._waits if waits is None else waits
         return (
             " ".join(
                 f"{'!' * end.idle}{'x' * end.lost}:{engine}:{end.place}:{self._account((engine, end))[0]}"

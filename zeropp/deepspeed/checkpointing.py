@@ -140,7 +140,9 @@ class _Segment:
     def __init__(
         self, function: Callable[..., Any], names: tuple[str, ...], held: Mapping[int, nn.Parameter] | None = None
     ) -> None:
-        self._function, self._names, self._held = function, names, held or {}
+        self._function = function
+        self._names = names
+        self._held = held or {}
         self._called = False
 
     def __call__(self, *given: Any) -> Any:
@@ -200,7 +202,8 @@ class _Left:
     """An input that stays on its device; a call returns it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor = tensor
+        self._version = tensor._version
 
     def __call__(self) -> Tensor:
         # As autograd does for tensors that it saves without hooks.

@@ -83,6 +83,7 @@ def _reading(engine: type, call: str, place: str) -> Callable[[Any], Any]:
             value = None if value is None else getattr(value, name)
         return value
 
-    read.__name__, read.__qualname__ = call, f"{engine.__name__}.{call}"
+    read.__name__ = call
+    read.__qualname__ = f"{engine.__name__}.{call}"
     read.__doc__ = f"The configuration's ``{place}``."
     return read

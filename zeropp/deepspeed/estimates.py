@@ -54,7 +54,8 @@ def estimate_zero2_model_states_mem_needs(
     Raises:
         TypeError, ValueError: an argument is no whole number of at least 1.
     """
-    model, machines = _layers(total_params, None), _machines(num_gpus_per_node, num_nodes)
+    model = _layers(total_params, None)
+    machines = _machines(num_gpus_per_node, num_nodes)
     return _needs(model, 2, machines, additional_buffer_factor, cpu_offload)[:2]
 
 
@@ -109,7 +110,8 @@ def estimate_zero3_model_states_mem_needs(
     Raises:
         TypeError, ValueError: an argument is no whole number of at least 1, or the largest unit exceeds the model.
     """
-    model, machines = _layers(total_params, largest_layer_params), _machines(num_gpus_per_node, num_nodes)
+    model = _layers(total_params, largest_layer_params)
+    machines = _machines(num_gpus_per_node, num_nodes)
     return _needs(model, 3, machines, additional_buffer_factor, cpu_offload, cpu_offload_params, zero_init)
 
 

@@ -99,7 +99,8 @@ class LocalPart(DsTensor):
 
     def __init__(self, engine: Engine, parameter: nn.Parameter) -> None:
         # Weakly, both: a parameter must keep no engine alive, nor itself. See [Note: ownership].
-        self._engine, self._parameter = weakref.ref(engine), weakref.ref(parameter)
+        self._engine = weakref.ref(engine)
+        self._parameter = weakref.ref(parameter)
 
     @property
     def ds_numel(self) -> int:
@@ -113,13 +114,15 @@ class LocalPart(DsTensor):
         if own is None:
             return torch.empty(0, dtype=buffer.main_dtype, device=buffer.device)
         if isinstance(buffer, CodedBuffer):
-            first, codes = own.offset // BLOCK, buffer.blocks()[0]
+            first = own.offset // BLOCK
+            codes = buffer.blocks()[0]
             return codes[first : first - (own.start - own.stop) // BLOCK]
         return buffer.shard[own.offset : own.offset + own.stop - own.start]
 
     def _place(self) -> tuple[FlatBuffer, Fragment | None]:
         """The buffer that the parameter is in by now, and the range of it that is here."""
-        engine, parameter = self._engine(), self._parameter()
+        engine = self._engine()
+        parameter = self._parameter()
         if engine is None or parameter is None:
             raise RuntimeError("what held the values of this ds_tensor is gone: its model was dropped")
         # The host may be stepping it.
@@ -134,7 +137,8 @@ class LocalPiece(DsTensor):
 
     def __init__(self, piece: Piece, parameter: nn.Parameter) -> None:
         # Weakly: the parameter owns all of it.
-        self._piece, self._parameter = weakref.ref(piece), weakref.ref(parameter)
+        self._piece = weakref.ref(piece)
+        self._parameter = weakref.ref(parameter)
 
     @property
     def ds_numel(self) -> int:
@@ -143,7 +147,8 @@ class LocalPiece(DsTensor):
 
     def values(self) -> Tensor:
         """See :class:`DsTensor`."""
-        piece, parameter = self._piece(), self._parameter()
+        piece = self._piece()
+        parameter = self._parameter()
         if piece is None or parameter is None:
             raise RuntimeError("what this ds_tensor was a part of is gone: ask the parameter for the one it has now")
         return piece.local_values(parameter)

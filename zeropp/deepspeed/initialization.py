@@ -101,7 +101,8 @@ def _wrap(
     # A model that was built in pieces knows where it is going to train.
     device = None if built_for(list(model.parameters())) is not None else _device(args)
     if inner is None:
-        wrapped, core = None, wrap_for_inference(model, rest, group, device)
+        wrapped = None
+        core = wrap_for_inference(model, rest, group, device)
     else:
         wrapped = TrainingOptimizer(inner, model, rest, process_group=group, device=device)
         core = wrapped.engine

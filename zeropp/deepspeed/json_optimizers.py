@@ -181,7 +181,8 @@ def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[d
     Raises:
         ConfigError: no such optimizer, one that cannot step parts of parameters, or other arguments than it takes.
     """
-    name, given = str(block.type), dict(block.params)
+    name = str(block.type)
+    given = dict(block.params)
     _require_resolved("optimizer", block)
     if "max_grad_norm" in given:
         raise ConfigError('optimizer.params.max_grad_norm is not an argument of an optimizer; set "gradient_clipping"')
@@ -348,7 +349,8 @@ def _fitted(
     Raises:
         ConfigError: some are of other types; with all of them.
     """
-    fitted, wrong = dict(given), []
+    fitted = dict(given)
+    wrong = []
     for name, value in given.items():
         default = defaults.get(name)
         if isinstance(default, bool) and isinstance(value, str):

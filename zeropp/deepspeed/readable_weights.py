@@ -62,7 +62,8 @@ class Edits:
         extent = sum((size - 1) * stride for size, stride in zip(written.shape, written.stride(), strict=True))
         end = begin + int(extent) + 1
         self.note(begin, end)
-        first, last = max(begin, self.start), min(end, self.start + self.main.numel())
+        first = max(begin, self.start)
+        last = min(end, self.start + self.main.numel())
         if first < last and self.main.untyped_storage().data_ptr() != self.cached.untyped_storage().data_ptr():
             main, cached = self.main[first - self.start : last - self.start], self.cached[first:last]
             # What has not been edited keeps the bits that the cached weight was rounded from.

@@ -149,10 +149,13 @@ class OneCycle(_Schedule):
                 f"cycle_first_step_size is {cycle_first_step_size}, cycle_second_step_size {second}, decay_step_size "
                 f"{decay_step_size}; expected the first to be above 0, and the others at least 0"
             )
-        self.first_size, self.total_size = cycle_first_step_size, cycle_first_step_size + second
+        self.first_size = cycle_first_step_size
+        self.total_size = cycle_first_step_size + second
         self.first_stairs = cycle_first_stair_count
         self.second_stairs = self.first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.decay_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
+        self.decay_size = decay_step_size
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
         self.min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
         self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
@@ -305,7 +308,8 @@ class WarmupCosineLR(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = _count("total_num_steps", total_num_steps)
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 

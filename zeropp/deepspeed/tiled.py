@@ -46,9 +46,13 @@ class TiledLinear(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
-        self.in_splits, self.out_splits = in_splits, out_splits
-        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.in_splits = in_splits
+        self.out_splits = out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits = combine_out_splits
         self._columns = _sizes(in_features, in_splits, "in")
         self._rows = _sizes(out_features, out_splits, "out")
         # Where each begins, and the last ends: what DeepSpeed's has by these names.

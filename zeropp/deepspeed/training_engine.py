@@ -113,10 +113,13 @@ class Engine(nn.Module):
         """
         super().__init__()
         self.module = module
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.loaded_config, self.config = loaded, given
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.loaded_config = loaded
+        self.config = given
         # Held here: without an optimizer nobody else would.
-        self.core, self.device = core, core.device
+        self.core = core
+        self.device = core.device
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
         core.reductions.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
@@ -124,7 +127,9 @@ class Engine(nn.Module):
         # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
         core.readable_weights = ReadableWeights(core)
         # Ranks of the group; whatever else runs in the job has no part in this model.
-        self.global_rank, self.world_size, self.local_rank = core.comm.rank, core.comm.world, local_rank
+        self.global_rank = core.comm.rank
+        self.world_size = core.comm.world
+        self.local_rank = local_rank
         self.dp_world_size = core.comm.world
         self.collate_fn = collate_fn
         self.training_dataloader: DataLoader[Any] | None = None
@@ -713,7 +718,8 @@ class Engine(nn.Module):
         if tag is None and engine.comm.rank == 0 and latest.is_file():
             own = latest.read_text().strip()
         told = engine.agreement.exchange_objects((own_root, own), "looking for the checkpoint to load")
-        root, name = path_of_rank_0(engine, [path for path, _ in told], "load_checkpoint()"), told[0][1]
+        root = path_of_rank_0(engine, [path for path, _ in told], "load_checkpoint()")
+        name = told[0][1]
         if name is None:
             warn_user(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
             return None

@@ -210,7 +210,8 @@ class ZeroFolder:
                 begin = end
 
     def _of_parts(self, rows: list[list[_Piece]]) -> Iterator[tuple[str, TensorEntry]]:
-        world, begin = len(rows), 0
+        world = len(rows)
+        begin = 0
         for group in self._shapes:
             for name, shape in group.items():
                 # Stage 3 pads each parameter until all ranks have the same number of its elements.
@@ -288,7 +289,8 @@ def _cut(pieces: Iterable[_Piece], begin: int, end: int) -> Iterator[_Piece]:
     """The pieces of a range of what pieces make up, one behind the other."""
     first = 0
     for piece in pieces:
-        low, high = max(begin, first), min(end, first + piece.count)
+        low = max(begin, first)
+        high = min(end, first + piece.count)
         if low < high:
             yield replace(piece, begin=piece.begin + (low - first) * piece.dtype.itemsize, count=high - low)
         first += piece.count
@@ -296,12 +298,15 @@ def _cut(pieces: Iterable[_Piece], begin: int, end: int) -> Iterator[_Piece]:
 
 def _joined(name: str, shape: tuple[int, ...], pieces: Iterable[_Piece]) -> TensorEntry:
     """A tensor of pieces, one behind the other; what they have beyond its elements is padding."""
-    numel, strides, start = torch.Size(shape).numel(), row_major(shape), 0
+    numel = torch.Size(shape).numel()
+    strides = row_major(shape)
+    start = 0
     boxes: list[BoxEntry] = []
     # A parameter without elements has no piece that tells its dtype.
     dtype = torch.float32
     for piece in pieces:
-        dtype, stop = piece.dtype, min(start + piece.count, numel)
+        dtype = piece.dtype
+        stop = min(start + piece.count, numel)
         for box in boxes_of_range(shape, strides, start, stop):
             begin = piece.begin + (box.first(strides) - start) * dtype.itemsize
             boxes.append(BoxEntry(file=piece.file, begin=begin, offsets=box.offsets, sizes=box.sizes))

@@ -246,7 +246,8 @@ def _grouped(lazy: dict[str, LazyTensor], limit: int | None) -> Iterator[list[st
         size = lazy[own[0]].shape.numel() * lazy[own[0]].dtype.itemsize
         if limit is not None and group and nbytes + size > limit:
             yield group
-            group, nbytes = [], 0
+            group = []
+            nbytes = 0
         group += own
         nbytes += size
     yield group

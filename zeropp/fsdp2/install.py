@@ -164,7 +164,8 @@ def apply(
 def _install(model: nn.Module, options: Options) -> Adapter:
     """See :func:`apply`."""
     # Local: before a model has been looked at there is no group to tell others over.
-    units, ledger = find_units(model), Ledger()
+    units = find_units(model)
+    ledger = Ledger()
     routes = _make_routes(units, options, ledger, _FirstUse(model, units))
     # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
     comms = _all_comms(units, routes, options)

@@ -95,7 +95,8 @@ def queue(comm_streams: CommStreams, links: Sequence[str], part: Iterator[None],
     """
     waiting.require()
     # From the launch on: NCCL's first collective connects in it.
-    launch, event = Launch(), None
+    launch = Launch()
+    event = None
     waiting.watch_event(launch, what)
     try:
         event = comm_streams.run_work(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]

@@ -101,12 +101,14 @@ class _Packing:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        world, self.codecs = route.world, route.codecs(dtype)
+        world = route.world
+        self.codecs = route.codecs(dtype)
         self.piece = numel // world
         count = sum(stop - start for start, stop in values)
         if count == self.piece and any(codec.coded for codec in self.codecs):
             # Nothing is left for codes, nor are there errors to feed back.
-            self.codecs, count = [PlainCodec(torch.bfloat16)] * len(self.codecs), 0
+            self.codecs = [PlainCodec(torch.bfloat16)] * len(self.codecs)
+            count = 0
         # On any hop: what the first one leaves is cut again by the second.
         coded = [codec for codec in self.codecs if isinstance(codec, BlockCodec)]
         self.padded = _whole_blocks(self.piece) if coded else self.piece
@@ -148,7 +150,8 @@ class _Packing:
         if self.as_it_is:
             # FSDP2 holds its buffer until the reduction is over.
             return buffer
-        message, values = path.empty(self.numel, buffer.device), None
+        message = path.empty(self.numel, buffer.device)
+        values = None
         if self.inside is not None:
             values = buffer.index_select(0, self.taken)
             # FSDP2 reads its buffer no more; it is memory from ``allocate``.
@@ -349,12 +352,14 @@ class ReduceComm(ReduceScatter):
             )
 
     def _make(self, parts: Parts | None, numel: int, dtype: torch.dtype) -> tuple[_Packing, ReducePath]:
-        route, packing = self.route, self._packing(parts, numel, dtype)
+        route = self.route
+        packing = self._packing(parts, numel, dtype)
         hops = [ReduceHop(*each) for each in zip(route.hops, packing.codecs, self.feedbacks, strict=True)]
         return packing, ReducePath(route.placement, route.world, hops, torch.float32)
 
     def _packing(self, parts: Parts | None, numel: int, dtype: torch.dtype) -> _Packing:
-        values, start = [], 0
+        values = []
+        start = 0
         for at in parts or ():
             stop = start + self.unit.sizes[at]
             if self.route.values and self.unit.vectors[at]:

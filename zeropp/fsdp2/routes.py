@@ -64,8 +64,10 @@ class Routes:
         own = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", default_ctas(units[0].device)
         rows = exchange(mesh, own, WHAT, options.hang_timeout)
         # Cards may differ, and NCCL wants one number of channels.
-        self.job, self.ctas = rows[0][0], least([each for _, each in rows])
-        device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
+        self.job = rows[0][0]
+        self.ctas = least([each for _, each in rows])
+        device = units[0].device
+        codec = BlockCodec(8) if options.weights is not None else None
         # Gathers in backward share the comm streams of those in forward, and have groups of their own.
         self.gathering = make_comm_streams("fsdp2 gather", device, sends=True, overlap=True)
         self.reducing = make_comm_streams("fsdp2 reduce", device, sends=True, overlap=True)

@@ -127,12 +127,14 @@ def _clip_whole(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
     own = {id(parameter) for parameter in model.parameters()}
     # Weakly: an accelerator may outlive the models that it has had.
-    models, optimizers = weakref.ref(model), weakref.ref(wrapped)
+    models = weakref.ref(model)
+    optimizers = weakref.ref(wrapped)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         found = {id(parameter) for parameter in given}
-        kept, clipping = models(), optimizers()
+        kept = models()
+        clipping = optimizers()
         if kept is None or clipping is None or not found & own:
             # Another model's, which may be prepared here, too.
             return by_norm(given, max_norm, norm_type)
@@ -150,7 +152,8 @@ def _clip_whole(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
             raise ValueError("clip_grad_value_ is not in zeropp, whose gradients lie in pieces; use clip_grad_norm_")
         by_value(given, clip_value)
 
-    accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_value_ = clip_grad_value_
 
 
 def _save_parts(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimizer) -> None:
@@ -160,7 +163,8 @@ def _save_parts(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
     number = accelerator.__dict__.setdefault("_zeropp_models", 0)
     accelerator._zeropp_models += 1
     name = "zeropp" if number == 0 else f"zeropp_{number}"
-    models, optimizers = weakref.ref(model), weakref.ref(wrapped)
+    models = weakref.ref(model)
+    optimizers = weakref.ref(wrapped)
 
     def save(_models: list[nn.Module], _weights: list[Any], folder: str) -> None:
         if (kept := models()) is not None:

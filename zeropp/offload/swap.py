@@ -356,7 +356,8 @@ class ExtentAllocator:
     def undo_allocation(self, begin: int, nbytes: int, end: int) -> None:
         """Undo the last :meth:`allocate_extent`, before which the end was at ``end``."""
         if self.end > end:
-            self.end, nbytes = end, end - begin
+            self.end = end
+            nbytes = end - begin
         if nbytes:
             self.free_extent(begin, nbytes)
 

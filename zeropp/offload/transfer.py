@@ -257,7 +257,8 @@ def move(extent: Extent, begin: int, end: int, address: int, bounce: Bounce, *, 
         SwapError: the system refused, or the file has ended.
     """
     unit = extent.alignment
-    low, high = begin // unit * unit, -(-end // unit) * unit
+    low = begin // unit * unit
+    high = -(-end // unit) * unit
     # The padding behind an extent may be read and written, other bytes of a block only read: whoever writes those at
     # the same moment would have them undone.
     whole = begin == low and (end == high or end == extent.nbytes)

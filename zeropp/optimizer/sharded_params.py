@@ -761,7 +761,8 @@ class _Marker(nn.Parameter):
 
     def accept_edits(self) -> None:
         """All edits made so far are known."""
-        self.replaced, self._versions = False, self._now()
+        self.replaced = False
+        self._versions = self._now()
 
     # A copy or a file has no part in training.
 

@@ -150,7 +150,8 @@ def make_plan(
         limits: bounds.
     """
     walk = _Walk([*uses, *lookahead], numel, limits, set(live), set())
-    issue, drop = [], []
+    issue = []
+    drop = []
     for step, unit in enumerate(uses):
         issued = [] if unit in walk.live else [unit]
         # In use, it comes on top of the limits, which bound the rest.

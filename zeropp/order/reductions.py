@@ -93,7 +93,9 @@ class Reductions:
     def begin_reductions(self, order: CollectiveOrder | None) -> None:
         """Start a phase that follows ``order``, or learns with None."""
         self._uses = 0
-        self._ready, self._done, self._doubtful = [], {}, set()
+        self._ready = []
+        self._done = {}
+        self._doubtful = set()
         for counts in self._counts:
             counts[:] = [0] * len(counts)
         self.change(order)
@@ -258,7 +260,8 @@ class Reductions:
                 self.wait_for_reductions(len(self._in_flight) - 1)
             else:
                 self._await(read.ends[0], read.unit)
-                read.message, read.nbytes = None, read.onward
+                read.message = None
+                read.nbytes = read.onward
 
     def drop_reductions(self) -> None:
         """Drop a phase that failed; messages under way arrive first, since their shards are used again."""

@@ -98,7 +98,8 @@ class Refresh:
         """Start renewing all that is stale, chunk by chunk; so a rank may start several at once, and others not."""
         self.is_put_off = False
         # Chunks double, so that the first units travel at once and the last cost few agreements.
-        position, stale = 0, []
+        position = 0
+        stale = []
         # Counted over all trainable units, stale or not: so these are the chunks of a step, too.
         for unit in self._schedule.in_forward_order():
             if unit.stale:

@@ -63,7 +63,8 @@ def buffer_layouts(
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
         parameter, dtype = parameters[name]
-        own, trainable = own_dtype(parameter), parameter.requires_grad
+        own = own_dtype(parameter)
+        trainable = parameter.requires_grad
         # Frozen: never stepped, so as it came and no larger.
         main = main_dtype(dtype, config) if trainable else own
         groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
@@ -78,11 +79,14 @@ def largest_shard(
     model: nn.Module, specs: Sequence[UnitSpec], config: Config, mode: Mode, world: int
 ) -> tuple[int, int]:
     """Elements of the largest shard on a rank, and bytes of the largest element of any."""
-    parameters, numel, itemsize = computed_with(model, config), 0, 1
+    parameters = computed_with(model, config)
+    numel = 0
+    itemsize = 1
     for spec in specs:
         states = mode.for_unit(spec.persistent).states
         for key, _, layout in buffer_layouts(parameters, spec, config, world):
-            numel, itemsize = max(numel, layout.numel // states), max(itemsize, key.main_dtype.itemsize)
+            numel = max(numel, layout.numel // states)
+            itemsize = max(itemsize, key.main_dtype.itemsize)
     return numel, itemsize
 
 
@@ -186,7 +190,9 @@ class BufferMaker:
         layout: BufferLayout,
         tiers: Tiers,
     ) -> FlatBuffer:
-        encoding, mode, device = self._encoding, placement.mode, self._comm.device
+        encoding = self._encoding
+        mode = placement.mode
+        device = self._comm.device
         # Whether what gathers begin with is not the shard in the device's memory.
         stored = not tiers.main_tier(key.trainable).serves(device)
         brought = not all(self.tiers.main_tier(trainable).serves(device) for trainable in (False, True))
@@ -226,8 +232,11 @@ def weight_paths(
         stored: what gathers begin with is kept apart from main weights, as it travels.
         brought: of some buffers it is in the host's memory; those of a unit go over the same links.
     """
-    states, cached, dtype = placement.mode.states, placement.mode.cached, key.dtype
-    codec, coded = encoding.weight_codec(key.trainable), _is_coded(key, encoding)
+    states = placement.mode.states
+    cached = placement.mode.cached
+    dtype = key.dtype
+    codec = encoding.weight_codec(key.trainable)
+    coded = _is_coded(key, encoding)
     # With a codec the model computes with decoded values, which the shard does not hold.
     shared = key.shares(placement.mode) and codec is None and not stored
     cache_codes = encoding.cache_codes and cached not in (None, 1)
@@ -268,12 +277,15 @@ def gradient_paths(
     comm: Groups, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
 ) -> GradientPaths:
     """Paths of one trainable buffer's gradients; as :func:`weight_paths`."""
-    world, held_level, states = comm.world, placement.mode.held_level, placement.mode.states
+    world = comm.world
+    held_level = placement.mode.held_level
+    states = placement.mode.states
     specs = placement.reduce_path(1, world)
     codecs = encoding.gradient_codecs(specs, key.wire_dtype)
     hops = []
     for spec, codec in zip(specs, codecs, strict=True):
-        hop, feedback = comm.hop("reduce", spec), None
+        hop = comm.hop("reduce", spec)
+        feedback = None
         if encoding.feeds_back(specs, spec):
             # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
             feedback = codec.feedback(layout.numel // spec.outer, hop.size, encoding.beta, device)

@@ -60,8 +60,10 @@ class CodedBuffer(FlatBuffer):
     def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
         """Encode new values of a part of a parameter; blocks that say just these values already stay as they are."""
         numel = values.numel()
-        message, now = self.codec.empty(numel, 1, self.device), torch.empty_like(values)
-        own, part = _Blocks(self.shard, self._piece_numel), _Blocks(message, numel)
+        message = self.codec.empty(numel, 1, self.device)
+        now = torch.empty_like(values)
+        own = _Blocks(self.shard, self._piece_numel)
+        part = _Blocks(message, numel)
         places = torch.arange(part.count, device=self.device)
         # Parameters start on a block and pieces are whole blocks, so a fragment does, too.
         part.copy_from(places, own, places + fragment.offset // BLOCK)
@@ -93,7 +95,8 @@ class CodedBuffer(FlatBuffer):
         """
         piece = source.layout.numel // source.placement.mode.states
         # The model may train on another device than before.
-        own, whole = _Blocks(self.shard, self._piece_numel), _Blocks(messages.to(self.device), piece)
+        own = _Blocks(self.shard, self._piece_numel)
+        whole = _Blocks(messages.to(self.device), piece)
         slots = zip(source.parameters, source.layout.slots, strict=True)
         offsets = {id(parameter): slot.offset for parameter, slot in slots}
         for fragment in self.fragments():
@@ -128,6 +131,7 @@ class _Blocks:
         for own, other in ((self._codes, source._codes), (self._scales, source._scales)):
             # Codes and scales lie apart in a message, so a block is moved in two parts: [message, place in it].
             # A message may be the host's, and is told then with the host's numbers.
-            take, put = there.to(other.device), here.to(own.device)
+            take = there.to(other.device)
+            put = here.to(own.device)
             found = other[take // source.each, take % source.each].to(own.device)
             own[put // self.each, put % self.each] = found

@@ -93,7 +93,8 @@ def _converted_by_autocast(model: nn.Module, config: Config) -> set[int]:
     if not config.torch_autocast.enabled:
         return set()
     given = config.torch_autocast.lower_precision_safe_modules
-    safe, other = set[int](), set[int]()
+    safe = set[int]()
+    other = set[int]()
     for module in model.modules():
         ids = {id(parameter) for parameter in module.parameters(recurse=False)}
         # By class and not by instance: what a subclass does with its weight is its own.

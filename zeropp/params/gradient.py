@@ -112,7 +112,8 @@ class Gradient:
         # Nothing travels, and one kernel brings gradients to the shard.
         self._gathers = not paths.straight.hops and self._ring is None and summed_by_kernels(self.shard)
         if paths.straight.codec.coded or self._gathers:
-            numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
+            numels = [slot.numel for slot in layout.slots]
+            offsets = [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
         # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
         rotates = any(hop.codec.rotate for hop in paths.straight.hops)
@@ -153,7 +154,8 @@ class Gradient:
             self._scaled = path.codec.headroom(self._held_backwards)
             message = path.empty(self.layout.numel, self.device)
             path.encode_(message, whole if self._scaled == 1.0 else whole * self._scaled)
-            self.held, self._held_backwards = None, 0
+            self.held = None
+            self._held_backwards = 0
             return message
         if self._gathers:
             self._gather(gradients, scale)
@@ -274,7 +276,8 @@ class Gradient:
         headroom = paths.straight.codec.headroom(self._held_backwards * paths.held_level)
         message = paths.from_held.empty(held.numel(), self.device)
         paths.from_held.encode_(message, held if headroom == 1.0 else held * headroom)
-        self.held, self._held_backwards = None, 0
+        self.held = None
+        self._held_backwards = 0
         yield
         used_here(message)
         onward = self._reduce_replicas(paths.from_held, message, held.numel(), scale / headroom)
@@ -305,7 +308,8 @@ class Gradient:
         # first.
         used_here(whole)
         # One message, so this is a cast, a scale and perhaps an addition.
-        last, scale = PlainCodec(whole.dtype), scale / headroom
+        last = PlainCodec(whole.dtype)
+        scale = scale / headroom
         if self._ring is None:
             last.decode_sum_([whole], self.shard, scale=scale, accumulate=self.arrived, report=self.report)
         else:
@@ -352,7 +356,8 @@ class Gradient:
 
     def accept_edits(self) -> None:
         """The report tells of the shard as it is now."""
-        self._reported, self._doubted = self.shard._version, False
+        self._reported = self.shard._version
+        self._doubted = False
 
     def measure(self) -> None:
         """Renew the report where it is doubted."""
@@ -408,7 +413,9 @@ class Gradient:
 
     def forget_held(self) -> None:
         """Forget what is held for a later backward."""
-        self.held, self._held_backwards, self._partly_held = None, 0, False
+        self.held = None
+        self._held_backwards = 0
+        self._partly_held = False
 
     def forget_stray(self) -> None:
         """Forget what is in ``.grad``."""
@@ -508,7 +515,8 @@ class LossScale:
         self.iterations = 0
         self.divides_plain = False
         # Of the losses of a window: a micro-batch's part, where they were not divided, and the scale that they have.
-        self._share, self._scale = 1.0, self.value
+        self._share = 1.0
+        self._scale = self.value
         self._last_overflow = -1
         self._left = config.hysteresis  # overflows until the scale is halved, that one included
         # Waits for what has become of the last step, where the host does not know yet.
@@ -526,7 +534,8 @@ class LossScale:
             # which an edit in place would take the hook off.
             scaled = loss.clone()
         if scaled.requires_grad:
-            this, value = weakref.ref(self), self.value
+            this = weakref.ref(self)
+            value = self.value
             scaled.register_hook(partial(_begin_scaled_backward, this, value))
         return scaled
 
@@ -572,11 +581,13 @@ class LossScale:
                 f"losses of this window have loss scales of {self._scale:g} and {scale:g}, since two models took them "
                 "to backward; step or zero_grad() between them, or take all of them to backward by one model"
             )
-        self._share, self._scale = share, scale
+        self._share = share
+        self._scale = scale
 
     def _found(self) -> float | None:
         """The scale of the loss whose backward has come to this model; None if it has none."""
-        running, task = _running(), current_graph_task()
+        running = _running()
+        task = current_graph_task()
         # Of another task where checkpointing runs a backward inside that of the loss, mostly in the same thread.
         found = [each for each in running if each.task == task]
         found = found or [each for each in running if each.thread == threading.get_ident()] or running
@@ -648,8 +659,10 @@ class LossScale:
         self.drop_losses()
         # A run may go on with another scale than it was saved with, but only if somebody has said so.
         if self.dynamic:
-            self.value, self.iterations = float(state["value"]), int(state["iterations"])
-            self._last_overflow, self._left = int(state["last_overflow"]), int(state["left"])
+            self.value = float(state["value"])
+            self.iterations = int(state["iterations"])
+            self._last_overflow = int(state["last_overflow"])
+            self._left = int(state["left"])
 
 
 def _running() -> list[_Scaled]:

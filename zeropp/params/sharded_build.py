@@ -151,7 +151,8 @@ class Piece(GuardHandler):
 
     def local_values(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of the values, without padding."""
-        count, numel = self.piece_numel(parameter.numel()), parameter.numel()
+        count = self.piece_numel(parameter.numel())
+        numel = parameter.numel()
         start = min(self.fetcher.rank * count, numel)
         own = min(count, numel - start)
         # Gathered values are somebody's to edit, and the row is what there is until they are given back.
@@ -219,7 +220,8 @@ class ShardedBuild:
     ) -> None:
         """Begin with nothing; ``keep`` brings a row to where pieces lie, and may return it as it is."""
         self.carrier = carrier
-        self.rank, self.world = carrier.rank, carrier.world
+        self.rank = carrier.rank
+        self.world = carrier.world
         self._keep = keep
         self.trains_on = trains_on
         self.asked = asked
@@ -252,7 +254,9 @@ class ShardedBuild:
     def _end_begun(self) -> None:
         for parameter, _ in self._begun.values():
             self._wait(parameter)
-        self._begun, self._begun_nbytes, self._begins = {}, 0, None
+        self._begun = {}
+        self._begun_nbytes = 0
+        self._begins = None
 
     def ready(self, parameters: Iterable[tuple[str, nn.Parameter, nn.Module]]) -> None:
         """Modules are built, with these parameters: they may be cut, now or later.
@@ -288,7 +292,8 @@ class ShardedBuild:
         # Whatever any rank holds: when an alias goes may depend on garbage collection.
         kept = {index for account in accounts for index in account}
         self.scatter([p for i, p in enumerate(parameters) if i not in kept])
-        self._waiting, self._waiting_nbytes = {}, 0
+        self._waiting = {}
+        self._waiting_nbytes = 0
         for index in sorted(kept):
             self._wait(parameters[index])
         # Not asked for again at every turn, if they stay.
@@ -338,12 +343,16 @@ class ShardedBuild:
         except BaseException as error:
             self.report_failure(error)
             raise
-        self._small, self._small_nbytes = {}, 0
+        self._small = {}
+        self._small_nbytes = 0
 
     def end_build(self) -> None:
         """Nothing is built any more, well or not."""
         self.building = False
-        self._begun, self._waiting, self._small, self._begins = {}, {}, {}, None
+        self._begun = {}
+        self._waiting = {}
+        self._small = {}
+        self._begins = None
         self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
 
     def report_failure(self, error: BaseException) -> None:
@@ -387,7 +396,8 @@ class ShardedBuild:
             self._scatter_jointly(batch, source)
 
     def _scatter_alone(self, parameter: nn.Parameter, source: int) -> None:
-        piece, carrier = _piece(parameter), self.carrier
+        piece = _piece(parameter)
+        carrier = self.carrier
         row, _ = dense_row(parameter.data)
         count = piece.piece_numel(row.numel())
         own = torch.empty(count, dtype=row.dtype, device=carrier.device)
@@ -407,7 +417,8 @@ class ShardedBuild:
     def _scatter_jointly(self, parameters: Sequence[nn.Parameter], source: int) -> None:
         """Several parameters in one message for each rank."""
         carrier = self.carrier
-        places, end = [], 0
+        places = []
+        end = 0
         for parameter in parameters:
             nbytes = _piece(parameter).piece_numel(parameter.numel()) * parameter.element_size()
             places.append((end, nbytes))
@@ -441,7 +452,8 @@ class ShardedBuild:
 
     def _broadcast(self, parameters: Sequence[nn.Parameter], source: int) -> None:
         rows = [_bytes(dense_row(parameter.data)[0]).to(self.carrier.device) for parameter in parameters]
-        message, doing = torch.cat(rows), "sharing small parameters"
+        message = torch.cat(rows)
+        doing = "sharing small parameters"
         self.agree(doing, parameters, None)
         self.carrier.broadcast(message, source, doing)
         if self.carrier.rank == source:
@@ -526,7 +538,8 @@ def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         nbytes += parameter.nbytes
         if nbytes > _MESSAGE_NBYTES:
             yield batch
-            batch, nbytes = [], 0
+            batch = []
+            nbytes = 0
     if batch:
         yield batch
 

@@ -311,7 +311,8 @@ class FlatBuffer:
         """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
         # Asked on the comm stream: whether differences are worth it is agreed there, after this was queued, and what is
         # sent is there only now.
-        by_differences, own = sends_differences(self), self._new_values()
+        by_differences = sends_differences(self)
+        own = self._new_values()
         if by_differences:
             assert self.paths.differences is not None
             yield from self.paths.differences.gather(own, self._difference_places, self.unit)
@@ -462,7 +463,8 @@ def make_wire_copy(
     # Codes are made of main weights as they are. Lossless differences are of the rounded ones.
     exact = isinstance(path, CodedGatherPath) or (paths.differences is not None and not paths.counts_escapes)
     row: StoredTensor | None = None
-    numel, dtype = main.tensor.numel(), main.tensor.dtype
+    numel = main.tensor.numel()
+    dtype = main.tensor.dtype
     # Frozen weights never change, so that a second copy would save little; of others it is worth fewer bytes.
     main_serves = not trainable or (tiers.weights.accepts(main) and dtype == path.dtype)
     if kept and main_serves and codec is None:

@@ -162,7 +162,8 @@ class Chain:
         for level in (inner, outer):
             if level not in self.levels:
                 raise ValueError(f"{level} is not a level of {self.levels}")
-        low, high = self.levels.index(inner), self.levels.index(outer)
+        low = self.levels.index(inner)
+        high = self.levels.index(outer)
         return [(self.levels[i], self.levels[i + 1] // self.levels[i]) for i in range(low, high)]
 
     def slice_index(self, rank: int, level: int) -> int:
@@ -200,7 +201,8 @@ class Chain:
 
     def hops(self, outer: int, inner: int) -> list[tuple[int, int]]:
         """Adjacent (outer, inner) pairs on the way from ``outer`` down to ``inner``."""
-        low, high = self.levels.index(inner), self.levels.index(outer)
+        low = self.levels.index(inner)
+        high = self.levels.index(outer)
         return [(self.levels[i + 1], self.levels[i]) for i in range(high - 1, low - 1, -1)]
 
 
@@ -465,7 +467,8 @@ class BufferLayout:
         found = []
         for index, slot in enumerate(self.slots):
             # A slice may begin and end inside a parameter. Padding and empty parameters belong to no fragment.
-            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            low = max(start, slot.offset)
+            high = min(stop, slot.offset + slot.numel)
             if low < high:
                 found.append(Fragment(index, low - slot.offset, high - slot.offset, low - start))
         return found
@@ -480,7 +483,8 @@ def build_layout(parameters: Sequence[tuple[str, tuple[int, ...], tuple[int, ...
     """
     if not parameters:
         raise ValueError("a flat buffer needs at least one parameter")
-    slots, offset = [], 0
+    slots = []
+    offset = 0
     for name, shape, strides in parameters:
         slots.append(Slot(name, tuple(shape), tuple(strides), offset))
         # Offsets do not depend on the world, and so neither does what shares a block: codes are the same on any number
@@ -511,7 +515,8 @@ def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
         # Kept as they are: a channels_last weight in another format would run other kernels, or be converted each time.
         return tuple(strides)
     # An expanded or sliced tensor. Its values are copied into the buffer, so how they lay before need not be kept.
-    contiguous, step = [], 1
+    contiguous = []
+    step = 1
     for size in reversed(shape):
         contiguous.append(step)
         step *= max(size, 1)

@@ -183,7 +183,8 @@ class _UnitBuilder:
         return _Run(owners, names, _buffer_sizes(names, self.parameters)) if names else None
 
     def is_leaf(self, module: nn.Module, path: str) -> bool:
-        options, cls = self.options, type(module)
+        options = self.options
+        cls = type(module)
         if cls.__name__ in options.leaf_classes or f"{cls.__module__}.{cls.__qualname__}" in options.leaf_classes:
             return True
         if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
@@ -282,7 +283,8 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
 
 def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions) -> set[str]:
     """Parameters to cache whole: at most the threshold each, within the model's total, first come first served."""
-    chosen, total = set(), 0
+    chosen = set()
+    total = 0
     for name, parameter in parameters.items():
         numel = parameter.numel()
         # As in DeepSpeed, what does not fit the total is passed over, and a smaller parameter after it may still fit.

@@ -63,9 +63,12 @@ def autocast_forwards(model: nn.Module, engine: Engine, config: Config) -> None:
     """
     if not config.torch_autocast.enabled:
         return
-    device_type, dtype = engine.device.type, autocast_dtype(config)
+    device_type = engine.device.type
+    dtype = autocast_dtype(config)
     # Weakly: what is in the model's own dict must not hold the model.
-    ref, own, plain = weakref.ref(model), model.__dict__.get("forward"), type(model).forward
+    ref = weakref.ref(model)
+    own = model.__dict__.get("forward")
+    plain = type(model).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Its cache would keep converted weights of all units until the forward ends, which stage 3 has just released.
@@ -266,7 +269,9 @@ def _make_engine(
     units: Sequence[Unit],
 ) -> Engine:
     """An engine for units that have their values."""
-    zero, extension, world = config.zero, config.zeropp, agreement.comm.world
+    zero = config.zero
+    extension = config.zeropp
+    world = agreement.comm.world
     mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
     return Engine(
         agreement,
@@ -343,7 +348,9 @@ def _choose(
     require_base(config, mode)
     limit = config.zeropp.host_memory_limit
     if limit is not None:
-        world, local, device = len(members.ranks), members.local, members.device
+        world = len(members.ranks)
+        local = members.local
+        device = members.device
         memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
     return mode
 

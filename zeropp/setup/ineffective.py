@@ -53,7 +53,9 @@ def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Itera
 
 
 def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
-    zero, own, world = config.zero, config.zeropp, comm.world
+    zero = config.zero
+    own = config.zeropp
+    world = comm.world
     # A shard of all ranks is what stage 3 has anyway.
     in_groups = zero.stage == 3 and 0 < zero.mics_shard_size < world
     sharded = zero.mics_shard_size if in_groups else world

@@ -93,7 +93,8 @@ def place(model: nn.Module, device: torch.device) -> None:
                 _move(parameter, device)
             elif parameter.is_meta:
                 # The strides are looked at before it is cut, and empty_like has others where elements overlap.
-                shape, strides = parameter.shape, parameter.stride()
+                shape = parameter.shape
+                strides = parameter.stride()
                 _swap(parameter, torch.empty_strided(shape, strides, dtype=parameter.dtype, device=device))
                 parameter.untyped_storage().resize_(0)
         for buffer in model.buffers():

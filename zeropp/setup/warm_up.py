@@ -39,7 +39,8 @@ def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int,
         local: ranks per node.
         device: to run on; only a card compiles anything.
     """
-    parameters, world = computed_with(model, config), mode.chain.world
+    parameters = computed_with(model, config)
+    world = mode.chain.world
     seen: set[tuple[BufferKey, bool]] = set()
     for spec in form_units(model, world, unit_options(config)):
         placement = Placement(mode.for_unit(spec.persistent), rank, local)
@@ -87,10 +88,13 @@ class _Rehearsal:
         self, config: Config, placement: Placement, key: BufferKey, numels: Sequence[int], device: torch.device
     ) -> None:
         world = placement.chain.world
-        silence, encoding = _Silence(world, placement.rank), choose_encoding(config)
+        silence = _Silence(world, placement.rank)
+        encoding = choose_encoding(config)
         self._layout = build_layout([(str(index), (numel,), (1,)) for index, numel in enumerate(numels)], world)
         self._numels = numels
-        self._placement, self._key, self._device = placement, key, device
+        self._placement = placement
+        self._key = key
+        self._device = device
         self._weights = weight_paths(silence, placement, key, encoding)
         self._frozen = None if key.trainable else encoding.frozen
         self._travels = None

@@ -443,7 +443,8 @@ def adjacent(messages: Messages) -> Tensor:
     if isinstance(messages, Tensor):
         return messages.view(-1)
     # as_strided keeps the first one's offset when given none.
-    first, total = messages[0], sum(message.numel() for message in messages)
+    first = messages[0]
+    total = sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
 
 

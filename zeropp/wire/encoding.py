@@ -17,7 +17,8 @@ from zeropp.wire.differences import BASES
 
 __all__ = ["Encoding", "choose_encoding", "require_base"]
 
-_MANY, _SMALL = 32, 2**19  # ranks between nodes, and bytes of a part, for which an exchange is bound by its messages
+_MANY = 32
+_SMALL = 2**19  # ranks between nodes, and bytes of a part, for which an exchange is bound by its messages
 _PLAIN = {32: torch.float32, 16: torch.bfloat16}
 
 
@@ -104,7 +105,8 @@ class Encoding:
         """Bytes that a reduce path sends first, for a buffer of [numel]."""
         if not path:
             return numel * wire_dtype.itemsize
-        codec, count = self.gradient_codecs(path, wire_dtype)[0], path[0].outer // path[0].inner
+        codec = self.gradient_codecs(path, wire_dtype)[0]
+        count = path[0].outer // path[0].inner
         return codec.nbytes(numel // count) * count
 
     def feedback_nbytes(self, path: Sequence[HopSpec], numel: int) -> int:

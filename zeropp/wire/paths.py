@@ -99,7 +99,8 @@ class GatherPath:
     def _views(self, whole: Tensor) -> list[Tensor]:
         # ``whole`` is a slice at ``inner``, of values or of the bytes of messages. All slices at one level are equally
         # long in either, so both are cut alike, and numel counts whichever it is.
-        views, numel = [], whole.numel() * self.inner
+        views = []
+        numel = whole.numel() * self.inner
         # Each view contains the one before it, so a hop sends from where it receives to.
         for level in [self.outer, *(hop.spec.inner for hop in self.hops)]:
             start, stop = self.placement.slice_of(numel, level, self.inner)

@@ -97,7 +97,8 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
                 "to freeze and unfreeze, in a hook of the module"
             )
         # Now, and not when they copy weights at the end of the training. Older versions have one of the two.
-        names, known = ("StochasticWeightAveraging", "WeightAveraging"), vars(self.packages.pytorch.callbacks)
+        names = ("StochasticWeightAveraging", "WeightAveraging")
+        known = vars(self.packages.pytorch.callbacks)
         if any(isinstance(each, tuple(known[name] for name in names if name in known)) for each in trainer.callbacks):
             raise self.packages.misuse(
                 "StochasticWeightAveraging and WeightAveraging copy a whole model's weights, and a rank has parts; "
@@ -110,7 +111,8 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     def _wrap_to_train(self, model: Any) -> None:
         claim(model, self)
-        config, optimizer = self._config(), None
+        config = self._config()
+        optimizer = None
         if "optimizer" not in config:
             super().setup_optimizers(model.trainer)
             optimizer = self._require_one(self.optimizers, "configure_optimizers")
@@ -126,7 +128,8 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
             self.lr_scheduler_configs = [made(scheduler, interval="step")]
             # Lightning steps it from here on.
             engine.lr_scheduler = None
-        self.own_engine, self.optimizers = engine, [wrapped]
+        self.own_engine = engine
+        self.optimizers = [wrapped]
         self._configure_recomputation(config)
 
     def _wrap_to_evaluate(self, model: Any) -> None:
@@ -138,8 +141,10 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     def release(self) -> None:
         """Forget the engine, its optimizer and its schedulers; the model keeps its weights."""
-        self.own_engine, self.model = None, None
-        self.optimizers, self.lr_scheduler_configs = [], []
+        self.own_engine = None
+        self.model = None
+        self.optimizers = []
+        self.lr_scheduler_configs = []
 
     # While it trains.
 
