@@ -301,7 +301,7 @@ class Branching:
             self.rank.backward_uses.forward_ended(first=len(self.rank.outstanding) == 1)
         self.touched.let_go()
         schedule.end_phase()
-        self.rank._hide_all()
+        self.rank._guard_all()
         return entries, executed
 
     def _run(self, node: Call | Touch, executed: list[bool] | None, grad: bool) -> _Entry:
@@ -354,7 +354,7 @@ class Branching:
         self.touched.let_go()
         rank.backward_uses.give_up()
         rank.schedule.end_phase()
-        rank._hide_all()
+        rank._guard_all()
         rank.since += 1
 
     def _over(self, entries: Sequence[_Entry]) -> None:

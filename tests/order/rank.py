@@ -65,7 +65,7 @@ class _Unit:
     persistent: bool = False
     users: int = 0
     entered: int = 0
-    announced: bool = True
+    hooked: bool = True
     version: int = 0
     _event: Event | None = None
 
@@ -221,10 +221,10 @@ class Rank:
         if fails is not None:
             return self.recover()
         self.schedule.end_phase()
-        self._hide_all()
+        self._guard_all()
         return True
 
-    def _hide_all(self) -> None:
+    def _guard_all(self) -> None:
         for unit in self.units:
             if unit.state is UnitState.UNSHARDED:
                 unit.state = UnitState.GATHERED
@@ -235,7 +235,7 @@ class Rank:
         self.backward_uses.drop_uses()
         self.schedule.abort(running=True)
         self.reductions.drop_reductions()
-        self._hide_all()
+        self._guard_all()
         for unit in self.units:
             for gradient in unit.gradients:
                 gradient.stray = gradient.held = 0
@@ -304,7 +304,7 @@ class Rank:
             return self.recover()
         self.backward_uses.give_up()
         self.schedule.end_phase()
-        self._hide_all()
+        self._guard_all()
         if self.world.said(self.number) > said:
             strays = [unit.name for unit in self.units if unit.gradients[0].has_stray()]
             assert not strays, f"ranks have talked in this backward, and leave gradients of {strays} to the boundary"

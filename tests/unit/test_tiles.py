@@ -86,7 +86,7 @@ def job_of(
     """A step of what is not the device's, which has ``first`` elements, after so many steps."""
     tiers = SimpleNamespace(device_numel=first)
     buffer: Any = SimpleNamespace(
-        main=main, gradient=SimpleNamespace(row=grad), source=None, tiers=tiers, main_dtype=torch.float32
+        main=main, gradient=SimpleNamespace(row=grad), wire_copy=None, tiers=tiers, main_dtype=torch.float32
     )
     job = BufferStep(cast(FlatBuffer, buffer), states=cast(Any, states))
     moments = {name: each.tensor for name, each in states.items()}
