@@ -122,8 +122,8 @@ FAULTS: dict[str, Fault] = {
             "return True or all(e or not t for e, t in zip(",
         ),
         failed_messages_are_not_waited_for=(
-            "        self.begin(None)\n        self.wait(0)\n",
-            "        self.begin(None)\n",
+            "        self.begin_reductions(None)\n        self.wait_for_reductions(0)\n",
+            "        self.begin_reductions(None)\n",
         ),
         offers_of_one_rank_are_taken=("all(index in offered for offered in offers)", "True"),
         what_was_sent_is_sent_again=(" if unit not in self._done)", ")"),
