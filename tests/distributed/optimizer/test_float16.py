@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,30 @@ def test_windows(how: str) -> None:
     wanted = run_ranks(2, in_windows, "loop")
     for one, other in zip(run_ranks(2, in_windows, how), wanted, strict=True):
         assert worst(one, other) <= 1e-3  # float16 gradients, and AdamW takes their sign where they are small
+
+
+def norms_around_a_window(stage: int) -> list[float]:
+    """Norms of a step of one backward, of a step of two, and of one again; weights stay as they are."""
+    model, optimizer = make(stage=stage)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    norms = []
+    for backwards in (1, 2, 1):
+        for number in range(backwards):
+            with optimizer.no_sync() if number + 1 < backwards else contextlib.nullcontext():
+                optimizer.backward(loss_of(model, 0, dist.get_rank()))
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_after_a_window_is_scaled_as_the_one_before_it(stage: int) -> None:
+    """Sums of several micro-batches are made smaller on the wire, and sums of one are not."""
+    for first, both, last in run_ranks(2, norms_around_a_window, stage):
+        assert last == first
+        assert both == pytest.approx(2 * first, rel=1e-3)
 
 
 def saved(folder: Path, way: str) -> list[float]:
