@@ -75,10 +75,8 @@ class OptimizerStep:
 
     def _step_on_host(self, host: HostStep, norm: Tensor, *, waits: bool) -> None:
         """Let the host's cores step, and the wrapped optimizer what the host leaves to it."""
-        # A stand-in is nobody's, and is there for GradScaler alone.
-        parts = [part for part in self._slices.stepped if part.buffer is not None]
-        there = [part for part in parts if part.on_host]
-        here = [part for part in parts if not part.on_host]
+        there = [part for part in self._slices.stepped if part.on_host]
+        here = [part for part in self._slices.stepped if not part.on_host]
         taken = host.take_settings(there)
         max_norm = self._max_norm
         # In one way for both, so that it makes no difference which steps a slice.

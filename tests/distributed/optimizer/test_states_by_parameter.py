@@ -62,7 +62,7 @@ def looped(settings: dict[str, Any], folder: str) -> float:
     return both.difference()
 
 
-@pytest.mark.parametrize("name", some(["hpz", *(name for name in PLACES if name != "hpz")], len(PLACES)))
+@pytest.mark.parametrize("name", some(["offloaded", *(name for name in PLACES if name != "offloaded")], len(PLACES)))
 def test_loops_over_all_tensors_of_groups_reach_their_states(name: str, tmp_path: Path) -> None:
     assert max(run_ranks(4, looped, PLACES[name], str(tmp_path), local_world_size=2)) < TOLERANCE
 
