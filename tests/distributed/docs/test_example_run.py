@@ -184,7 +184,7 @@ def test_the_fsdp2_example(tmp_path: Path) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.1
     assert losses == pytest.approx(usual, rel=0.02) and losses != usual
     rows = re.findall(r"^(\S+) +(gather|reduce) +(\S+) +cross +2 +(\S+) +\d+ +[\d,]+$", output, re.MULTILINE)
-    ways = (("gather", "2->1", "int8"), ("reduce", "1->2", "feedback(int4)"))
+    ways = (("gather", "2->1", "int8"), ("reduce", "1->2", "feedback(int4+bf16)"))
     assert set(rows) == {(unit, *way) for unit in ("(root)", "blocks.0", "blocks.1") for way in ways}
     assert "bytes sent" not in plain_output
 
