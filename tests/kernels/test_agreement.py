@@ -56,6 +56,12 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     agreement.reduce(numel, dtype, bits)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_norms_of_a_sum_end_where_it_ends(bits: int) -> None:
+    """A rotation spreads values behind the last element."""
+    agreement.reduce(100, torch.float32, bits)
+
+
 @pytest.mark.every(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
