@@ -139,6 +139,29 @@ def test_micro_batches_count_in_the_window() -> None:
     assert run_ranks(1, window, (4, 2, 2, 1, 3, 4)) == [[True, False, True, False, True, True]]
 
 
+def window_of_a_loop() -> list[bool]:
+    """Whether each `step()` is taken in a window of four backwards, after one of an ``accumulate`` of four."""
+    model = Residual().double()
+    optimizer = zeropp.ZeroOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(gradient_accumulation_steps=4)
+    )
+    batches = [(rows(0, micro, 0), None) for micro in range(4)]
+    zeropp.accumulate(model, batches, lambda x, _: x.square().mean(), stages=[model])
+    optimizer.step()
+    optimizer.zero_grad()
+    taken = []
+    for x, _ in batches:
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(optimizer.step_was_taken)
+    return taken
+
+
+def test_a_backward_after_it_is_one_micro_batch_again() -> None:
+    assert run_ranks(1, window_of_a_loop) == [[False, False, False, True]]
+
+
 def bits(dtype: torch.dtype, count: int, stage: int, layered: bool) -> dict[str, Tensor]:
     """Weights after four steps, without an optimizer that hides differences."""
     torch.manual_seed(5)
