@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import zeropp
 from tests.support.checkpoint_training import CONFIGS, train, wrap
+from tests.support.disk_faults import wait_until
 from tests.support.quantized_model import Model
 from tests.support.rank_pool import ROOT, run_ranks
 from zeropp import checkpoint
@@ -177,8 +178,13 @@ def drops_meanwhile(path: Path, fails: bool) -> tuple[str, bool]:
             told = str(error)
     assert (path / "metadata.json").exists() is not fails
     checkpoint.wait()  # told once
-    gc.collect()
-    return told, comm() is None and not saving._unfinished
+
+    def is_freed() -> bool:
+        gc.collect()
+        return comm() is None
+
+    # The thread that has written holds it until it ends.
+    return told, wait_until(is_freed) and not saving._unfinished
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import zeropp
+from tests.support.branching_models import make_config
 from tests.support.checkpoint_training import train, wrap
 from tests.support.rank_pool import ROOT, run_ranks
 from tests.support.saves_killed_at_calls import CALLS
@@ -193,6 +194,22 @@ def test_damage_names_what_it_has_hit(trained: Pair, saved: Path) -> None:
         checkpoint.load(saved, *trained)
     assert "changed in part" in str(caught.value)
     checkpoint.load(saved, *trained, verify="none")
+
+
+def test_damage_in_what_nobody_reads_is_found_if_all_is_verified(tmp_path: Path) -> None:
+    """Of a model alone; states of the optimizer are megabytes further on in its file."""
+    model = torch.nn.Linear(700, 700)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, make_config())
+    model(torch.ones(1, 700)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "here", model, optimizer)
+    (path,) = (tmp_path / "here").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+        checkpoint.load(tmp_path / "here", model, only=["model"], verify="all")
+    checkpoint.load(tmp_path / "here", model, only=["model"], verify="none")
 
 
 def rewrite(saved: Path, **changes: Any) -> None:
