@@ -56,7 +56,7 @@ class Trainability:
     # What is made here is trained, whatever the caller is about.
     @torch.inference_mode(False)
     def apply(self) -> bool:
-        """Take over the changes of ``requires_grad`` since the last call. Collective; the caller knows of one.
+        """Take over the changes of ``requires_grad`` since the last call; called only if there are any. Collective.
 
         Returns:
             Whether parameters have moved to other buffers.
