@@ -197,7 +197,7 @@ def test_damage_names_what_it_has_hit(trained: Pair, saved: Path) -> None:
 
 
 def test_damage_in_what_nobody_reads_is_found_if_all_is_verified(tmp_path: Path) -> None:
-    """Of a model alone; states of the optimizer are megabytes further on in its file."""
+    """A load of the model alone passes over the optimizer's states, megabytes further on in the file."""
     model = torch.nn.Linear(700, 700)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, make_config())
     model(torch.ones(1, 700)).sum().backward()
