@@ -52,7 +52,7 @@ NO_ORDER = {
 LIMITLESS = {"refresh": "threading"}
 
 # Re-exports by old import paths, for scripts that have them. They count as a part of the room `compat`.
-OLD_PATHS = {PACKAGES["zeropp"] / "checkpoint" / "zero_to_fp32.py"}
+OLD_PATHS = {PACKAGES["zeropp"] / "checkpoint" / name for name in ("to_fp32_command.py", "zero_to_fp32.py")}
 
 # A room, which is a folder or a file at the root of zeropp, may import rooms with a lower number, and itself.
 ROOMS = {

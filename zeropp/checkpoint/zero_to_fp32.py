@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeropp.deepspeed.zero_to_fp32 import (
+    LazyTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -10,6 +11,7 @@ from zeropp.deepspeed.zero_to_fp32 import (
 )
 
 __all__ = [
+    "LazyTensor",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",

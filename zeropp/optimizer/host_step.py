@@ -259,7 +259,7 @@ class CpuStepPool:
             ValueError: ``count`` is less than 1.
         """
         if count < 1:
-            raise ValueError(f"Cores({count}): expected at least 1, the caller's thread")
+            raise ValueError(f"CpuStepPool({count}): expected at least 1, the caller's thread")
         self.count = count
         self._streams = [ThreadStream(f"core {number}") for number in range(1, count)]
 

@@ -4,6 +4,11 @@ Knows the cut, the placement and the codecs that training would have; no process
 Start with `outline`, then `memory` and `traffic`.
 """
 
+from __future__ import annotations
+
+import sys
+from typing import Any
+
 from zeropp.plan.limits import MemoryLimitError
 from zeropp.plan.memory import MemoryPlan, UnitMemory, memory
 from zeropp.plan.outline import COMMUNICATOR_NBYTES, CommunicatorMemory
@@ -20,3 +25,10 @@ __all__ = [
     "memory",
     "traffic",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """DeepSpeed's estimates, which were in here first: the package itself has them."""
+    if name.startswith(("estimate_zero2_", "estimate_zero3_")):
+        return getattr(sys.modules["zeropp"], name)
+    raise AttributeError(f"module 'zeropp.plan' has no attribute {name!r}")

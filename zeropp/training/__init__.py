@@ -5,7 +5,19 @@ Knows names alone. Start with ``zeropp/deepspeed/initialization.py``.
 
 import sys
 
-from zeropp.deepspeed import checkpointing, parameter_values, schedulers
+from zeropp.deepspeed import (
+    checkpointing,
+    data,
+    distributed,
+    initialization,
+    json_optimizers,
+    parameter_values,
+    schedulers,
+    tiled,
+    training_engine,
+    training_optimizer,
+    zero_inference,
+)
 from zeropp.deepspeed.data import RepeatingLoader
 from zeropp.deepspeed.distributed import init_distributed
 from zeropp.deepspeed.initialization import initialize
@@ -27,5 +39,16 @@ __all__ = [
 __all__ += parameter_values.__all__
 
 # Modules that scripts import: `from zeropp.training.checkpointing import checkpoint`.
-for _module in (checkpointing, schedulers):
-    sys.modules[f"{__name__}.{_module.__name__.rsplit('.', 1)[1]}"] = _module
+_MODULES = {
+    "checkpointing": checkpointing,
+    "data": data,
+    "distributed": distributed,
+    "engine": training_engine,
+    "inference": zero_inference,
+    "initialize": initialization,
+    "lion": json_optimizers,
+    "optimizer": training_optimizer,
+    "schedulers": schedulers,
+    "tiled": tiled,
+}
+sys.modules.update({f"{__name__}.{name}": module for name, module in _MODULES.items()})
