@@ -94,9 +94,19 @@ def safetensors_metadata(path: Path) -> tuple[Path, Metadata]:
             raise CheckpointError(f"{str(folder)!r} has {twice[0].removeprefix(MODEL)!r} in more than one file")
         tensors |= found
     return folder, Metadata(
-        format=FORMAT, zeropp="", torch="", world=0, algorithm="crc32", stretch=STRETCH, files=tuple(files),
-        tensors=tensors, aliases={}, coded={}, values={}, ranks=(),
-    )  # fmt: skip
+        format=FORMAT,
+        zeropp="",
+        torch="",
+        world=0,
+        algorithm="crc32",
+        stretch=STRETCH,
+        files=tuple(files),
+        tensors=tensors,
+        aliases={},
+        coded={},
+        values={},
+        ranks=(),
+    )
 
 
 def _names(folder: Path) -> list[str]:
@@ -220,9 +230,19 @@ def metadata_of(files: Iterable[FileEntry], named: Named) -> Metadata:
     values = {} if named.groups is None else {"groups": named.groups, "skipped_steps": 0}
     # A world of 0: nothing that ranks of zeropp would have saved for themselves is expected.
     return Metadata(
-        format=FORMAT, zeropp="", torch="", world=0, algorithm="crc32", stretch=STRETCH, files=tuple(files),
-        tensors=named.tensors, aliases=named.aliases, coded={}, values=values, ranks=({"numbers": named.numbers},),
-    )  # fmt: skip
+        format=FORMAT,
+        zeropp="",
+        torch="",
+        world=0,
+        algorithm="crc32",
+        stretch=STRETCH,
+        files=tuple(files),
+        tensors=named.tensors,
+        aliases=named.aliases,
+        coded={},
+        values=values,
+        ranks=({"numbers": named.numbers},),
+    )
 
 
 def named_source(

@@ -43,9 +43,11 @@ from zeropp.checkpoint.save_plan import (
     match_groups,
     model_names,
     prefix_of,
+    require_ours,
     restore_random_state,
+    unfreeze,
 )
-from zeropp.checkpoint.saving import require_ours, unfreeze, wait_together
+from zeropp.checkpoint.saving import wait_together
 from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, TensorReader, Verify
 from zeropp.config.base import notify_once, warn_user
 from zeropp.engine.engine import Engine, engine_of

@@ -393,8 +393,12 @@ class _Waiting:
             verb = "is" if len(busy) == 1 else "are"
             _log.warning(
                 "rank %d has been waiting for %g s: %s %s still at %s",
-                self._rank, now - self._since, name_ranks(busy), verb, self._doing,
-            )  # fmt: skip
+                self._rank,
+                now - self._since,
+                name_ranks(busy),
+                verb,
+                self._doing,
+            )
         self._warn_after += now - self._since
 
 

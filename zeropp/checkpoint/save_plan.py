@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeropp.access.average import Average
 from zeropp.checkpoint.boxes import (
@@ -69,7 +70,9 @@ __all__ = [
     "of_rank",
     "prefix_of",
     "random_state",
+    "require_ours",
     "restore_random_state",
+    "unfreeze",
 ]
 
 
@@ -544,3 +547,27 @@ def coded_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
             box = Box((there, 0), (count, BLOCK))
             yield TensorBox(CODES + slot.name, (blocks, BLOCK), box, codes[here : here + count])
             yield TensorBox(SCALES + slot.name, (blocks,), Box((there,), (count,)), scales[here : here + count])
+
+
+def require_ours(engine: Engine, optimizer: Optimizer | None) -> ZeroOptimizer | None:
+    """The optimizer of an engine, as what it is.
+
+    Raises:
+        TypeError: it is none that zeropp has wrapped.
+        ValueError: it is another model's.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; expected the ZeroOptimizer around it, or None for weights only"
+        )
+    if optimizer.engine is not engine:
+        raise ValueError("the optimizer and the model do not belong together; give the ZeroOptimizer of this model")
+    return optimizer
+
+
+def unfreeze(engine: Engine, optimizer: Optimizer | None) -> None:
+    """Let parameters that are trained from now on have states, and averages, before these are loaded."""
+    if isinstance(optimizer, ZeroOptimizer) and optimizer.engine is engine:
+        optimizer.apply_requires_grad()

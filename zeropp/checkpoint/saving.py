@@ -58,12 +58,11 @@ from zeropp.checkpoint.rank_sync import (
     result_or_error,
     run_between_passes,
 )
-from zeropp.checkpoint.save_plan import SavePlan, add_extra, contents
+from zeropp.checkpoint.save_plan import SavePlan, add_extra, contents, require_ours
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.rank_state import layout_id
-from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp_kernels import __version__
 
 __all__ = [
@@ -82,10 +81,8 @@ __all__ = [
     "remove_attempt",
     "remove_others",
     "require_files",
-    "require_ours",
     "save",
     "stem_of",
-    "unfreeze",
     "wait",
     "wait_for_cards",
     "wait_together",
@@ -235,13 +232,15 @@ class CheckpointWriter:
             parts = self.contents.parts
             own = self.contents.own
             written = self._together(
-                sync, "writing a checkpoint",
+                sync,
+                "writing a checkpoint",
                 lambda: (write_files(self.path, stem, parts, self.checks, self.limit, self.progress), own),
-            )  # fmt: skip
+            )
             self._together(
-                sync, "completing a checkpoint",
+                sync,
+                "completing a checkpoint",
                 (lambda: self._finish(self._metadata(written))) if first else _nothing,
-            )  # fmt: skip
+            )
         except BaseException:
             # Unless all ranks know of the error, and it was done in their rounds.
             if first and not self._discarded:
@@ -301,10 +300,19 @@ class CheckpointWriter:
         contents = self.contents
         files, tensors = _merged(written, contents)
         return Metadata(
-            format=FORMAT, zeropp=__version__, torch=torch.__version__, world=len(own),
-            algorithm=self.checks.name, stretch=STRETCH, files=tuple(files), tensors=tensors, aliases=contents.aliases,
-            coded=contents.coded, values=contents.values, ranks=tuple(own),
-        )  # fmt: skip
+            format=FORMAT,
+            zeropp=__version__,
+            torch=torch.__version__,
+            world=len(own),
+            algorithm=self.checks.name,
+            stretch=STRETCH,
+            files=tuple(files),
+            tensors=tensors,
+            aliases=contents.aliases,
+            coded=contents.coded,
+            values=contents.values,
+            ranks=tuple(own),
+        )
 
     def _finish(self, metadata: Metadata) -> None:
         require_files(self.path, (file.name for file in metadata.files))
@@ -657,9 +665,16 @@ def save(
         TypeError: the optimizer is none that zeropp has wrapped.
     """
     begin_save(
-        path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
-        trained_only=exclude_frozen_parameters, progress=progress,
-    )  # fmt: skip
+        path,
+        model,
+        optimizer,
+        extra,
+        asynchronous=asynchronous,
+        busy=busy,
+        file_nbytes=file_nbytes,
+        trained_only=exclude_frozen_parameters,
+        progress=progress,
+    )
 
 
 def begin_save(
@@ -765,27 +780,3 @@ def _prepare(
     _, digest, token = accounts[0]
     add_extra(found, engine.comm.rank, digest)
     return found, token
-
-
-def require_ours(engine: Engine, optimizer: Optimizer | None) -> ZeroOptimizer | None:
-    """The optimizer of an engine, as what it is.
-
-    Raises:
-        TypeError: it is none that zeropp has wrapped.
-        ValueError: it is another model's.
-    """
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, ZeroOptimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; expected the ZeroOptimizer around it, or None for weights only"
-        )
-    if optimizer.engine is not engine:
-        raise ValueError("the optimizer and the model do not belong together; give the ZeroOptimizer of this model")
-    return optimizer
-
-
-def unfreeze(engine: Engine, optimizer: Optimizer | None) -> None:
-    """Let parameters that are trained from now on have states, and averages, before these are loaded."""
-    if isinstance(optimizer, ZeroOptimizer) and optimizer.engine is engine:
-        optimizer.apply_requires_grad()

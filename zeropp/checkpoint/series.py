@@ -102,9 +102,17 @@ class Series:
         step = operator.index(step)
         completed = functools.partial(self._completed, step)
         return begin_save(
-            path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
-            trained_only=exclude_frozen_parameters, progress=progress, completed=completed,
-        )  # fmt: skip
+            path,
+            model,
+            optimizer,
+            extra,
+            asynchronous=asynchronous,
+            busy=busy,
+            file_nbytes=file_nbytes,
+            trained_only=exclude_frozen_parameters,
+            progress=progress,
+            completed=completed,
+        )
 
     def load(
         self,
@@ -129,8 +137,13 @@ class Series:
         wait_together(engine, "nothing was changed")
         # The first rank's: others may see an older state of a network's file system.
         looks = step is None and engine.comm.rank == 0
-        own = run_between_passes(engine, "looking for the newest checkpoint", lambda: self.latest() if looks else step,
-                       "nothing was changed", at_disk=Progress())  # fmt: skip
+        own = run_between_passes(
+            engine,
+            "looking for the newest checkpoint",
+            lambda: self.latest() if looks else step,
+            "nothing was changed",
+            at_disk=Progress(),
+        )
         chosen = engine.agreement.exchange_objects(own, "looking for the newest checkpoint")[0]
         if chosen is None:
             return None

@@ -28,8 +28,7 @@ from zeropp.checkpoint.boxes import (
     state_parts,
     whole,
 )
-from zeropp.checkpoint.save_plan import model_names
-from zeropp.checkpoint.saving import require_ours, unfreeze
+from zeropp.checkpoint.save_plan import model_names, require_ours, unfreeze
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.checks import Twin
 from zeropp.optimizer.rank_state import load_carried

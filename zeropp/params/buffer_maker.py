@@ -156,8 +156,10 @@ class BufferMaker:
         layouts = [list(buffer_layouts(parameters, spec, self.config, self._comm.world)) for spec in specs]
         stepped = [
             layout.numel // mode.states
-            for mode, own in zip(modes, layouts, strict=True) for key, _, layout in own if key.trainable
-        ]  # fmt: skip
+            for mode, own in zip(modes, layouts, strict=True)
+            for key, _, layout in own
+            if key.trainable
+        ]
         division = PartialOffload(self.config, self.tiers, Memory(self._comm.device), stepped)
         units = []
         for index, (spec, mode, own) in enumerate(zip(specs, modes, layouts, strict=True)):
