@@ -64,7 +64,7 @@ def accumulate(
         RuntimeError: the model is not wrapped, a pass is running, or gradients are disabled.
     """
     engine = _engine_of(model)
-    pairs, order = _agree(engine, lambda: _check(engine, model, micro_batches, loss_fn, stages))
+    pairs, order = _agree(engine, lambda: _check_arguments(engine, model, micro_batches, loss_fn, stages))
     window = engine.accumulation
     targets = [target for _, target in pairs]
     divisor = window.steps if window.steps > 1 else len(pairs)
@@ -138,7 +138,7 @@ def _agree(engine: Engine, prepare: Callable[[], _Work]) -> _Work:
     return work
 
 
-def _check(
+def _check_arguments(
     engine: Engine, model: nn.Module, micro_batches: Any, loss_fn: object, stages: Iterable[Stage] | None
 ) -> _Work:
     """The arguments as lists."""

@@ -102,7 +102,7 @@ def _write_folder(
 
     try:
         files, outgoing = run_between_passes(engine, doing, prepare, left, at_disk=shown)
-        run_between_passes(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
+        run_between_passes(engine, doing, _write_tensors(engine, named, files, outgoing), left, at_disk=shown)
         finish = (lambda: place.name_files(files)) if first else lambda: None
         run_between_passes(engine, doing, finish, left, at_disk=shown)
     except BaseException:
@@ -113,7 +113,9 @@ def _write_folder(
         shown.close()
 
 
-def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing: Outgoing) -> Callable[[], None]:
+def _write_tensors(
+    engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing: Outgoing
+) -> Callable[[], None]:
     """Gather one unit after the other, with all ranks, and write this rank's files; returns what closes them.
 
     That is left to the caller since it waits for the disk, and raises what went wrong on the way.

@@ -520,7 +520,7 @@ class Metadata(_Entry):
             metadata = cls.model_validate_json(body)
         except ValidationError as error:
             raise CheckpointError(f"{path} does not have the form of format {FORMAT}: {error}") from error
-        metadata._check(path)
+        metadata._check_entries(path)
         return metadata
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
@@ -538,7 +538,7 @@ class Metadata(_Entry):
         if lacking:
             raise CheckpointError(f"the tensors {lacking[:5]} were not written, and the checkpoint would not load")
 
-    def _check(self, path: Path) -> None:
+    def _check_entries(self, path: Path) -> None:
         """Check what types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
         for file in self.files:
             # A name with folders in it could lead reads, and removals, out of the checkpoint.
@@ -588,14 +588,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
     Where files cannot be renamed it is written over, and the first copy goes after that.
     """
-    _write(written_first(path), data)
+    _write_file(written_first(path), data)
     try:
         os.replace(written_first(path), path)
     except OSError as error:
         if error.errno not in NO_RENAMES:
             raise
         sync_folder(path.parent)
-        _write(path, data)
+        _write_file(path, data)
         written_first(path).unlink()
     sync_folder(path.parent)
 
@@ -612,11 +612,11 @@ def end_write(path: Path, check: Callable[[Path], object]) -> None:
     except CheckpointError:
         check(written_first(path))
         # Over the file alone: the copy is what there is until then.
-        _write(path, written_first(path).read_bytes())
+        _write_file(path, written_first(path).read_bytes())
         sync_folder(path.parent)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         done = 0

@@ -311,7 +311,7 @@ class StatusBoard:
         else:
             self._end(engine, _End(place, text, idle=True, lost=True))
             self.stopped_by = account
-        within(_ANSWER, self._write, "telling why this rank fails")
+        within(_ANSWER, self._write_lines, "telling why this rank fails")
 
     def post_waiting(self, engine: str, account: RankStatus | None) -> None:
         """Tell the others that this rank has waited for long in an engine; None: that it waits no more."""
@@ -321,7 +321,7 @@ class StatusBoard:
             self.write_status()
         else:
             self._waits = {**others, engine: _text(engine, account)}
-            within(_ANSWER, self._write, "telling where this rank waits")
+            within(_ANSWER, self._write_lines, "telling where this rank waits")
 
     def tell_stop(self) -> None:
         """Tell the others that this rank has stopped, if that is a second ago. Called every second, by a thread."""
@@ -339,9 +339,9 @@ class StatusBoard:
             # The store may be gone. This must not hide the exception that led here.
             with contextlib.suppress(RuntimeError, TimeoutError):
                 if limit:
-                    within(_ANSWER, self._write, "telling how this rank is")
+                    within(_ANSWER, self._write_lines, "telling how this rank is")
                 else:
-                    self._write()
+                    self._write_lines()
 
     def some_rank_failed(self, engine: str) -> bool:
         """Tell whether another rank has lost this engine, or has stopped where this one has not."""
@@ -362,7 +362,7 @@ class StatusBoard:
             self._said_ends.withdraw_lines(store)
             self._said_waits.withdraw_lines(store)
 
-    def _write(self) -> None:
+    def _write_lines(self) -> None:
         # The status is read under the lock: a call that was held up in the store does not overwrite a newer status.
         with self._writing:
             store = default_store()

@@ -26,7 +26,7 @@ from zeropp.optimizer.checks import reason_for_whole
 __all__ = ["Lion", "UncorrectedAdam", "make_optimizer", "make_scheduler"]
 
 
-def _check(name: str, betas: tuple[float, float], **others: float) -> None:
+def _check_numbers(name: str, betas: tuple[float, float], **others: float) -> None:
     """Refuse settings out of range; ``others`` are to be at least 0."""
     if min(others.values()) < 0 or not all(0 <= beta < 1 for beta in betas):
         given = ", ".join(f"{key} {value}" for key, value in others.items())
@@ -59,7 +59,7 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        _check("Lion", betas, lr=lr, weight_decay=weight_decay)
+        _check_numbers("Lion", betas, lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class UncorrectedAdam(Optimizer):
         *,
         decoupled: bool = True,
     ) -> None:
-        _check("Adam", betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        _check_numbers("Adam", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, settings)
 

@@ -211,7 +211,7 @@ def _make_routes(
     for mesh in meshes:
         # Names of hosts have to be known before nodes can be checked. A fake group has nobody to ask.
         hosts.update(exchange(mesh, whereabouts(), WHAT, options.patience()))
-    _agree(units, options, partial(_check, units, options, hosts), lambda accounts, group: accounts[group])
+    _agree(units, options, partial(_check_arguments, units, options, hosts), lambda accounts, group: accounts[group])
     # Makes process groups: from here on all members must come along.
     return {
         mesh: Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts, before) for mesh in meshes
@@ -267,7 +267,7 @@ def _agree(
     return cast("_T", result)
 
 
-def _check(
+def _check_arguments(
     units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]
 ) -> dict[dist.ProcessGroup, list[object]]:
     """Everything that can be refused before anyone has to wait; for each group, what its ranks must agree on."""

@@ -91,7 +91,7 @@ class Init:
         flags = (zero_quantized_weights, zero_quantized_nontrainable_weights)
 
         def choose() -> InitSettings:
-            _check(module, data_parallel_group, sequence_data_parallel_group)
+            _check_arguments(module, data_parallel_group, sequence_data_parallel_group)
             return choose_settings(
                 group=group, remote_device=remote_device, pin_memory=pin_memory,
                 config_dict_or_path=config_dict_or_path, config=config, dtype=dtype,
@@ -201,7 +201,7 @@ class MiCS_Init(Init):
         )  # fmt: skip
 
 
-def _check(module: object, data_parallel_group: Group, sequence_data_parallel_group: Group) -> None:
+def _check_arguments(module: object, data_parallel_group: Group, sequence_data_parallel_group: Group) -> None:
     if data_parallel_group is not None and sequence_data_parallel_group is not None:
         raise ValueError(
             "data_parallel_group and sequence_data_parallel_group are both given; the second takes the place of the "

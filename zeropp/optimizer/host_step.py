@@ -329,7 +329,7 @@ def step_slices(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> N
     """
     # All of them first: a step that is refused half-way would leave some weights new and others old.
     for one in steps:
-        _check(rule, one)
+        _check_settings(rule, one)
     cores.run_chunks(
         [partial(_step_chunk, rule, one, start) for one in steps for start in range(0, one.param.numel(), CHUNK_NUMEL)]
     )
@@ -342,7 +342,7 @@ def _step_chunk(rule: Rule, one: SliceStep, start: int) -> None:
     rule.step_slice(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
 
 
-def _check(rule: Rule, one: SliceStep) -> None:
+def _check_settings(rule: Rule, one: SliceStep) -> None:
     """Kernels take the addresses of tensors and the length of the parameter, and ask no further."""
     missing = [name for name in rule.states(one.settings) if name not in one.states]
     if missing:
