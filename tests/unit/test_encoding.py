@@ -43,6 +43,13 @@ def test_bits_of_hops() -> None:
     assert Encoding().gradient_codecs([LONE], torch.float16) == [PlainCodec(torch.float16)]
 
 
+def test_bits_of_the_configuration() -> None:
+    config = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+    assert choose_encoding(load_config(config)).bits == (8, 4)
+    bits = {"gradient_bits": {"local": 16, "cross": 8}}
+    assert choose_encoding(load_config({**config, "zeropp": bits})).bits == (16, 8)
+
+
 def test_hops_that_feed_back() -> None:
     path = [INSIDE, BETWEEN]
     for feedback, expected in ((None, [False, False]), ("cross", [False, True]), ("both", [True, True])):
