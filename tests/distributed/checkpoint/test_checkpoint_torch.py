@@ -135,10 +135,19 @@ def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     right = run_ranks(2, saves, tmp_path / "there", "stage 3", Shardable, local_world_size=2)
     for rank, losses in zip(right, run_ranks(2, fsdp2_loads, tmp_path / "there", True), strict=True):
         assert losses == pytest.approx(rank.losses, rel=1e-5)
-    # Of other ranks and placements, to the bit.
-    single = {name: torch.empty_like(value) for name, value in before[0].state.items()}
-    dcp.load({"model": single}, storage_reader=checkpoint.Reader(tmp_path / "here"))
-    assert all(torch.equal(single[name], value) for name, value in before[0].state.items())
+    check_weights(tmp_path / "here", before[0].state)
+
+
+def check_weights(path: Path, state: dict[str, Tensor]) -> None:
+    """See that one process reads a checkpoint of several ranks to the bit."""
+    single = {name: torch.empty_like(value) for name, value in state.items()}
+    dcp.load({"model": single}, storage_reader=checkpoint.Reader(path))
+    assert all(torch.equal(single[name], value) for name, value in state.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_single_process_reads_what_several_ranks_have_saved(tmp_path: Path) -> None:
+    check_weights(tmp_path / "here", run_ranks(2, saves, tmp_path / "here", "stage 3", Model)[0].state)
 
 
 class Odd(WithNothing):
