@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zeropp
+from tests.support.branching_models import make_config
 from tests.support.checkpoint_training import saves, train, wrap
 from tests.support.hf_models import MODELS, logits, make
 from tests.support.quantized_model import Model
@@ -249,3 +250,12 @@ def test_dtypes_of_no_weights_are_refused(dtype: Any, tmp_path: Path) -> None:
     sharded(model)
     with pytest.raises(TypeError, match=r"expected a floating torch\.dtype"):
         checkpoint.export(tmp_path / "out", model, dtype=dtype)
+
+
+def test_buffers_keep_their_dtype(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    checkpoint.export(tmp_path / "here", model, dtype=torch.bfloat16)
+    found = load_file(tmp_path / "here" / "model.safetensors")
+    assert found["1.weight"].dtype == torch.bfloat16
+    assert found["1.running_var"].dtype == torch.float32 and found["1.num_batches_tracked"].dtype == torch.int64
