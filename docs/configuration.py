@@ -71,27 +71,29 @@ The last column says how far each key reaches in this version:
 
 ## Micro-batches and steps
 
-With `gradient_accumulation_steps` N, N micro-batches make a window. A micro-batch is all backwards since the last
-forward of the model that recorded a graph, so two losses of one forward count once. `optimizer.backward(loss)` divides
-by N; `loss.backward()` leaves that to you. Who says where a window ends shows in the calls:
+One rule says which calls of `optimizer.step()` act. With `managed_gradient_accumulation` true, the default, `step()`
+acts when at least `gradient_accumulation_steps` micro-batches have been taken since the last step, or with `now=True`;
+otherwise it does nothing. With false every `step()` acts. A micro-batch is all backwards since the last training forward
+of the model, so two losses of one forward count once, and a forward of a module inside it does not count. With
+`gradient_accumulation_steps` 1, the default, every `step()` acts, too.
 
-| the loop | what happens |
+| the loop, with `gradient_accumulation_steps` N | what happens |
 |---|---|
-| for every micro-batch `backward`, `step()`, `zero_grad()`, as with DeepSpeed | every Nth `step()` steps; the others \
-do nothing, nor does the `zero_grad()` behind them, and a warning says so once. What is left when the data ends stays \
-for the next window |
-| N times `backward`, then `step()`, `zero_grad()` | every `step()` is taken, also one that comes early since the data \
-ends: from the first micro-batch on that no `step()` follows, the boundary is the caller's |
-| any, with `"managed_gradient_accumulation": false` | every `step()` is taken |
-| with `step(now=True)`, `clip_grad_norm_(..., now=True)` | takes what is there, divided as if the window were whole |
-| with `zero_grad(now=True)` | discards what is there |
-| with `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights; not those \
-inside a window, nor those skipped for a gradient that is not finite |
+| `backward`, `step()`, `zero_grad()` for every micro-batch | every Nth `step()` acts. The others do nothing, nor does the \
+`zero_grad()` after them; the first one warns |
+| `backward` N times, then `step()`, `zero_grad()` | every `step()` acts |
+| the data ends before the Nth micro-batch | `step()` does nothing, and the gradients are part of the next window: call \
+`step(now=True)`, which steps with what is there and does nothing if nothing is |
+| a loop that ends windows by itself, wherever it likes | set `"managed_gradient_accumulation": false` |
+| `zero_grad(now=True)` | discards what is there |
+| `clip_grad_norm_(max_norm, now=True)` | clips what is there, before `step(now=True)` |
+| `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights: not calls that did \
+nothing, nor steps that were skipped for a gradient that is not finite |
 
-Inside an unfinished window a closure runs and step hooks do not, `clip_grad_norm_` and `grad_norms` give those of
-the last time and touch nothing, backwards inside `no_sync()` count, and torch's `GradScaler` is refused: `unscale_`,
-`step` and `update` belong behind the last backward. A loop of the first kind that leaves a `step()` out once has that
-window cut short, with a warning.
+`optimizer.backward(loss)` divides by N, also in a short window; `loss.backward()` leaves that to you. Inside an
+unfinished window a closure runs and step hooks do not. `clip_grad_norm_` and `grad_norms` return those of the last step
+and touch nothing. Backwards inside `no_sync()` count. torch's `GradScaler` belongs after the last backward of a window:
+`GradScaler.step()` raises before, and so it does if a backward has run since `unscale_()`.
 """
 
 

@@ -73,14 +73,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Samples(Dataset):
-    """What a kind of model is fed: ids of equal length, or images; always the same."""
+    """What a kind of model is fed: ids of equal length, or images; always the same.
+
+    Five micro-batches of four samples an epoch: the third of four steps has a window of one micro-batch.
+    """
+
+    count = 20
 
     def __init__(self, kind: str) -> None:
         seed = torch.Generator().manual_seed(7)
         if kind == "vision":
-            self.rows = [{"pixel_values": torch.randn(3, 8, 8, generator=seed), "labels": i % 5} for i in range(64)]
+            self.rows = [
+                {"pixel_values": torch.randn(3, 8, 8, generator=seed), "labels": i % 5} for i in range(self.count)
+            ]
         else:
-            drawn = torch.randint(96, (64, 12), generator=seed)
+            drawn = torch.randint(96, (self.count, 12), generator=seed)
             self.rows = [{"input_ids": row, "labels": row} for row in drawn]
 
     def __len__(self) -> int:

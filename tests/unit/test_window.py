@@ -1,16 +1,17 @@
-"""Windows of micro-batches: what each `step()` does, told from the calls alone."""
+"""Windows of micro-batches: calls of `step()` act by one rule, whatever was called before."""
 
 from __future__ import annotations
 
 import pytest
 
-from zeropp.engine.engine import GradAccumulation
+from zeropp.engine.accumulation import GradAccumulation
 
 
 def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
-    """Calls: f a forward of the root, p of a part, b a backward, x one that fails, s a step(), z a zero_grad().
+    """Calls: f a forward of the root, p of a part, b a backward, x one that fails, s a step(), n a step(now=True), z a
+    zero_grad().
 
-    Returns one letter for each s and z: T a step that is taken, z gradients that are forgotten, "." neither.
+    Returns one letter for each s, n and z: T a step that is taken, z gradients that are forgotten, "." neither.
     """
     window, said = GradAccumulation(steps, managed=managed), ""
     for call in calls.replace(" ", ""):
@@ -20,8 +21,8 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
             window.note_backward()
         elif call == "x":
             window.note_failure()
-        elif call == "s":
-            taken = window.note_step_call()
+        elif call in "sn":
+            taken = window.note_step_call(now=call == "n")
             said += "T" if taken else "."
             if taken:
                 window.restart()
@@ -41,14 +42,15 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("fbb s fbb s fbb s fbb s", "...T"),  # two losses
         ("ffbb s ffbb s ffbb s ffbb s", "...T"),  # and two forwards
         ("f p b p b s f b s f b s f b s", "...T"),  # an auxiliary loss from a part of the model
-        ("p b s p b s p b s p b s", "...T"),  # a model that is never called as a whole
-        ("f b s p b s p b s p b s", "...T"),  # or once
-        ("pb pb pb pb s pb pb pb pb s", "TT"),  # never as a whole, and one step() a window
-        ("p b s f b s p b p b s f b s p b s", "...T."),
+        ("p b s p b s p b s p b s", "...."),  # forwards of parts begin no micro-batch: the warning says so
+        ("pb pb pb pb s", "."),
         ("fb fb fb fb s fb fb fb fb s", "TT"),
-        ("fb fb fb fb sz fb fb s fb s fb fb fb fb s", "TzTTT"),  # short windows, even of one
+        ("fb fb fb fb sz fb fb sz", "Tz.."),  # a short window: its step() does nothing, and zero_grad() neither
+        ("fb fb fb fb sz fb fb sz fb fb fb fb sz", "Tz..Tz"),  # its gradients are part of the next one
+        ("fb fb nz fb fb fb fb sz", "TzTz"),  # step(now=True)
+        ("n fb n n", ".T."),  # with nothing to take
         ("fb fb fb fb fb fb s", "T"),  # a long one
-        ("fbs fbs fb fbs fbs fbs fbs fbs fbs", "..T...T."),  # a step() left out once: not forgotten, not for ever
+        ("fbs fbs fb fbs fbs fbs fbs fbs", "..T...T"),  # a step() left out
         ("fb z fbs fbs fbs fbs", "z...T"),  # discarded without a step() before: as in torch
         ("fs fbs fbs fbs fbs", "....T"),  # no backward ran
         ("fbs s s fbs fbs fbs", ".....T"),
@@ -79,32 +81,38 @@ def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
     assert window.closing is closing
 
 
-def test_what_is_said() -> None:
+def warnings_of(calls: str) -> list[str | None]:
+    """The warning after each step() of windows of four."""
     window, said = GradAccumulation(4, managed=True), []
-    for call in "fbsfbsfbfbs":
+    for call in calls:
         if call == "s":
-            window.note_step_call()
+            if window.note_step_call():
+                window.restart()
             said.append(window.warning())
+        elif call == "b":
+            window.note_backward()
         else:
-            window.note_forward("") if call == "f" else window.note_backward()
-    first, second, third = said
-    assert first is not None and "after 1 of gradient_accumulation_steps 4" in first and "step_was_taken" in first
-    assert second is None, "said twice"
-    assert third is None, "the window is whole"
-    window = GradAccumulation(4, managed=True)
-    for call in "fbsfbfb":
-        if call == "s":
-            window.note_step_call()
-            window.warning()
-        else:
-            window.note_forward("") if call == "f" else window.note_backward()
-    assert window.note_step_call()
-    assert "taken after 3 of" in str(window.warning())
+            window.note_forward("" if call == "f" else "head")
+    return said
+
+
+@pytest.mark.parametrize(("calls", "count"), [("fbsfbsfbsfbs", 1), ("fbfbfbfbsfbfbs", 2), ("fbfbfbs", 3)])
+def test_the_first_step_that_does_nothing_says_so(calls: str, count: int) -> None:
+    """With the count, N and both remedies; also where a loop that accumulates by hand ends in a short window."""
+    (text,) = [each for each in warnings_of(calls) if each is not None]
+    assert f"did nothing after {count} of gradient_accumulation_steps 4 micro-batches" in text
+    assert "step(now=True)" in text and '{"managed_gradient_accumulation": false}' in text
+    assert "only modules inside it" not in text
+
+
+def test_a_model_that_is_called_by_its_parts_is_told() -> None:
+    (text, *others) = warnings_of("pbspbs")
+    assert text is not None and "only modules inside it" in text and others == [None]
 
 
 @pytest.mark.parametrize(
     ("steps", "count", "divided", "said"),
-    [(2, 4, True, True), (2, 4, False, False), (2, 2, True, False), (4, 2, True, False), (1, 4, True, False)],
+    [(2, 4, True, True), (2, 4, False, False), (2, 2, True, False), (1, 4, True, False)],
 )
 def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, divided: bool, said: bool) -> None:
     """If losses were divided by the smaller number. A caller who divides them himself may do as he likes."""

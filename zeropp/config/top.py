@@ -44,8 +44,8 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     no batch size is given."""
 
     managed_gradient_accumulation: bool = True
-    """Lets a `step()` inside an unfinished window of `gradient_accumulation_steps` micro-batches do nothing,
-    for loops that call it after every micro-batch. False takes every step: the caller owns the boundary."""
+    """Lets `step()` act only when at least `gradient_accumulation_steps` micro-batches have been taken since
+    the last step, or with `now=True`. With false every `step()` acts."""
 
     gradient_clipping: NonNegative = 0.0
     """Largest norm of all gradients together; larger gradients are scaled down to it. 0 clips nothing."""

@@ -27,6 +27,7 @@ from zeropp.config.base import warn_user
 from zeropp.deepspeed.config_accessors import ABSENT, answers_configuration
 from zeropp.deepspeed.data import make_loader
 from zeropp.deepspeed.readable_weights import ReadableWeights
+from zeropp.deepspeed.training_optimizer import CalledWindows
 from zeropp.deepspeed.zero_checkpoints import RunValues, read_run_values
 from zeropp.deepspeed.zero_inference import thaw
 from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
@@ -202,7 +203,7 @@ class Engine(nn.Module):
                 "step() was called inside coalesce_grad_reduction() or no_sync(); call it after the block"
             )
         self._applied = False
-        if self.core.accumulation.note_engine_step():
+        if self._windows.note_engine_step():
             self._take_step(optimizer, lr_kwargs)
         # Whether or not it has stepped: scripts print it. Where windows end does not depend on it, as it would no
         # longer fit once the number of ranks, or of micro-batches, is another.
@@ -241,12 +242,19 @@ class Engine(nn.Module):
     # Where windows end.
 
     @property
+    def _windows(self) -> CalledWindows:
+        windows = self.core.accumulation
+        # Both wrappings, to train and for inference, have asked for this class.
+        assert isinstance(windows, CalledWindows)
+        return windows
+
+    @property
     def _managed(self) -> bool:
         return self.loaded_config.managed_gradient_accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the ``step()`` that follows steps the optimizer."""
-        return self._managed and self.core.accumulation.at_boundary
+        return self._managed and self._windows.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say, before a forward, whether its micro-batch is the last before a step; until it is said otherwise.
@@ -260,7 +268,7 @@ class Engine(nn.Module):
                 "every step() is a boundary; set it to true, or leave the call out"
             )
         # Until the caller takes it back, which DeepSpeed's does not offer, either.
-        self.core.accumulation.set_boundary(bool(is_boundary))
+        self._windows.set_boundary(bool(is_boundary))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -329,7 +337,7 @@ class Engine(nn.Module):
     def _set_batch(self, train: int, micro: int, steps: int) -> None:
         # First, since it may refuse; sizes here must not say otherwise then.
         if self.optimizer is not None:
-            self.optimizer.engine.accumulation.resize(steps)
+            self._windows.resize(steps)
         self.batch = (train, micro, steps)
 
     @property

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.config import Config
+from zeropp.engine.accumulation import GradAccumulation
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["ParameterOffload", "TrainingOptimizer"]
+__all__ = ["CalledWindows", "ParameterOffload", "TrainingOptimizer"]
 
 
 class _Coordinator:
@@ -94,6 +95,75 @@ class LossScaler:
         return self._optimizer.config.loss_scaling.min_loss_scale
 
 
+class CalledWindows(GradAccumulation):
+    """Windows of DeepSpeed's engine: it counts calls of its ``step()``, or its caller says where a window ends.
+
+    Until the engine's ``step()`` is called for the first time, and where every step acts, the rule of
+    :class:`ZeroOptimizer` holds.
+    """
+
+    def __init__(self, steps: int, *, managed: bool) -> None:
+        super().__init__(steps, managed=managed)
+        self._counts_calls = False
+        # Calls of the engine's step() in this window.
+        self._calls = 0
+        # The last word of set_gradient_accumulation_boundary().
+        self._forced: bool | None = None
+
+    @property
+    def at_boundary(self) -> bool:
+        """True if the engine's next ``step()`` ends the window."""
+        if self._forced is not None:
+            return self._forced
+        return not self.managed or self._calls + 1 >= self.steps
+
+    @property
+    def unfinished(self) -> bool:
+        """True if gradients are not those that the engine's next optimizer step takes."""
+        # Between a step() and the backward that follows, more is to come.
+        return self.keeps_gradients or not self.at_boundary if self._counts_calls else super().unfinished
+
+    @property
+    def closing(self) -> bool:
+        """True if the running or next backward is the last before an optimizer step."""
+        if self._counts_calls and (self.managed or self._forced is not None):
+            return self.at_boundary
+        return super().closing
+
+    def note_engine_step(self) -> bool:
+        """Tell whether a call of the engine's ``step()`` ends the window; one that does not is counted."""
+        self._counts_calls = True
+        if self.at_boundary:
+            return True
+        self._calls += 1
+        self.ignore_step()
+        return False
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Let the engine's ``step()`` end the window or not, from here on, as its caller says."""
+        self._forced = is_boundary
+        self._counts_calls = True
+
+    def resize(self, steps: int) -> None:
+        """Let windows have another number of micro-batches from here on; every rank decides alike.
+
+        Raises:
+            RuntimeError: in the middle of a window, whose gradients were divided by the older number.
+        """
+        if self.count:
+            raise RuntimeError(
+                f"{self.count} of {self.steps} micro-batches have come since the last step; change their number after "
+                "a step, or discard their gradients with zero_grad(now=True)"
+            )
+        self.steps = steps
+        self._calls = 0
+
+    def restart(self) -> None:
+        """A step was taken or skipped, or gradients were discarded."""
+        super().restart()
+        self._calls = 0
+
+
 class TrainingOptimizer(ZeroOptimizer):
     """As :class:`zeropp.ZeroOptimizer`, with more names.
 
@@ -105,6 +175,8 @@ class TrainingOptimizer(ZeroOptimizer):
 
     config: Config
     custom_loss_scaler = False
+
+    accumulation_type = CalledWindows
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """As for :class:`zeropp.ZeroOptimizer`."""

@@ -11,6 +11,7 @@ from torch import nn
 from zeropp.comm.process_groups import Group
 from zeropp.config import Config, require_supported
 from zeropp.config.base import notify_once
+from zeropp.deepspeed.training_optimizer import CalledWindows
 from zeropp.engine.engine import Engine as Core
 from zeropp.engine.listener import Listener
 from zeropp.params.guard import handler_of
@@ -24,6 +25,8 @@ _frozen: weakref.WeakKeyDictionary[Core, list[weakref.ref[nn.Parameter]]] = weak
 
 class _Nobody(Listener):
     """Listens to an engine whose gradients nobody steps."""
+
+    accumulation_type = CalledWindows
 
 
 def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Core:

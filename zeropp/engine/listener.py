@@ -6,11 +6,19 @@ from typing import Protocol
 
 from torch import nn
 
+from zeropp.engine.accumulation import GradAccumulation
+
 __all__ = ["Listener"]
 
 
 class Listener(Protocol):
-    """Methods that the engine calls on the wrapper, which it outlives. Without a wrapper nothing happens."""
+    """Methods that the engine calls on the wrapper, which it outlives. Without a wrapper nothing happens.
+
+    Attributes:
+        accumulation_type: the class that counts this wrapper's micro-batches.
+    """
+
+    accumulation_type: type[GradAccumulation] = GradAccumulation
 
     def forward_begins(self) -> None:
         """A forward from outside is about to gather or to read weights."""

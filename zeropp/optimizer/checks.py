@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.config import Config
-from zeropp.engine.engine import Engine, GradAccumulation
+from zeropp.engine.accumulation import GradAccumulation
+from zeropp.engine.engine import Engine
 from zeropp.optimizer.step_sync import StepStats
 
 __all__ = [
@@ -29,12 +29,12 @@ __all__ = [
     "check_scale",
     "count_states",
     "describe_optimizer",
-    "not_for_torch_s_state_dict",
     "plain_settings",
     "reason_for_whole",
+    "refusal_of_early_unscale",
+    "refusal_of_scaler",
     "refuse_inner_group",
     "refuse_inner_step",
-    "refuse_scaler",
     "refuse_unused",
     "treats_each_alone",
     "trial_states",
@@ -367,36 +367,21 @@ class UnusedParameterError(RuntimeError, AssertionError):
     """Trained parameters had no gradient anywhere; DeepSpeed raises an AssertionError then."""
 
 
-def refuse_scaler(window: GradAccumulation) -> None:
-    """Refuse torch's GradScaler inside an unfinished window: it would unscale a part of the gradients, and then again.
-
-    All that it does to an optimizer before ``step()`` is to look at ``param_groups``, so that is where it is met.
-
-    Raises:
-        RuntimeError: a GradScaler's method asked for the parameter groups.
-    """
-    # The frame that reads param_groups; between it and this one there is the property's.
-    if isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler):
-        raise RuntimeError(
-            f"GradScaler.unscale_() or step() after {window.count} of gradient_accumulation_steps {window.steps} "
-            "micro-batches, and the boundary of the window is where gradients are unscaled: call them, and update(), "
-            'after its last backward, or set {"managed_gradient_accumulation": false} to step whenever you say so'
-        )
+def refusal_of_scaler(window: GradAccumulation) -> RuntimeError:
+    """The error of a ``GradScaler.step()`` that comes before the last micro-batch of a window."""
+    return RuntimeError(
+        f"GradScaler.step() was called after {window.count} of gradient_accumulation_steps {window.steps} "
+        "micro-batches, where the optimizer does not step yet; call unscale_(), step() and update() after the last "
+        'backward of the window, or set {"managed_gradient_accumulation": false} to step whenever you say so'
+    )
 
 
-def not_for_torch_s_state_dict(optimizer: Optimizer) -> Optimizer:
-    """The optimizer; unless asked for by torch's ``get_optimizer_state_dict``, which would find slices nameless.
-
-    Raises:
-        RuntimeError: so it is, with what to use.
-    """
-    # It asks for the state before anything else, and then fails with "KeyError: 0". The caller's caller: a property's.
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-        raise RuntimeError(
-            "torch's get_optimizer_state_dict and its kin know nothing of slices; zeropp.checkpoint.state(model, "
-            "optimizer) has model and optimizer as they would give them, for torch.distributed.checkpoint"
-        )
-    return optimizer
+def refusal_of_early_unscale() -> RuntimeError:
+    """The error of a ``GradScaler.step()`` with gradients of which only the first were unscaled."""
+    return RuntimeError(
+        "GradScaler.step() was called, and a backward has run since GradScaler.unscale_(): its gradients are still "
+        "multiplied by the scale, and those before it are not. Call unscale_() once, after the last backward of a step"
+    )
 
 
 def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -> Callable[..., None]:

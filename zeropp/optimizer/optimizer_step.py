@@ -28,7 +28,7 @@ from zeropp.optimizer.step_sync import StepStats
 from zeropp.order.refresh import chunk_of
 from zeropp.params.unit import FlatBuffer
 
-__all__ = ["GradientNorms", "OptimizerStep", "gradient_norms", "scale_gradients"]
+__all__ = ["GradientNorms", "OptimizerStep", "gradient_norms", "scale_gradients", "unscale"]
 
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -246,6 +246,26 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
     for gradient in engine.gradients:
         gradient.shard.mul_(factor.to(gradient.shard))
     return factor
+
+
+def unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divide the gradients in an optimizer's groups by a scale, with the bits of torch's GradScaler.
+
+    [Note: GradScaler] Torch's GradScaler asks an optimizer with ``_step_supports_amp_scaling``, as its fused ones are,
+    to unscale. It sets ``grad_scale`` (None if ``unscale_()`` was called) and ``found_inf`` around ``step()``. So a
+    ``step()`` of ZeroOptimizer knows when GradScaler calls it, and can refuse where a window is not finished: unscaled
+    gradients and those of later micro-batches do not add up.
+
+    Args:
+        optimizer: the wrapped one, with this rank's slices.
+        scale: float32 scalar.
+    """
+    inverse = scale.double().reciprocal().float()
+    with unguarded():
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.mul_(inverse.to(each.grad.device))
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:

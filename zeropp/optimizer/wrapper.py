@@ -20,6 +20,7 @@ from zeropp.comm.collective import run_on_all_ranks
 from zeropp.comm.process_groups import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import warn_user
+from zeropp.engine.accumulation import GradAccumulation
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import NOTHING, refuse_compiled_autograd, refuse_retired
 from zeropp.optimizer.checks import (
@@ -28,17 +29,17 @@ from zeropp.optimizer.checks import (
     check_scale,
     count_states,
     describe_optimizer,
-    not_for_torch_s_state_dict,
+    refusal_of_early_unscale,
+    refusal_of_scaler,
     refuse_inner_group,
     refuse_inner_step,
-    refuse_scaler,
     refuse_unused,
     weakly,
     zero_grad_by,
 )
 from zeropp.optimizer.host_step import waits_for_weights
 from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload_states
-from zeropp.optimizer.optimizer_step import GradientNorms, OptimizerStep, gradient_norms, scale_gradients
+from zeropp.optimizer.optimizer_step import GradientNorms, OptimizerStep, gradient_norms, scale_gradients, unscale
 from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
 from zeropp.optimizer.rank_state import (
     ErrorFeedback,
@@ -79,7 +80,14 @@ class ZeroOptimizer(Optimizer):
     step_was_skipped: bool = from_step_result("step_was_skipped")
     step_was_taken: bool = from_step_result("step_was_taken")
 
+    accumulation_type = GradAccumulation
+    # See [Note: GradScaler]. The two attributes are there while GradScaler.step() runs.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
     _steps = False  # the wrapped optimizer's step runs
+    _groups_asked = False  # param_groups was read since the last backward
     _zero_after: bool | None = None  # that has called zero_grad, with this set_to_none
 
     def __init__(
@@ -206,11 +214,9 @@ class ZeroOptimizer(Optimizer):
     @uncompiled
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups."""
-        # Before step(), GradScaler looks at nothing of an optimizer but its groups, so this is where it is refused.
-        if self.engine.accumulation.unfinished:
-            refuse_scaler(self.engine.accumulation)
         # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
         self.step_sync.doubt()
+        self._groups_asked = True
         return self.inner.param_groups
 
     @property
@@ -219,7 +225,7 @@ class ZeroOptimizer(Optimizer):
         """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
         self.engine.refresh.wait_for_step()
         self.engine.parking.require("optimizer.state", ["optim_states"])
-        return not_for_torch_s_state_dict(self.inner).state
+        return self.inner.state
 
     @state.setter
     @uncompiled
@@ -325,21 +331,47 @@ class ZeroOptimizer(Optimizer):
     ) -> Tensor | None:
         """One optimizer step; skipped on every rank if any gradient anywhere is not finite.
 
-        After the first of ``gradient_accumulation_steps`` micro-batches and before the last it does nothing but run the
-        closure, if the caller calls it after every micro-batch; see [Note: who owns the boundary]. Step hooks run
-        around steps that are taken, and that the device leaves out.
+        With ``managed_gradient_accumulation`` true (the default) it acts when at least ``gradient_accumulation_steps``
+        micro-batches have been taken since the last step, or with ``now=True``; otherwise it does nothing but run the
+        closure. With false every call acts. A micro-batch is all backwards since the last training forward of the
+        model. Step hooks run around steps that are taken, and that the device leaves out.
 
         Args:
             closure: computes the loss and its backward; called once, before step hooks where it may be one of several.
-            now: take the step with what is there, divided as if the window were whole; nothing is done if no backward
-                has run.
+            now: step with what is there, divided as if the window were whole; nothing is done if no backward has run.
 
         Raises:
             RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
         """
+        if "found_inf" not in self.__dict__:
+            return self._step(closure, now=now)
+        try:
+            return self._step_for_scaler(closure, now=now)
+        except BaseException:
+            # GradScaler takes its attributes away after a step that returns, and only then.
+            del self.grad_scale, self.found_inf
+            raise
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would let hooks run around steps that are not taken
+
+    def _step_for_scaler(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
+        """A step that torch's GradScaler calls; see [Note: GradScaler]."""
+        if self.engine.accumulation.unfinished and not now:
+            raise refusal_of_scaler(self.engine.accumulation)
+        # GradScaler calls no step then where an optimizer leaves unscaling to it.
+        if float(self.found_inf):
+            return None
+        if self.grad_scale is not None:
+            unscale(self.inner, self.grad_scale)
+            self.step_sync.doubt()
+        elif not self._groups_asked:
+            raise refusal_of_early_unscale()
+        return self._step(closure, now=now)
+
+    def _step(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
         window = self.engine.accumulation
         loss = None
-        if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
+        if closure is not None and not window.every_step_acts:  # hooks must not run before it is known that it acts
             loss = torch.enable_grad()(closure)()
             closure = None
         refuse_retired(self.engine, "step")
@@ -355,8 +387,6 @@ class ZeroOptimizer(Optimizer):
         with self.engine.agreement.reporting_errors("step()", step=place):
             found = self._take_step(closure)
         return loss if found is None else found
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch would let hooks run around steps that are not taken
 
     @Optimizer.profile_hook_step
     @torch.no_grad()
@@ -591,7 +621,7 @@ class ZeroOptimizer(Optimizer):
         """Show gradients in the groups."""
         self.slices.refuse_accumulated()
         self.step_sync.invalidate()
-        self.step_result.step_was_taken = False
+        self.step_result.step_was_taken = self._groups_asked = False
         # Nothing was reduced, so the shards have nothing new to show.
         if self.engine.reductions.holding:
             return

@@ -32,7 +32,7 @@ from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.config.base import notify_once
-from zeropp.engine.engine import Engine, GradAccumulation
+from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
@@ -278,7 +278,7 @@ def _make_engine(
         maker,
         units,
         agreement.comm.device,
-        GradAccumulation(config.resolve_batch(world)[2] or 1, managed=config.managed_gradient_accumulation),
+        listener.accumulation_type(config.resolve_batch(world)[2] or 1, managed=config.managed_gradient_accumulation),
         listener,
         limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
         loss_scale=LossScale(config.loss_scaling, mean if scale is None else scale),

@@ -143,19 +143,23 @@ def test_without_fully_shard_zeropp_trains_the_same() -> None:
 
 
 def accumulated(config: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Weights after three steps of two micro-batches each, in the loop that FSDP2 has; plain torch without config."""
+    """Weights after three steps of two micro-batches and one of a single one, in the loop that FSDP2 has.
+
+    Plain torch without config.
+    """
     world, rank = (dist.get_world_size(), dist.get_rank()) if config is not None else (1, 0)
     model, data, rows = Model(), Data(), 8 // world
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     if config is not None:
         optimizer = zeropp.ZeroOptimizer(optimizer, model, {"zero_optimization": {"stage": 3}, **config})
-    for micro in range(6):
+    for micro in range(7):
         begin = (micro * world + rank) * rows
         x, y = data.pairs[:, begin : begin + rows]
         (nn.functional.mse_loss(model(x), y.tanh()) / 2).backward()
         if micro % 2:
             optimizer.step()
             optimizer.zero_grad()
+    optimizer.step(**({} if config is None else {"now": True}))
     return zeropp.full_state(model, rank0_only=True) if config is not None else model.state_dict()
 
 

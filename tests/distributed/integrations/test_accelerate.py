@@ -28,8 +28,8 @@ MICRO, MAX_NORM, EPSILON = 2, 0.3, 1e-12
 
 
 class Rows(Dataset):
-    def __init__(self) -> None:
-        self.rows = torch.randint(12, (32, 5), generator=torch.Generator().manual_seed(3))
+    def __init__(self, count: int = 32) -> None:
+        self.rows = torch.randint(12, (32, 5), generator=torch.Generator().manual_seed(3))[:count]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,21 +70,21 @@ def looped(
     return norms
 
 
-def parts(accelerator: Any, config: Any = CONFIG) -> tuple[Any, Any, Any, Any]:
+def parts(accelerator: Any, config: Any = CONFIG, rows: int = 32) -> tuple[Any, Any, Any, Any]:
     from zeropp.integrations.accelerate import prepare
 
     model = Net()
     inner = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
-    loader = accelerator.prepare(DataLoader(Rows(), batch_size=2))
+    loader = accelerator.prepare(DataLoader(Rows(rows), batch_size=2))
     return (*prepare(accelerator, model, inner, scheduler, config=config), loader)
 
 
 def plain(last: int) -> tuple[nn.Module, list[float]]:
-    """In one process: each window has MICRO micro-batches of both ranks."""
-    model, norms, rows = Net(), [], Rows().rows
+    """In one process: each window has MICRO micro-batches of both ranks; the last one may be shorter."""
+    model, norms, rows = Net(), [], Rows(last * 4).rows
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    for step in range(last // MICRO):
+    for step in range(-(-last // MICRO)):
         optimizer.zero_grad()
         # Accelerate steps a schedule once for each process.
         optimizer.param_groups[0]["lr"] = LR / (1 + 2 * step)
@@ -125,6 +125,19 @@ def test_own_loop_as_one_process(tmp_path: Path) -> None:
         assert found["norms"] == pytest.approx(norms, rel=EPSILON)
         assert found["weights"] < EPSILON and found["resumed"] < EPSILON
     assert (tmp_path / "zeropp").is_dir() and not list(tmp_path.glob("model*")) and not list(tmp_path.glob("optim*"))
+
+
+def cut_short() -> tuple[float, list[float]]:
+    """Seven micro-batches in windows of two: Accelerate steps at the end of the data, too."""
+    with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
+        model, optimizer, scheduler, loader = parts(accelerator, rows=28)
+        norms = looped(accelerator, model, optimizer, scheduler, loader, 0, 7)
+        return distance(zeropp.full_state(model), plain(7)[0]), norms
+
+
+def test_a_short_last_window_is_a_step() -> None:
+    for apart, norms in run_ranks(2, cut_short):
+        assert apart < EPSILON and norms == pytest.approx(plain(7)[1], rel=EPSILON) and len(norms) == 4
 
 
 def in_bfloat16() -> tuple[float, str, str]:
