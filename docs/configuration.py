@@ -73,22 +73,22 @@ The last column says how far each key reaches in this version:
 
 One rule says which calls of `optimizer.step()` act. With `managed_gradient_accumulation` true, the default, `step()`
 acts when at least `gradient_accumulation_steps` micro-batches have been taken since the last step, or with `now=True`;
-otherwise it does nothing. With false every `step()` acts. A micro-batch is all backwards since the last training forward
-of the model, so two losses of one forward count once, and a forward of a module inside it does not count. With
+otherwise it does nothing. With false every `step()` acts. A micro-batch is all backwards since the last training
+forward of the model, so two losses of one forward count once, and a forward of a module inside it does not count. With
 `gradient_accumulation_steps` 1, the default, every `step()` acts, too.
 
 | the loop, with `gradient_accumulation_steps` N | what happens |
 |---|---|
-| `backward`, `step()`, `zero_grad()` for every micro-batch | every Nth `step()` acts. The others do nothing, nor does the \
-`zero_grad()` after them; the first one warns |
+| `backward`, `step()`, `zero_grad()` for every micro-batch | every Nth `step()` acts. The others do nothing, nor does \
+the `zero_grad()` after them; the first one warns |
 | `backward` N times, then `step()`, `zero_grad()` | every `step()` acts |
-| the data ends before the Nth micro-batch | `step()` does nothing, and the gradients are part of the next window: call \
-`step(now=True)`, which steps with what is there and does nothing if nothing is |
+| the data ends before the Nth micro-batch | `step()` does nothing, and the gradients are part of the next window: \
+call `step(now=True)`, which steps with what is there and does nothing if nothing is |
 | a loop that ends windows by itself, wherever it likes | set `"managed_gradient_accumulation": false` |
 | `zero_grad(now=True)` | discards what is there |
 | `clip_grad_norm_(max_norm, now=True)` | clips what is there, before `step(now=True)` |
-| `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights: not calls that did \
-nothing, nor steps that were skipped for a gradient that is not finite |
+| `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights: not calls that \
+did nothing, nor steps that were skipped for a gradient that is not finite |
 
 `optimizer.backward(loss)` divides by N, also in a short window; `loss.backward()` leaves that to you. Inside an
 unfinished window a closure runs and step hooks do not. `clip_grad_norm_` and `grad_norms` return those of the last step
