@@ -244,6 +244,25 @@ def test_three_files_resize_storages() -> None:
     assert found == {"zeropp/params/unit.py", "zeropp/offload/parked.py", "zeropp/setup/placing.py"}
 
 
+def test_one_file_registers_for_forks_and_for_the_end_of_the_program() -> None:
+    found = []
+    for path in SOURCES:
+        source = path.read_text()
+        if "register_at_fork" in source or "atexit" in source:
+            nodes = walk(path)
+            names = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+            names += [name for node in nodes if isinstance(node, ast.ImportFrom) for name in imported_from(node)]
+            found += [(short(path), name) for name in names if name in ("os.register_at_fork", "atexit.register")]
+    assert sorted(found) == [
+        ("zeropp/comm/threads.py", "atexit.register"),
+        ("zeropp/comm/threads.py", "os.register_at_fork"),
+    ]
+
+
+def imported_from(node: ast.ImportFrom) -> list[str]:
+    return [f"{node.module}.{alias.name}" for alias in node.names]
+
+
 def test_every_room_says_what_it_is() -> None:
     """In three lines or more: what it knows, what it does not, and where to start reading."""
     for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):

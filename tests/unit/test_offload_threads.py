@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.support.disk_faults import Calls, offload_threads, wait_until
-from zeropp.comm import streams
+from zeropp.comm import threads
 from zeropp.comm.streams import ThreadEvent
 from zeropp.config.blocks import AioConfig
 from zeropp.offload import transfer
@@ -193,7 +193,7 @@ def test_close_waits_for_what_was_begun(
     transfers = start(block_size=1, queue_depth=2)
     own, (extent, memory) = set(offload_threads()) - before, blocks(file, 5)
     Calls(gate=gate).put(monkeypatch)
-    monkeypatch.setattr(streams, "_CLOSING", 20.0)
+    monkeypatch.setattr(threads, "_CLOSING", 20.0)
     events = [transfers.write(extent, 0, memory) for _ in range(2)]
     threading.Timer(0.1, gate.set).start()
     transfers.close()
@@ -209,7 +209,7 @@ def test_close_does_not_wait_for_ever(
     transfers, (extent, memory) = start(), blocks(file, 1)
     Calls(gate=gate).put(monkeypatch)
     event = transfers.write(extent, 0, memory)
-    monkeypatch.setattr(streams, "_CLOSING", SHORT)
+    monkeypatch.setattr(threads, "_CLOSING", SHORT)
     transfers.close()
     assert not event.wait(0)
     gate.set()
@@ -222,8 +222,8 @@ def test_close_does_not_wait_for_ever(
         asked.append(timeout)
 
     hanging: Any = [SimpleNamespace(join=join) for _ in range(3)]
-    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: now))
-    streams._join(hanging)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now))
+    threads._join(hanging)
     assert asked == [SHORT, 0, 0]
 
 
@@ -246,7 +246,7 @@ def test_a_dropped_one_ends_its_threads_after_what_was_begun(
 def test_one_that_is_dropped_inside_its_own_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python collects garbage anywhere."""
     # Should this hang, the end of pytest must not.
-    monkeypatch.setattr(streams, "_running", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
     kept = [Transfers(AioConfig(queue_depth=1))]
     (queue,) = (each._queue for each in kept)
 
@@ -292,14 +292,14 @@ def test_the_program_s_end_leaves_what_no_thread_has_taken(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Threads of other tests go on.
-    monkeypatch.setattr(streams, "_running", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(streams, "_CLOSING", 20.0)
+    monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(threads, "_CLOSING", 20.0)
     before, seen = set(offload_threads()), Calls(gate=gate).put(monkeypatch)
     transfers, (extent, memory) = start(block_size=1, queue_depth=1), blocks(file, 2)
     own = set(offload_threads()) - before
     half, waiting = transfers.write(extent, 0, memory), transfers.write(extent, 0, memory)
     assert wait_until(lambda: len(seen.seen) == 1)
-    ending = threading.Thread(target=streams._end_all, daemon=True)
+    ending = threading.Thread(target=threads._end_all, daemon=True)
     ending.start()
     with pytest.raises(SwapError, match="the program ends: ") as caught:
         waiting.wait(LONG)
@@ -381,7 +381,7 @@ def test_a_forked_child_waits_for_nobody(
             with pytest.raises(RuntimeError, match=f"process {os.getpid()} was forked from one"):
                 transfers.read(extent, 0, memory)
             transfers.close()
-            streams._end_all()
+            threads._end_all()
             gone = weakref.ref(dropped)
             dropped = None
             gc.collect()

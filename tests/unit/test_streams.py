@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 
-from zeropp.comm import streams
 from zeropp.comm.streams import InlineStream, Stream, ThreadStream, make_stream
 
 
@@ -125,7 +124,7 @@ def test_close_ends_the_thread_after_what_is_queued() -> None:
 
 
 def test_close_does_not_hang_with_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_CLOSING", 0.05)
+    monkeypatch.setattr("zeropp.comm.threads._CLOSING", 0.05)
     before = threads()
     stream = ThreadStream("hanging")
     (thread,) = threads() - before

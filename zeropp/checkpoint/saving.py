@@ -11,7 +11,6 @@ names; the next save to the same place removes them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -61,6 +60,7 @@ from zeropp.checkpoint.rank_sync import (
 from zeropp.checkpoint.save_plan import SavePlan, add_extra, contents, require_ours
 from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
+from zeropp.comm.threads import at_exit
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.rank_state import layout_id
 from zeropp_kernels import __version__
@@ -610,21 +610,19 @@ def wait_together(engine: Engine, left: str) -> None:
 
 
 def _forget_all() -> None:
-    """In a process that was forked: those who write are in the other one."""
+    """Forget what the parent of this process writes."""
     for each in {*backgrounds.values(), *_unfinished}:
         each.forget_save()
     del _logged[:]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
-
-
-@atexit.register
 def _tell() -> None:
-    """At the end of a program whatever nobody has asked for; threads that write have ended by then."""
+    """Log the errors that nobody has asked for; threads that write have ended by then."""
     for each in list(_unfinished):
         each.finish_save()
+
+
+at_exit(_tell, forget=_forget_all)
 
 
 def save(

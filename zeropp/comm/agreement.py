@@ -22,7 +22,8 @@ import torch
 
 from zeropp.comm.hops import Comm, make_stalls
 from zeropp.comm.process_groups import CollectiveError, what_ended
-from zeropp.comm.streams import Event, ForkedError
+from zeropp.comm.streams import Event
+from zeropp.comm.threads import ForkedError
 from zeropp.comm.watch import RankStatus, Watch, board_of, code_of, explain, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]

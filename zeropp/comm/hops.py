@@ -56,6 +56,7 @@ from zeropp.comm.process_groups import (
     send_to_all,
 )
 from zeropp.comm.streams import DONE, Event, Launch, issued_here
+from zeropp.comm.threads import when_dropped
 from zeropp.partition.levels import Chain, HopSpec
 
 __all__ = [
@@ -451,7 +452,7 @@ class Comm:
         self._held: dict[int, dict[str, bool]] = {}  # while wrapping: communicators of each global rank
         self._told: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._issued: weakref.WeakMethod[Callable[[Event, str], None]] | None = None
-        weakref.finalize(self, free_groups, self._made).atexit = False
+        when_dropped(self, free_groups, self._made)
         _engines.add(self)
         # Here, where all ranks are at the same place: the members connect while a group is made.
         if chain.world > 1:

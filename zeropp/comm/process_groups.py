@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import backends, chosen_timeout, group_timeout, is_registered, new_group, sends_from_host
+from zeropp.comm.threads import when_dropped
 from zeropp.comm.timers import warn_of_waiting, within
 from zeropp.partition.levels import ranks_per_node
 
@@ -268,7 +269,7 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
         made = make_group(ranks, "gloo", limit, name, HOST, for_rows=True)
         _host_groups[group] = made
         # torch keeps every group until it is destroyed. gloo's may be at any time: its members do not meet for it.
-        weakref.finalize(group, free_groups, [made]).atexit = False
+        when_dropped(group, free_groups, [made])
     return made
 
 

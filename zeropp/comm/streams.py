@@ -10,24 +10,15 @@ of one stream, the comm stream where their gather begins (`Stream.allocate`, `St
 own later work, and that waits for the model's stream, which has read them. Temporaries of a hop live on the comm stream
 of that hop. What goes on to another comm stream, or is handed to the caller, is named there by `used_here`, and the
 allocator then waits for that stream, too.
-
-`Threads` starts the threads that gather, step, read and write, and tells them to end before Python ends.
-
-[Note: forked children] A forked child, such as a worker of a data loader, has none of its parent's threads, and perhaps
-locks that one of them held. Work for such a thread, and waits for it, would never end, so they raise
-:class:`ForkedError`. Threads that the child starts itself are its own, and work.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -37,6 +28,7 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import profiler_enabled
+from zeropp.comm.threads import Threads, require_same_process, this_process, when_dropped
 
 __all__ = [
     "BUS",
@@ -45,136 +37,21 @@ __all__ = [
     "CudaStream",
     "Event",
     "EventGroup",
-    "ForkedError",
     "InlineStream",
     "Launch",
     "LaunchedStream",
     "Stream",
     "ThreadEvent",
     "ThreadStream",
-    "Threads",
     "Work",
     "callers_stream",
     "copy",
-    "generation",
     "issued_here",
     "make_comm_streams",
     "make_stream",
-    "require_same_process",
     "span",
     "used_here",
 ]
-
-
-# Threads, which end before Python ends, and are refused in a forked child: see [Note: forked children].
-
-_CLOSING = 5.0  # seconds to wait for threads to end
-_YIELDING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
-# Not the process's number, which the system may be asked for a thousand times a step, and may use again.
-_generation = 0
-# Threads that have not ended, each with the function that tells it to, for the end of the program.
-_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
-
-
-class ForkedError(RuntimeError):
-    """A forked child used an object that needs threads of its parent."""
-
-
-def generation() -> int:
-    """The number of forks between this process and the one that first imported this."""
-    return _generation
-
-
-def require_same_process(began: int) -> None:
-    """Refuse an object that needs the threads of another process.
-
-    Args:
-        began: :func:`generation` where the object was made.
-
-    Raises:
-        ForkedError: this process is a forked child of that one.
-    """
-    if began != _generation:
-        raise ForkedError(
-            f"process {os.getpid()} was forked from one that zeropp works in, and has none of its threads, which "
-            "gather, step, read and write; use the model in the process that wrapped it, and hand copies to this one"
-        )
-
-
-class Threads:
-    """Daemon threads of one owner, told to end when this object is dropped or stopped, and when the program ends.
-
-    Args:
-        stop: tells the threads to end; called at most once. It refers to no owner, which it would keep alive.
-        at_exit: called for each thread in place of ``stop`` when the program ends.
-    """
-
-    def __init__(self, stop: Callable[[], object], at_exit: Callable[[], object] | None = None) -> None:
-        self._threads: list[threading.Thread] = []
-        self._at_exit = at_exit or stop
-        self._generation = _generation
-        self._stop = weakref.finalize(self, _stop, stop, _generation)
-        # The end of the program has a function of its own, below.
-        self._stop.atexit = False
-
-    def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Start a thread that calls ``target`` with ``arguments``."""
-        # A daemon, or Python would wait for it before atexit could tell it to end.
-        thread = threading.Thread(target=target, args=arguments, name=f"zeropp {name}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
-        _running[thread] = self._at_exit
-
-    def require_here(self) -> None:
-        """Refuse work in a forked child.
-
-        Raises:
-            ForkedError: the threads are in the parent.
-        """
-        require_same_process(self._generation)
-
-    def stop(self) -> None:
-        """Tell them to end; twice does no harm, and in a forked child it does nothing."""
-        self._stop()
-
-    def join(self) -> None:
-        """Wait a while for their end: work that hangs must not hang this."""
-        _join(self._threads)
-
-
-def _stop(stop: Callable[[], object], began: int) -> None:
-    # See [Note: forked children]: ``stop`` may take a lock that is held for ever.
-    if began == _generation:
-        stop()
-
-
-def _join(threads: Iterable[threading.Thread]) -> None:
-    # One limit for all of them together, so that many that hang do not add up.
-    until = time.monotonic() + _CLOSING
-    for thread in threads:
-        thread.join(timeout=max(until - time.monotonic(), 0.0))
-
-
-def _end_all() -> None:
-    """End threads before Python does: one that it stops inside a collective takes the process down with it."""
-    # A copy: threads that end meanwhile leave the dictionary. All are told before the first is waited for.
-    running = dict(_running)
-    for at_exit in running.values():
-        at_exit()
-    _join(running)
-    if running or torch.distributed.is_initialized():
-        # gloo's own threads drop the tensors of finished collectives, for which they need the interpreter's lock.
-        time.sleep(_YIELDING)
-
-
-def _begin_as_child() -> None:
-    global _generation
-    _generation += 1
-    _running.clear()
-
-
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_begin_as_child)
 
 
 BUS = "bus"
@@ -410,10 +287,10 @@ class InlineStream:
 class ThreadEvent:
     """Completion of work on a thread, on a bare lock: cheaper than a condition for one waiter."""
 
-    __slots__ = ("_error", "_generation", "_lock")
+    __slots__ = ("_error", "_lock", "_made_in")
 
     def __init__(self) -> None:
-        self._generation = generation()
+        self._made_in = this_process()
         self._lock = threading.Lock()
         # Held until the work is done. A lock may be released by another thread than took it.
         self._lock.acquire()
@@ -426,7 +303,7 @@ class ThreadEvent:
     def wait(self, timeout: float) -> bool:
         # What is done is done in a forked child, too; what is not never will be.
         if not self._lock.acquire(blocking=False):
-            require_same_process(self._generation)
+            require_same_process(self._made_in)
             if not self._lock.acquire(timeout=timeout):
                 return False
         # Let the next waiter through: several may wait for one event.
@@ -531,8 +408,7 @@ class CudaStream:
         # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
         self.stream = torch.cuda.Stream(device, priority=-1)
         # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
-        self._finish = weakref.finalize(self, self.stream.synchronize)
-        self._finish.atexit = False
+        self._finish = when_dropped(self, self.stream.synchronize)
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works`` behind what the caller's stream has been given so far."""

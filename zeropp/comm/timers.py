@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from zeropp.comm.streams import Threads
+from zeropp.comm.threads import Threads
 
 __all__ = ["Patrol", "warn_of_waiting", "within"]
 

@@ -23,7 +23,6 @@ import mmap
 import os
 import tempfile
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +30,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from zeropp.comm.threads import when_dropped
 
 __all__ = [
     "ALIGNED",
@@ -279,7 +280,7 @@ class Descriptors:
                 self.cached = os.dup(file.fileno())
         except OSError as error:
             raise SwapError.make(error.errno or errno.EIO, folder, "cannot make a swap file", _REMEDY) from error
-        weakref.finalize(self, os.close, self.cached).atexit = False
+        when_dropped(self, os.close, self.cached)
         self.direct = self._open_direct()
 
     def _open_direct(self) -> int | None:
@@ -291,7 +292,7 @@ class Descriptors:
             self._warn(str(error))
             return None
         # By number: the attribute becomes None when the file system refuses later.
-        weakref.finalize(self, os.close, direct).atexit = False
+        when_dropped(self, os.close, direct)
         # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
         # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
         os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
@@ -421,9 +422,8 @@ def mapped(
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     pages = (ctypes.c_ubyte * nbytes).from_address(address)
     # The storage refers to the pages, so that views of the tensor keep them, too.
-    unmap = weakref.finalize(pages, partial(_unmap, address, nbytes, freed))
-    # Tensors may be read after Python's last functions have run; the system takes mappings away itself.
-    unmap.atexit = False
+    # Tensors may be read after Python's last functions have run.
+    when_dropped(pages, _unmap, address, nbytes, freed)
     return torch.frombuffer(pages, dtype=dtype, count=numel)
 
 

@@ -20,7 +20,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from zeropp.comm.streams import Event, ThreadEvent, Threads
+from zeropp.comm.streams import Event, ThreadEvent
+from zeropp.comm.threads import Threads
 from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import REFUSED, Descriptors, Extent, SwapError, aligned, copy_bytes, view_of
@@ -67,7 +68,7 @@ class Transfers:
 
         Raises:
             ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
-            RuntimeError: this is closed, or was made in the process that this one was forked from.
+            RuntimeError: this is closed, or was made in the parent of this process.
         """
         return self._begin_transfer(extent, start_nbytes, into, reads=True)
 

@@ -280,7 +280,7 @@ class CpuStepPool:
         for stream in self._streams[: max(len(chunks) - 1, 0)]:
             stream.run(work)
         work()
-        # A word for each chunk, and none for each thread: one that has ended, or was lost in a fork, has no chunk.
+        # One answer for each chunk, not for each thread: a thread that has ended takes no chunk.
         for _ in chunks:
             ended.get()
         if errors:

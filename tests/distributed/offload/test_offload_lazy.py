@@ -26,7 +26,7 @@ from tests.support.branching_models import Routed, chain, make_config
 from tests.support.offload_pairs import delayed, host_apart, states_of
 from tests.support.rank_pool import run_ranks
 from tests.support.small_models import MODELS
-from zeropp.comm import streams
+from zeropp.comm import threads
 from zeropp.offload import swap
 from zeropp.offload.swap import SwapError
 from zeropp.optimizer import host_step
@@ -401,7 +401,7 @@ def refused(where: str, folder: str, which: str, short: bool, use: str) -> tuple
     failure: dict[str, Any] = {"return_value": 0} if short else {"side_effect": OSError(errno.EIO, "of the test")}
     bad = mock.patch.object(swap, which, **failure) if dist.get_rank() == dist.get_world_size() - 1 else None
     # A comm stream of another rank stands still in a collective, which need not be waited for at the end.
-    with mock.patch.object(streams, "_CLOSING", 0.1), training(where, folder) as (model, optimizer):
+    with mock.patch.object(threads, "_CLOSING", 0.1), training(where, folder) as (model, optimizer):
         with bad or contextlib.nullcontext():
             optimizer.step()
             with pytest.raises(RuntimeError) as caught:
