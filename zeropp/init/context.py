@@ -125,6 +125,7 @@ class Init:
             register_module_module_registration_hook(self._module_given),
         ):
             self._stack.callback(handle.remove)
+        self._stack.enter_context(_gathering_for_copies(build))
         if self._settings.gathers_in_apply:
             self._stack.enter_context(_gathering_apply(build))
         build.building = True
@@ -241,6 +242,29 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
         for name, parameter in each._parameters.items():
             if parameter is not None:
                 yield f"{type(each).__name__}.{name}", parameter, each
+
+
+@contextlib.contextmanager
+def _gathering_for_copies(build: ShardedBuild) -> Iterator[None]:
+    """While ``nn.Parameter(p)`` fetches a parameter that is in pieces, as torch's parametrizations need.
+
+    Else torch asks for ``p.detach()``, and refuses a plain tensor in the place of a subclass.
+    """
+    plain: Callable[..., nn.Parameter] = vars(nn.Parameter)["__new__"]
+
+    def new(cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
+        if not isinstance(data, nn.Parameter):
+            return plain(cls, data, requires_grad)
+        build.fetch([data])
+        made = plain(cls, data, requires_grad)
+        build.let_go()
+        return made
+
+    nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = plain  # type: ignore[method-assign, assignment]
 
 
 @contextlib.contextmanager

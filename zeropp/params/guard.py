@@ -13,7 +13,6 @@ with the call that brings them back.
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -345,11 +344,7 @@ def _intercept(
             return reader.call(func, args, kwargs, readable_weights)
         # Every released argument has been fetched, and has its own class and values by now.
         try:
-            result = func(*args, **kwargs)
-            if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                # nn.Parameter(p) has asked for the class of a released one, and wants its own back.
-                return result.as_subclass(type(args[0]))
-            return result
+            return func(*args, **kwargs)
         finally:
             for handler in touched:
                 handler.use_ended()

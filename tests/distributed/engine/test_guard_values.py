@@ -23,6 +23,8 @@ import zeropp
 from tests.support.branching_models import make_config, shards
 from tests.support.rank_pool import run_ranks
 from tests.support.resharded_model import PERSIST, Use, attempt, held, still_trains
+from tests.support.sharded_and_plain import Pair
+from zeropp.params.guard import is_guarded
 
 
 def assign(name: str, make: Callable[[nn.Parameter], object]) -> Use:
@@ -195,6 +197,51 @@ def test_values_outside_a_pass_are_refused(table: str, kind: str, who: list[int]
     for rank, (wrong, off) in enumerate(run_ranks(2, touch, table, PERSIST[kind], who, who == [1])):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
         assert off < 1e-6
+
+
+class Copying(nn.Module):
+    """Begins its pass with a use of a weight whose unit has not been gathered."""
+
+    use: Use | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use is not None:
+            self.use(self.blocks[3].weight)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def parameters_made_in_a_pass() -> tuple[list[str], float]:
+    """Differences from what is expected of ``nn.Parameter(p)``, of its remedy and of ``p.detach()`` in a pass."""
+    torch.manual_seed(5)
+    pair = Pair(Copying(), make_config(hang_timeout=10), dtype=torch.float32)
+    weight, whole = pair.model.blocks[3].weight, zeropp.full_state(pair.model)["blocks.3.weight"]
+    wrong, made = [], list[Tensor]()
+
+    def use(p: nn.Parameter) -> None:
+        assert is_guarded(p)
+        with pytest.raises(RuntimeError, match=r"Creating a Parameter .* requires that detach\(\) returns"):
+            nn.Parameter(p)
+        made.extend((p.detach(), nn.Parameter(p.detach().clone())))
+
+    pair.model.use = use
+    pair.model(torch.zeros(1, 8))
+    del pair.model.use
+    detached, copied = made
+    wrong += [] if type(detached) is Tensor else [f"p.detach() is a {type(detached).__name__}"]
+    wrong += [] if type(copied) is nn.Parameter and torch.equal(copied, whole) else ["another copy"]
+    wrong += [] if is_guarded(weight) else ["not released"]
+    return wrong, still_trains(pair)
+
+
+def test_parameters_of_released_ones_in_a_pass() -> None:
+    for wrong, off in run_ranks(2, parameters_made_in_a_pass):
+        assert not wrong and off < 1e-6
 
 
 @pytest.mark.campaign

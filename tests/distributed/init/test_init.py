@@ -27,12 +27,12 @@ from zeropp.params.guard import is_guarded
 
 
 def hooks() -> int:
-    """How many of torch's hooks for all modules there are; one more if ``apply`` is another."""
+    """How many of torch's hooks for all modules there are; one more for each replaced method."""
     tables = (torch_modules._global_parameter_registration_hooks, torch_modules._global_module_registration_hooks)
-    return sum(map(len, tables)) + (nn.Module.apply is not APPLY)
+    return sum(map(len, tables)) + (nn.Module.apply is not APPLY) + (vars(nn.Parameter)["__new__"] is not NEW)
 
 
-APPLY = nn.Module.apply
+APPLY, NEW = nn.Module.apply, vars(nn.Parameter)["__new__"]
 
 
 def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[str], int, list[float]]:
