@@ -79,16 +79,16 @@ forward of the model, so two losses of one forward count once, and a forward of 
 
 | the loop, with `gradient_accumulation_steps` N | what happens |
 |---|---|
-| `backward`, `step()`, `zero_grad()` for every micro-batch | every Nth `step()` acts. The others do nothing, nor does \
+| for every micro-batch `backward`, `step()`, `zero_grad()` | every Nth `step()` acts. The others do nothing, nor does \
 the `zero_grad()` after them; the first one warns |
-| `backward` N times, then `step()`, `zero_grad()` | every `step()` acts |
+| N times `backward`, then `step()`, `zero_grad()` | every `step()` acts |
 | the data ends before the Nth micro-batch | `step()` does nothing, and the gradients are part of the next window: \
 call `step(now=True)`, which steps with what is there and does nothing if nothing is |
 | a loop that ends windows by itself, wherever it likes | set `"managed_gradient_accumulation": false` |
-| `zero_grad(now=True)` | discards what is there |
-| `clip_grad_norm_(max_norm, now=True)` | clips what is there, before `step(now=True)` |
-| `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights: not calls that \
-did nothing, nor steps that were skipped for a gradient that is not finite |
+| with `zero_grad(now=True)` | discards what is there |
+| with `clip_grad_norm_(max_norm, now=True)` | clips what is there, before `step(now=True)` |
+| with `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights: not calls \
+that did nothing, nor steps that were skipped for a gradient that is not finite |
 
 `optimizer.backward(loss)` divides by N, also in a short window; `loss.backward()` leaves that to you. Inside an
 unfinished window a closure runs and step hooks do not. `clip_grad_norm_` and `grad_norms` return those of the last step

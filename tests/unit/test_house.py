@@ -244,6 +244,12 @@ def test_three_files_resize_storages() -> None:
     assert found == {"zeropp/params/unit.py", "zeropp/offload/parked.py", "zeropp/setup/placing.py"}
 
 
+def test_one_file_looks_at_stack_frames() -> None:
+    """For the line of the user in a message. No behaviour may depend on who has called."""
+    frames = re.compile(r"_getframe|currentframe|_current_frames|\.f_back\b")
+    assert [short(path) for path in SOURCES if frames.search(path.read_text())] == ["zeropp/config/base.py"]
+
+
 def test_one_file_registers_for_forks_and_for_the_end_of_the_program() -> None:
     found = []
     for path in SOURCES:

@@ -265,7 +265,8 @@ def _summed_in_main_dtype(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        # A backward that has failed leaves gradients, which the engine forgets when it is asked whether one runs.
+        # A backward that has failed leaves gradients, which the engine forgets.
+        engine.notice_failed_backward()
         if not engine.running:
             with unguarded():
                 for parameter, _ in narrow:

@@ -36,11 +36,12 @@ class Average:
         self._begun = not lacks_values(engine)
         self._join()
 
-    @property
-    def pieces(self) -> dict[FlatBuffer, Tensor]:
-        """This rank's part of the average: one element for each of a buffer's shard."""
+    def take_pieces(self) -> dict[FlatBuffer, Tensor]:
+        """This rank's part of the average, to save or to load: one element for each of a buffer's shard.
+
+        The average has begun then: weights that are loaded later are no longer its first ones.
+        """
         self._join()
-        # They are about to be saved, or loaded.
         self._begun = True
         return self._pieces
 

@@ -11,7 +11,6 @@ can tell at the end of the ``with`` block which graphs outlive it.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeropp.access.state import gather_computed, gather_main
 from zeropp.comm.agreement import GATHERED
-from zeropp.config.base import warn_user
+from zeropp.config.base import line_of_user, warn_user
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import tensors_in
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
@@ -150,9 +149,6 @@ def _piece(parameter: nn.Parameter) -> Piece:
     return piece
 
 
-_PACKAGES = ("torch", "zeropp")
-
-
 class GraphTracker(TorchFunctionMode):
     """While this mode is on, notes the lines that begin graphs through gathered values.
 
@@ -186,7 +182,7 @@ class GraphTracker(TorchFunctionMode):
                         self._names[id(tensor)] = name
                         self._views.append(tensor)
                     # Not an error yet: to read a norm with grad mode on is fine, and its graph goes with the result.
-                    trip = _Trip(name, _line_of_user())
+                    trip = _Trip(name, line_of_user())
                     tensor.register_hook(trip)
                     self._hooks.append(weakref.ref(trip))
         return result
@@ -223,14 +219,6 @@ class _Trip:
             f"backward came to what was computed at {self} inside GatheredParameters, and no gradient of it would be "
             "reduced. Compute a penalty on weights inside the model's forward, and return it or keep it on the module"
         )
-
-
-def _line_of_user() -> str:
-    """The line of the caller outside of torch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 _EXTERNAL = "_zeropp_external"
@@ -325,6 +313,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         try:
             for engine, parameters in self._wanted:
+                engine.notice_failed_backward()
                 if engine.running:
                     self._fetch(engine, parameters)
                 else:

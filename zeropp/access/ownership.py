@@ -39,8 +39,9 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
 
     In the dtype that the model computes with, and in the engine's own memory, which lives as long as they do.
     """
-    # Asked whether it runs, an engine forgets a backward that has failed, with what that has brought, which a plain
-    # model would add to its next gradients.
+    # An engine forgets a backward that has failed, with the gradients that it has brought, which a plain model would
+    # add to its next ones.
+    engine.notice_failed_backward()
     if engine.closed or engine.running or engine.averaged or engine.agreement.lost is not None:
         return {}
     # Some of these weights are rounded, and some not: what a plain forward does with them ends in an error.

@@ -232,8 +232,11 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
 
     def check(module: nn.Module, args: object) -> None:
         engine = ref()
+        if engine is None:
+            return
+        engine.notice_failed_backward()
         # A pass that has begun is not refused half-way.
-        if engine is None or engine.running or not structure.has_changed():
+        if engine.running or not structure.has_changed():
             return
         new = structure.new_in(module)
         if new:

@@ -407,7 +407,10 @@ class _MetaParams:
 
     def before(self, module: nn.Module, args: object) -> None:
         engine = self._engine()
-        if engine is not None and not engine.running:
+        if engine is None:
+            return
+        engine.notice_failed_backward()
+        if not engine.running:
             self.check()
 
     def check(self) -> None:

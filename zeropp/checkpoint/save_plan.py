@@ -216,7 +216,7 @@ def prefix_of(name: str) -> str:
 
 def average_parts(average: Average, name: str, which: Which) -> Iterator[TensorBox]:
     """An average, of this rank's pieces, under the name that it is given under."""
-    for buffer, piece in average.pieces.items():
+    for buffer, piece in average.take_pieces().items():
         yield from parts_of_row(buffer, piece, buffer.placement.mode.states, prefix_of(name), which)
 
 
@@ -250,7 +250,7 @@ def fill_in(average: Average, name: str, renamed: Mapping[str, str], metadata: M
         renamed: names of parameters in the checkpoint.
         metadata: of the checkpoint.
     """
-    for buffer, piece in average.pieces.items():
+    for buffer, piece in average.take_pieces().items():
         for slot, each in fragments(buffer, buffer.placement.mode.states, "slice"):
             if prefix_of(name) + renamed.get(slot.name, "") not in metadata.tensors:
                 place = slice(each.offset, each.offset + each.stop - each.start)

@@ -593,7 +593,6 @@ class Watch:
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._asked = 0.0  # when it was last asked whether a rank has failed
-        self._on_look: weakref.WeakMethod[Callable[[], None]] | None = None
         self._patrol = Patrol("watch", self.look, self.end)
 
     @contextlib.contextmanager
@@ -617,10 +616,6 @@ class Watch:
             if wait.told:
                 self._board.post_waiting(self._engine, None)
 
-    def on_look(self, action: Callable[[], None]) -> None:
-        """Call a method, which is not kept alive, every second on the watching thread."""
-        self._on_look = weakref.WeakMethod(action)
-
     def end(self) -> None:
         """Write a status that has not been written yet, as the program ends; on the watching thread."""
         # Without a limit: Python does not start threads any more by then.
@@ -636,7 +631,6 @@ class Watch:
         # Read once: the main thread may begin or end a wait at any moment.
         wait = self._current
         now = time.monotonic()
-        self._call_on_look()
         self._board.tell_stop()
         if wait is None or self._after is None:
             return
@@ -666,13 +660,6 @@ class Watch:
         else:
             # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
             self._board.post_waiting(self._engine, None)
-
-    def _call_on_look(self) -> None:
-        action = None if self._on_look is None else self._on_look()
-        # The model's thread goes on meanwhile, and may take away what is looked at.
-        with contextlib.suppress(Exception):
-            if action is not None:
-                action()
 
     def _words(self, accounts: dict[int, RankStatus]) -> str:
         said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})

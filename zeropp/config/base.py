@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
@@ -174,13 +175,27 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
     wrapper, and a block may end in contextlib's.
     """
-    # Level 1 is this function, 2 its caller, which is where the walk begins.
-    frame = sys._getframe(1)
-    level = 2
+    # One more, for this function.
+    warnings.warn(message, category, stacklevel=_user_frame()[1] + 1)
+
+
+def line_of_user() -> str:
+    """The line of user code that led here, as ``file:number``, to be named in a message."""
+    frame, _ = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _user_frame() -> tuple[FrameType, int]:
+    """The innermost frame of user code, and its ``stacklevel`` as the caller's caller counts.
+
+    This is the one place that looks at frames; only messages depend on what it finds.
+    """
+    frame = sys._getframe(2)
+    level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame = frame.f_back
-        level = level + 1
-    warnings.warn(message, category, stacklevel=level)
+        level += 1
+    return frame, level
 
 
 def notify_once(message: str, category: type[Warning] = UserWarning, *, first: bool | None = None) -> None:

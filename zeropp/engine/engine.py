@@ -84,7 +84,6 @@ class Engine(GuardHandler):
     trained_set = 0
     _backwards = 0
     _root_ran = False  # the model was called as a whole, with a graph
-    _cut_off = 0  # how often `_look_for_interrupt` has found that a forward was cut off
     # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
     _trains = True
 
@@ -124,7 +123,6 @@ class Engine(GuardHandler):
         self.refresh = self._make_refresh(refresh_streams)
         self.note_storages()
         self.phase = Phase.IDLE
-        agreement.watch.on_look(self._look_for_interrupt)
         self.pending = PendingGradients(self.units, self._listener)
         self.flipped_requires_grad: set[int] = (
             set()
@@ -182,8 +180,13 @@ class Engine(GuardHandler):
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
         changed = None
+        self.notice_failed_backward()
+        if self.phase is not Phase.BACKWARD and self.hooks.was_interrupted(hooked):
+            self.recover(known=False)
         running = self.running
-        outermost = self.hooks.depth == 0 if running else self.hooks.is_empty()
+        if not (running or self.gather_contexts.computing):
+            self.hooks.reset()  # of a forward inside GatheredParameters that Ctrl-C has ended
+        outermost = self.hooks.depth == 0
         if self.gather_contexts and self.gather_contexts.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
         try:
@@ -311,6 +314,7 @@ class Engine(GuardHandler):
             self._backward.complete.append(self.units[index])
 
     def _begin_backward(self, *, by_output: bool = False) -> None:
+        self.notice_failed_backward()
         if self.running:
             return
         self.require_idle("backward", needs=TRAINING)
@@ -350,14 +354,6 @@ class Engine(GuardHandler):
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
             self.agreement.found_stopped("its backward failed")
 
-    def _look_for_interrupt(self) -> None:
-        """Tell of a forward that Ctrl-C or sys.exit() has ended, which calls no hook; on the watching thread."""
-        cut_off = self.phase is Phase.FORWARD and self.hooks.cut_off and self.schedule.needs_others
-        self._cut_off = self._cut_off + 1 if cut_off else 0
-        # The second time: the forward may have ended while this looked. And once.
-        if self._cut_off == 2:
-            self.agreement.found_stopped("its forward was interrupted, as by Ctrl-C or sys.exit()")
-
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
         self.reductions.last = self._trains and (self.accumulation.closing or not self.mode.sums)
@@ -375,6 +371,7 @@ class Engine(GuardHandler):
         """A released parameter is used outside its module; see :class:`zeropp.params.guard.GuardHandler`."""
         if self.closed:
             self.require_idle("the model", averaged=True, beside_step=True)
+        self.notice_failed_backward()
         if not self.running and current_graph_task() == -1:
             return False
         self._begin_backward(by_output=True)  # by a hook that comes before the model's own
@@ -396,21 +393,17 @@ class Engine(GuardHandler):
             if unit.state is UnitState.UNSHARDED:
                 unit.guard_values()
 
-    def end_failed_pass(self) -> None:
-        """Recover now from a pass that an exception, which is being handled, has ended."""
-        self._recover_if_failed(known=True)
-
     @property
     def running(self) -> bool:
-        """True while a pass is running; a backward that failed is over, as is a forward that Ctrl-C has ended."""
-        self._recover_if_failed(known=False)
+        """True while a pass is running. One that has failed, or was interrupted, may not have been noticed yet."""
         return self.phase is not Phase.IDLE
 
-    def _recover_if_failed(self, *, known: bool) -> None:
-        # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
-        failed = self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None)
-        if failed or (self.phase is Phase.FORWARD and self.hooks.cut_off):
-            # Another exception may be handled by now.
+    def notice_failed_backward(self, *, known: bool = False) -> None:
+        """Recover from a backward that has failed; nothing otherwise. An exception is being handled if ``known``.
+
+        Autograd calls nothing then that was queued for the end of a backward. So whoever begins something asks.
+        """
+        if self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None):
             self.recover(known=known)
 
     def require_idle(
@@ -431,6 +424,7 @@ class Engine(GuardHandler):
         Raises:
             RuntimeError: a pass is running, parameters are gathered, averages applied, or the engine was closed.
         """
+        self.notice_failed_backward()
         check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
             self.refresh.wait_for_step()
@@ -438,10 +432,18 @@ class Engine(GuardHandler):
                 listener.weights_wanted()
 
     def recover(self, *, known: bool = True) -> None:
-        """After an error in forward or backward, being handled if ``known``: release all, so that a step can run."""
+        """End a pass that an error has ended, being handled if ``known``, and release its units.
+
+        A forward that Ctrl-C has ended stays open until the next forward of the model, or this call. It tells the ranks
+        that wait for this one. Nothing is lost but the pass: weights, optimizer states and the gradients of earlier
+        backwards stay.
+        """
         if self.phase is not Phase.IDLE and self.schedule.needs_others:
-            if known:
-                self.agreement.stopped(sys.exc_info()[1])
+            error = sys.exc_info()[1] if known else None
+            if error is not None:
+                self.agreement.stopped(error)
+            elif self.phase is Phase.FORWARD:
+                self.agreement.found_stopped("its forward was interrupted, as by Ctrl-C or sys.exit()")
             else:
                 self.agreement.found_stopped("an exception")
         self.hooks.reset()
@@ -568,6 +570,7 @@ class Engine(GuardHandler):
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
         unit = self.unit_of[id(parameter)]
+        self.notice_failed_backward()
         if self.running:
             return
         if self.pending.backward_ran or any(gradient.arrived for gradient in unit.gradients):

@@ -3,8 +3,9 @@
 A *hooked module* is one whose forward brackets uses of units. Before it runs, its units are fetched; after it, they are
 released, and its outputs carry a hook that fetches them again when backward arrives. Hooks hold the engine weakly.
 
-torch calls a module's hooks after an error, but not after Ctrl-C, or whatever else is no ``Exception``. Then the Python
-frame of the module's call tells that it is over: nothing that runs would return to it.
+torch calls a module's hooks after an error, but not after Ctrl-C, or whatever else is no ``Exception``. Then modules
+stay on the call stack here. The next forward of the model takes them off, as ``Engine.recover()`` does: a model that is
+called while it is on the stack has been interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -212,6 +212,7 @@ class HookedModule:
         begins: how the paths of modules inside this one begin; "" if it is the root.
         run_by: ``begins`` of the modules that have run this one in their forwards, though it is not inside them by its
             path.
+        reentered: its last call came while a forward that it may begin was on the call stack.
     """
 
     path: str
@@ -221,6 +222,7 @@ class HookedModule:
     # Weakly: the engine must not keep the modules that own it.
     inside: list[_Inner] | None = None
     run_by: set[str] = field(default_factory=set)
+    reentered: bool = False
     begins: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -500,33 +502,32 @@ class ModuleHooks:
         """Forget a call stack that an error has cut off."""
         self._stack.clear()
 
-    def is_empty(self) -> bool:
-        """Tell whether no hooked module is on the call stack; drops what Ctrl-C has left there."""
-        if self.cut_off:
-            self._stack.clear()
-        return not self._stack
-
     @property
     def depth(self) -> int:
         """Number of hooked modules on the call stack."""
         return len(self._stack)
 
-    @property
-    def cut_off(self) -> bool:
-        """True if the forward on the call stack has ended by Ctrl-C or the like, and no hook was called."""
-        # The innermost first: it is near, and where it runs all others do.
-        return bool(self._stack) and _is_over(self._stack[-1].running) and _is_over(self._stack[0].running)
+    def was_interrupted(self, hooked: HookedModule) -> bool:
+        """Tell whether a forward was interrupted, from the call of a module that is about to begin.
+
+        A module that begins a forward is not called inside it. Should it be, the call around finds out in its hook.
+        """
+        # `run_as` takes its own frame off, whatever happens, and may call the model inside.
+        first = int(bool(self._stack) and self._stack[0].by_function)
+        hooked.reentered = len(self._stack) > first and (hooked.path == "" or self._stack[first].hooked is hooked)
+        return hooked.reentered
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
         """Call ``function`` in place of a hooked module's forward, between its hooks of this engine alone."""
         hooked = self._modules[module]
         kwargs = dict[str, object]()
         changed = self._before(hooked)(module, args, kwargs)
+        self._stack[-1].by_function = True
         if isinstance(changed, tuple):
             args, kwargs = changed
         try:
             output = function(*args, **kwargs)
-        except Exception:
+        except BaseException:
             # Inside the handler, as torch calls it: it sees that there is an error.
             self._after(hooked)(module, args, kwargs, None)
             raise
@@ -548,7 +549,7 @@ class ModuleHooks:
                 hooked.run_by.add(stack[-1].hooked.begins)
             # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
             # failure then.
-            stack.append(_Frame(hooked, call, sys.exc_info()[1], _module_call()))
+            stack.append(_Frame(hooked, call, sys.exc_info()[1]))
             # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
             if call is not None and hooked.with_frozen:
                 inputs = differentiable((args, kwargs))
@@ -574,10 +575,10 @@ class ModuleHooks:
             handler = ref()
             # No frame: entering has failed, or a recovery has emptied the stack.
             if handler is None or not any(frame.hooked is hooked for frame in stack):
+                _require_no_recursion(module, hooked)
                 return None
             frame = stack.pop()
-            # Frames of modules whose hooks did not run, as Ctrl-C leaves them. What they hold goes when the pass is
-            # recovered.
+            # Modules whose hooks did not run, as after Ctrl-C. What they hold goes when the pass is recovered.
             while frame.hooked is not hooked:
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
@@ -627,6 +628,20 @@ class ModuleHooks:
         return opaque if hooked.units else after_or_skip
 
 
+def _require_no_recursion(module: nn.Module, hooked: HookedModule) -> None:
+    """Refuse the end of a forward that a call of the same module inside it has ended.
+
+    Raises:
+        RuntimeError: it is such a forward, and no error is on its way.
+    """
+    if hooked.reentered and sys.exc_info()[1] is None:
+        raise RuntimeError(
+            f"a {type(module).__name__} was called inside its own forward, and it is the module that zeropp wraps or "
+            "that began this forward. Such a call looks like the next one after Ctrl-C, and has ended the forward "
+            "around it. Call self.forward(...) there in place of self(...)"
+        )
+
+
 @dataclass
 class _Frame:
     """A hooked module on the call stack."""
@@ -635,8 +650,8 @@ class _Frame:
     call: BackwardCall | None
     # Being handled when the module was entered.
     error: BaseException | None
-    # Python's own, of torch's call.
-    running: FrameType | None
+    # Another function runs in place of the module's forward.
+    by_function: bool = False
 
 
 # Tensors that a backward may begin at.
@@ -682,29 +697,3 @@ def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:
     given = {id(each) for tensor in tensors_in(inputs) for each in (tensor, tensor._base)}
     bases = [base for view in views if (base := view._base) is not None and base.grad_fn is not None]
     return [base for base in bases if id(base) not in given]
-
-
-# Frames of running calls.
-
-
-def _module_call() -> FrameType | None:
-    """The innermost running call of a module by torch; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back
-    return frame
-
-
-def _is_over(frame: FrameType | None) -> bool:
-    """Tell whether a call has ended; False for None, since nobody knows."""
-    if frame is None or _reaches(sys._getframe(1), frame):
-        return False
-    # Gradients may be computed inside a forward, on threads of autograd's.
-    return not any(_reaches(top, frame) for top in sys._current_frames().values())
-
-
-def _reaches(frame: FrameType | None, other: FrameType) -> bool:
-    """Tell whether ``other`` runs below ``frame``, or is it."""
-    while frame is not None and frame is not other:
-        frame = frame.f_back
-    return frame is not None

@@ -79,7 +79,14 @@ def check_idle(
     if engine.closed:
         raise _ended(what)
     if engine.running:
-        raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
+        interrupted = (
+            ". If Ctrl-C has ended that forward, call optimizer.engine.recover() first, on every rank"
+            if engine.phase is Phase.FORWARD
+            else ""
+        )
+        raise RuntimeError(
+            f"{what} was called in the middle of a {engine.phase.value}; call it between passes{interrupted}"
+        )
     if engine.gather_contexts and not inside_gather:
         also = ", or gather all of its parameters and call it under torch.no_grad()" if what == "the model" else ""
         raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first{also}")

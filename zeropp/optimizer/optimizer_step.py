@@ -4,6 +4,11 @@ The wrapped optimizer steps on the device, or the host's cores do (`zeropp.optim
 cached between uses have to travel after a step, the wrapped optimizer is called chunk by chunk, so that the first
 new weights are on their way while the last are computed. That takes an optimizer known to treat each parameter by
 itself: parameters without a gradient are passed over, as torch's optimizers do.
+
+[Note: GradScaler] Torch's GradScaler asks an optimizer with ``_step_supports_amp_scaling``, as its fused ones are, to
+unscale. It sets ``grad_scale`` (None if ``unscale_()`` was called) and ``found_inf`` around ``step()``. So the
+``step()`` of ZeroOptimizer knows when GradScaler calls it, and refuses where a window is not finished: unscaled
+gradients and those of later micro-batches do not add up.
 """
 
 from __future__ import annotations
@@ -251,10 +256,7 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
 def unscale(optimizer: Optimizer, scale: Tensor) -> None:
     """Divide the gradients in an optimizer's groups by a scale, with the bits of torch's GradScaler.
 
-    [Note: GradScaler] Torch's GradScaler asks an optimizer with ``_step_supports_amp_scaling``, as its fused ones are,
-    to unscale. It sets ``grad_scale`` (None if ``unscale_()`` was called) and ``found_inf`` around ``step()``. So a
-    ``step()`` of ZeroOptimizer knows when GradScaler calls it, and can refuse where a window is not finished: unscaled
-    gradients and those of later micro-batches do not add up.
+    See [Note: GradScaler].
 
     Args:
         optimizer: the wrapped one, with this rank's slices.

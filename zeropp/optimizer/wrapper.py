@@ -203,7 +203,7 @@ class ZeroOptimizer(Optimizer):
             if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
                 reason = explain_freed(self.engine, str(error))
             # Now, so that other ranks are told of the exception.
-            self.engine.end_failed_pass()
+            self.engine.notice_failed_backward(known=True)
             if reason:
                 raise RuntimeError(reason) from error
             raise

@@ -34,7 +34,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, span
@@ -54,6 +54,59 @@ _OFFERS = 4  # finished units a rank offers for reduction in one round; with its
 _STRAYS, _NOVEL, _PARTIAL = 1, 2, 4
 _GATHER = 1  # kind in the issue hash
 _KEEP = 2**40  # calls that are never made: the unit stays until the phase ends
+
+
+@dataclass(slots=True)
+class PhaseState:
+    """The running phase, on this rank. A phase is a forward or a backward; each begins with a new state.
+
+    Attributes:
+        key: its kind.
+        then: the kind of the phase expected after it.
+        before: calls without a graph in forwards before this one; see :attr:`Schedule.unrecorded`.
+        silent: it is a forward that gathers nothing.
+        order: the order that is followed; None while one is learned.
+        forks: positions of the order, still to come, at which known orders part.
+        plan: of prefetching, for the order.
+        base: the position in the order where the plan starts.
+        position: the position of the next use.
+        left: the position at which this rank needed what the order did not have; -1 if it has not.
+        learned: uses of the order that is being learned.
+        calls: calls of this rank that each of these has served.
+        places: the place of each unit's last use among these.
+        counted: calls are counted: an order is followed, and nobody listens at its end.
+        called: calls of each module.
+        nested: this rank has run a module inside another one that uses its unit.
+        novel: this rank has called a module that the order does not have.
+        brings_more: it is a backward that may bring a parameter its first gradient after an edit of others.
+        partial: it is a backward that leaves out one of the forwards before it.
+        new_fork: uses up to a fork to remember in place of what is being learned.
+        own: units that this rank has used.
+        in_backward: units that this rank's next backward may use, by this forward.
+    """
+
+    key: PhaseKey
+    then: PhaseKey | None
+    before: Counter[tuple[str, int]] = field(default_factory=Counter)
+    silent: bool = False
+    order: CollectiveOrder | None = None
+    forks: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+    base: int = 0
+    position: int = 0
+    left: int = _NONE
+    learned: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    counted: bool = False
+    called: Counter[str] = field(default_factory=Counter)
+    nested: bool = False
+    novel: bool = False
+    brings_more: bool = False
+    partial: bool = False
+    new_fork: tuple[int, ...] | None = None
+    own: set[int] = field(default_factory=set)
+    in_backward: set[int] = field(default_factory=set)
 
 
 class Schedule:
@@ -82,41 +135,25 @@ class Schedule:
         self.static = static
         self.log_relearning = log_relearning
         self.known = KnownOrders(reach)
-        self.silent = False  # whether the running phase is a forward that gathers nothing
-        self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
-        self._ended = 0  # phases that have come to their end; not those that a rank may run alone
         self.live_units = LiveUnits(units, comm_streams, agreement, limits.live)
-        self._plans: dict[tuple[object, ...], Plan] = {}
-        self.key: PhaseKey = ()  # kind of the running phase
-        self._then: PhaseKey | None = None
-        self._forward: PhaseKey | None = None  # kind of the last forward that a backward may follow
-        self._order: CollectiveOrder | None = None  # followed; None while learning
-        self._forks: list[int] = []  # of its positions, those to come at which known orders part
-        self._plan: Plan | None = None
-        self._base = 0  # position in the order where the plan starts
-        self._position = 0  # next use expected
-        self._left = _NONE  # position at which this rank needed what the order did not have
-        self._learned: list[int] = []
-        self._calls: list[int] = []  # of this rank, that each of these has served
-        self._places: dict[int, int] = {}  # of each unit's last use among these
-        self._counted = False  # whether calls are counted: an order is followed, and nobody listens at its end
         # Calls without a graph in forwards with one, which a backward to come may run again: (path, unit) -> how many.
         self.unrecorded: Counter[tuple[str, int]] = Counter()
-        self._before: Counter[tuple[str, int]] = Counter()  # of these, those before the running forward
-        self._called: Counter[str] = Counter()  # how many calls of each module those were
-        self._nested = False  # whether this rank has run a module inside another one that uses its unit
-        self._novel = False  # whether this rank has called one that the order does not have
-        # Whether any rank has edited gradients before a step: what is sent after an edit would miss it. If so, whether
-        # the running backward may bring a parameter its first gradient.
-        self.edits = self._brings_more = False
-        self._partial = False  # whether the running backward leaves out one of the forwards before it
-        self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
-        self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
-        self._own: set[int] = set()  # units this rank has used in the running phase
-        self._in_backward: set[int] = set()  # units this rank's next backward may use, by the running forward
-        self._recent: set[PhaseKey] = set()  # kinds of phases since the last step sync
-        # Whether this rank has passed over units in one of them, or run modules that are not known to be run there.
+        # A backward may come to several calls of a unit; for good, once it may.
+        self.repeats = False
+        # Some rank has edited gradients before a step: what is sent after an edit would miss it.
+        self.edits = False
+        # This rank has passed over units since the last step sync, or run modules that are not known to be run there.
         self.passed_over = False
+        self._phase = PhaseState((), None)
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        # This rank has given up a phase in which ranks talk to each other.
+        self._failed = False
+        # Phases that have come to their end; not those that a rank may run alone.
+        self._ended = 0
+        # Kind of the last forward that a backward may follow.
+        self._forward: PhaseKey | None = None
+        # Kinds of phases since the last step sync.
+        self._recent: set[PhaseKey] = set()
 
     def note_sizes(self) -> None:
         """Look at the sizes of units, on which plans rest."""
@@ -130,26 +167,14 @@ class Schedule:
             key: its kind.
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
-        self.key = key
-        self._then = then
+        self._phase = PhaseState(key, then, before=Counter(self.unrecorded) if self.unrecorded else Counter())
         phase = describe_phase(key)
         # What ranks say in one phase must not be taken for what others say in another, which may look alike.
         self.agreement.enter(phase, self._phase_code(key))
-        self.silent = self.known.note_silent(key)
-        if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
+        self._phase.silent = self.known.note_silent(key)
+        if then is not None and not self._phase.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
-        self._learned = []
-        self._own = set()
-        self._in_backward = set()
-        self._new_fork = None
-        self._calls = []
-        self._places = {}
-        self._called = Counter()
-        self._novel = False
-        self._partial = False
-        self._before = Counter(self.unrecorded) if self.unrecorded else Counter()
-        self._nested = False
-        if not self.silent:
+        if not self._phase.silent:
             self._go_on(phase)
         elif self.needs_others and not self._failed:  # it may run the pass that has stopped it once more
             self.agreement.go_on()
@@ -160,7 +185,7 @@ class Schedule:
             self.agreement.exchange(_BEGIN, [], f"starting {phase}")
         else:
             self._follow(expected, 0)
-            self._forks = [] if self.static else self.known.forks(key, expected)
+            self._phase.forks = [] if self.static else self.known.forks(key, expected)
 
     def begin_step(self) -> int:
         """Begin a step; returns a number for its place, which no pass has, the same on every rank."""
@@ -190,32 +215,32 @@ class Schedule:
             return self._wait_and_unshard(unit)
         index = unit.index
         if call is None:
-            self._nested = True
+            self._phase.nested = True
         else:
-            count = self._called[call] = self._called.get(call, 0) + 1
-            if self._counted and self._order is not None:
+            count = self._phase.called[call] = self._phase.called.get(call, 0) + 1
+            if self._phase.counted and self._phase.order is not None:
                 # Perhaps what is usually around this module is left out, and more that is usually inside follows.
-                usual = count <= self._order.called[call]
+                usual = count <= self._phase.order.called[call]
                 self.live_units.owed[index] += -1 if usual else _KEEP
                 self.passed_over |= not usual  # such passes are to be learned anew
-            elif self._order is not None:
-                self._novel |= call not in self._order.called
-            elif unit.state is not UnitState.SHARDED and index in self._places:
-                self._calls[self._places[index]] += 1
-        once_more = index in self._own and unit.users == 1
-        self._own.add(index)
+            elif self._phase.order is not None:
+                self._phase.novel |= call not in self._phase.order.called
+            elif unit.state is not UnitState.SHARDED and index in self._phase.places:
+                self._phase.calls[self._phase.places[index]] += 1
+        once_more = index in self._phase.own and unit.users == 1
+        self._phase.own.add(index)
         # Inside another use, which while learning is no use of its own.
         if unit.users > 1 and unit.state is not UnitState.SHARDED:
             return self._wait_and_unshard(unit)
         if index in self.live_units.retained:
-            if self._order is None or self._order.find(index, self._position) is not None:
+            if self._phase.order is None or self._phase.order.find(index, self._phase.position) is not None:
                 del self.live_units.retained[index]
             else:  # it stays, since no gather of it is to come, and the next time ranks may have to be asked
                 self.passed_over |= once_more
             return self._wait_and_unshard(unit)
-        while self._order is not None:  # past forks, and to its end if it does not have this use
-            position = self._order.find(index, self._position)
-            stop = self._forks[0] if self._forks else len(self._order.uses)
+        while self._phase.order is not None:  # past forks, and to its end if it does not have this use
+            position = self._phase.order.find(index, self._phase.position)
+            stop = self._phase.forks[0] if self._phase.forks else len(self._phase.order.uses)
             if position is None:
                 if unit.state is not UnitState.SHARDED:  # nobody need be asked; but the plan may not leave it again
                     self.passed_over |= unit.users == 1
@@ -231,7 +256,7 @@ class Schedule:
         gathered = unit.state is UnitState.SHARDED
         self._agree_on(unit)
         if call is not None and gathered:
-            self._calls[self._places[index]] += 1
+            self._phase.calls[self._phase.places[index]] += 1
         return self._wait_and_unshard(unit)
 
     def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
@@ -243,12 +268,17 @@ class Schedule:
     @property
     def needs_others(self) -> bool:
         """True but in an evaluation that sends nothing, which one rank alone may run."""
-        return not self.silent or self.key[-1] is not False
+        return not self._phase.silent or self._phase.key[-1] is not False
+
+    @property
+    def key(self) -> PhaseKey:
+        """The kind of the running phase, or of the last one."""
+        return self._phase.key
 
     @property
     def learning(self) -> bool:
-        """Tell whether the order of the running phase is being learned."""
-        return self._order is None
+        """True if the order of the running phase is being learned."""
+        return self._phase.order is None
 
     def expect_reached(self, calls: dict[int, int], *, partial: bool) -> None:
         """The backward that begins will come to so many calls of each of these units.
@@ -257,13 +287,13 @@ class Schedule:
             calls: how many, for each unit of which that is known.
             partial: whether it may leave out a forward before it.
         """
-        self._partial = partial
-        if self._counted and self._order is not None:
+        self._phase.partial = partial
+        if self._phase.counted and self._phase.order is not None:
             if calls:
-                uses = Counter(self._order.uses)
+                uses = Counter(self._phase.order.uses)
                 self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
             # What may be run again on this rank, and is not known of any.
-            more = self.unrecorded - self.known.unrecorded(self.key) if self.unrecorded else self.unrecorded
+            more = self.unrecorded - self.known.unrecorded(self._phase.key) if self.unrecorded else self.unrecorded
             for (_, index), count in more.items():
                 self.live_units.owed[index] += count
                 self.passed_over = True  # such backwards are to be learned anew
@@ -275,15 +305,15 @@ class Schedule:
 
     def _leave(self, unit: Unit, call: str | None) -> None:
         """The order does not have this use; ``call`` as in :meth:`use`."""
-        self._left = self._position
+        self._phase.left = self._phase.position
         if self.static:
             raise self.agreement.failure(
                 f"asking for unit {unit.name!r}, a use that the order of this kind of pass does not have, though "
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
-        if self._counted and self._order is not None:
-            often = self._called[call or ""]
-            known = self._order.called[call or ""]
+        if self._phase.counted and self._phase.order is not None:
+            often = self._phase.called[call or ""]
+            known = self._phase.order.called[call or ""]
             if call and often > known:
                 what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
                 most = f"no rank ever ran it more than {known} time{'s' * (known > 1)}"
@@ -302,13 +332,13 @@ class Schedule:
 
     def expect_in_backward(self, indices: Sequence[int]) -> None:
         """The next backward may use what the running forward has used."""
-        self._in_backward.update(index for index in indices if not self.units[index].persistent)
+        self._phase.in_backward.update(index for index in indices if not self.units[index].persistent)
 
     def expect_again(self, units: Sequence[Unit]) -> None:
         """The running phase will come back to these: those that its order does not use again stay until it ends."""
         for unit in units:
-            order = None if unit.persistent else self._order
-            if order is not None and order.find(unit.index, self._position) is None:
+            order = None if unit.persistent else self._phase.order
+            if order is not None and order.find(unit.index, self._phase.position) is None:
                 self._retain(unit.index)
 
     def in_forward_order(self) -> list[Unit]:
@@ -321,30 +351,32 @@ class Schedule:
     def end_phase(self) -> None:
         """Finish a phase: join what only others needed."""
         self._stop_counting()
-        while self._order is not None:
-            fork = bool(self._forks)
-            for each in self._advance(self._forks[0] if fork else len(self._order.uses), own=None):
+        while self._phase.order is not None:
+            fork = bool(self._phase.forks)
+            for each in self._advance(self._phase.forks[0] if fork else len(self._phase.order.uses), own=None):
                 self._issue(each)
             if not (fork or self._may_be_asked()) or self._ask_at_fork(None):
                 break
-        if self._order is None:
+        if self._phase.order is None:
             self._agree_on(None)
             self._remember_learned()
         else:
-            self.passed_over |= not self._own.issuperset(self._order.uses)  # one may need them alone the next time
+            self.passed_over |= not self._phase.own.issuperset(
+                self._phase.order.uses
+            )  # one may need them alone the next time
             self.reductions.end_reductions()
-            self.known.remember(self.key, self._order)
-        if not self.silent:
-            self._recent.add(self.key)
+            self.known.remember(self._phase.key, self._phase.order)
+        if not self._phase.silent:
+            self._recent.add(self._phase.key)
             self._ended += 1
         self.live_units.release_retained()
         self.agreement.leave()
 
     def _may_be_asked(self) -> bool:
         """Tell whether a rank may ask for more at the end of the order that is followed."""
-        if self._order is None or self.static or self.silent:
+        if self._phase.order is None or self.static or self._phase.silent:
             return False
-        return self._brings_more or self.known.may_vary(self.key, self._order)
+        return self._phase.brings_more or self.known.may_vary(self._phase.key, self._phase.order)
 
     def note_passed_over(self, anywhere: bool) -> None:
         """At the step sync: whether any rank has passed over units since the last one."""
@@ -367,15 +399,23 @@ class Schedule:
                 self.known.postpone(key, trained)
 
     def _remember_learned(self) -> None:
-        order = CollectiveOrder(tuple(self._learned))
-        if self.key[0] == "backward":
+        order = CollectiveOrder(tuple(self._phase.learned))
+        if self._phase.key[0] == "backward":
             order = CollectiveOrder(order.uses, *self.reductions.end_learning(len(order.uses)))
         else:
             # A second use may bring a second gradient: see `Reductions.count_gradient`.
-            self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        repeats = self.key[0] == "forward" and (self._nested or len(self._own) < sum(self._calls))
-        unrecorded = self.unrecorded - self._before
-        used = self._in_backward, unrecorded, repeats, (self._own, self._calls, self._called), self._partial
+            self.reductions.reused.update(unit for unit, uses in Counter(self._phase.learned).items() if uses > 1)
+        repeats = self._phase.key[0] == "forward" and (
+            self._phase.nested or len(self._phase.own) < sum(self._phase.calls)
+        )
+        unrecorded = self.unrecorded - self._phase.before
+        used = (
+            self._phase.in_backward,
+            unrecorded,
+            repeats,
+            (self._phase.own, self._phase.calls, self._phase.called),
+            self._phase.partial,
+        )
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
         own, _, paths = accounts[0][3]
         mixed = any((own, paths) != (each[0], each[2]) for *_, each, _ in accounts)
@@ -389,9 +429,9 @@ class Schedule:
             if repeats:
                 self.repeats = True
         order = replace(order, calls=() if mixed else calls, called=called)
-        self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, unrecorded=unrecorded)
-        if self.key[0] == "backward":
-            self.known.note_partial(self.key, any(each[-1] for each in accounts))
+        self.known.remember(self._phase.key, order, mixed=mixed, fork=self._phase.new_fork, unrecorded=unrecorded)
+        if self._phase.key[0] == "backward":
+            self.known.note_partial(self._phase.key, any(each[-1] for each in accounts))
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
@@ -399,11 +439,11 @@ class Schedule:
         The next one begins with an exchange. If only this rank has failed, what it sends must not meet what the others
         are waiting for: gloo ends the process over messages of different sizes.
         """
-        self._failed |= running and not self.silent
+        self._failed |= running and not self._phase.silent
         self._stop_counting()
-        self._order = None
-        self._plan = None
-        self._learned = []
+        self._phase.order = None
+        self._phase.plan = None
+        self._phase.learned = []
         self.agreement.leave()
         for unit in self.units:
             unit.users = unit.entered = 0
@@ -415,10 +455,10 @@ class Schedule:
     # Following.
 
     def _follow(self, order: CollectiveOrder, position: int) -> None:
-        lookahead = None if self.silent else self.known.expected(self._then)
+        lookahead = None if self._phase.silent else self.known.expected(self._phase.then)
         uses = order.uses[position:]
         ahead = lookahead.uses if lookahead else ()
-        if not self.silent:  # planned for a phase that did not come, and does not come after this one
+        if not self._phase.silent:  # planned for a phase that did not come, and does not come after this one
             self.live_units.drop(self.live_units.planned.difference(uses, ahead))
         live = frozenset(self.live_units.planned)
         key = (uses, ahead, live)
@@ -426,17 +466,19 @@ class Schedule:
             if len(self._plans) > 64:  # or orders that never come again would fill the memory
                 self._plans.clear()
             self._plans[key] = make_plan(uses, ahead, live, self.live_units.numel, self.limits)
-        self._order = order
-        self._plan = self._plans[key]
-        self._base = self._position = position
-        self._left = _NONE
-        self._brings_more = self.edits and self.key[0] == "backward" and self.reductions.may_bring_more(order)
-        self._counted = position == 0 and len(order.calls) == len(order.uses) and not self._may_be_asked()
+        self._phase.order = order
+        self._phase.plan = self._plans[key]
+        self._phase.base = self._phase.position = position
+        self._phase.left = _NONE
+        self._phase.brings_more = (
+            self.edits and self._phase.key[0] == "backward" and self.reductions.may_bring_more(order)
+        )
+        self._phase.counted = position == 0 and len(order.calls) == len(order.uses) and not self._may_be_asked()
         self.reductions.after_use(position)
 
     def _stop_counting(self) -> None:
-        if self._counted:
-            self._counted = False
+        if self._phase.counted:
+            self._phase.counted = False
             self.live_units.forget_owed()
 
     def _advance(self, stop: int, own: int | None) -> Iterator[int]:
@@ -446,25 +488,25 @@ class Schedule:
             stop: where to end.
             own: the unit this rank uses next, perhaps at the last position; None if it uses no more.
         """
-        assert self._plan is not None and self._order is not None
-        while self._position < stop:
-            position = self._position
-            used = self._order.uses[position]
-            dropped = self._plan.drop[position - self._base]
+        assert self._phase.plan is not None and self._phase.order is not None
+        while self._phase.position < stop:
+            position = self._phase.position
+            used = self._phase.order.uses[position]
+            dropped = self._phase.plan.drop[position - self._phase.base]
             self.live_units.drop(index for index in dropped if index != used)  # before what they make room for
             self.reductions.before_use(position)
-            for index in self._plan.issue[position - self._base]:
+            for index in self._phase.plan.issue[position - self._phase.base]:
                 yield index
                 self.live_units.planned.add(index)
-            self._position += 1
-            self.reductions.after_use(self._position)
+            self._phase.position += 1
+            self.reductions.after_use(self._phase.position)
             gone = [index for index in dropped if index == used]
             self.live_units.planned.difference_update(gone)  # first: what is retained is counted once
             # Uses of other ranks: all but the last, if that is this rank's own. At the end of a phase none is retained.
-            if own is not None and (used != own or self._position < stop):
+            if own is not None and (used != own or self._phase.position < stop):
                 self._retain(used)
-            if self._counted:
-                self.live_units.owed[used] += self._order.calls[position]
+            if self._phase.counted:
+                self.live_units.owed[used] += self._phase.order.calls[position]
                 if used in self.live_units.due:
                     self.live_units.due[used] += 1
             self.live_units.drop(gone)
@@ -475,7 +517,7 @@ class Schedule:
         Without a bound where phases have not been seen to vary: no rank would hear that it is wanted again. One that
         has left the order asks in any case, and so does one that learns.
         """
-        asks = self._order is None or self._left != _NONE or self._may_be_asked()
+        asks = self._phase.order is None or self._phase.left != _NONE or self._may_be_asked()
         self.live_units.retain(index, bounded=asks)
 
     def _issue(self, index: int) -> None:
@@ -499,25 +541,25 @@ class Schedule:
         Returns:
             Whether the phase is over.
         """
-        assert self._order is not None
-        order = self._order
-        place = self._position
+        assert self._phase.order is not None
+        order = self._phase.order
+        place = self._phase.position
         self.reductions.before_use(place)
         # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
-        strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
-        more = strays * _STRAYS | self._novel * _NOVEL | self._partial * _PARTIAL
+        strays = unit is None and self._phase.key[0] == "backward" and self.reductions.has_stray()
+        more = strays * _STRAYS | self._phase.novel * _NOVEL | self._phase.partial * _PARTIAL
         doing = self._asking(unit)
-        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, more], doing)
+        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._phase.left, more], doing)
         if any(row[2] & _NOVEL for row in rows):
-            self.known.note_variation(self.key)
+            self.known.note_variation(self._phase.key)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
             if any(row[2] & _STRAYS for row in rows):
                 self._postpone_strays()
-            if self.key[0] == "backward":
-                self.known.note_partial(self.key, any(row[2] & _PARTIAL for row in rows))
+            if self._phase.key[0] == "backward":
+                self.known.note_partial(self._phase.key, any(row[2] & _PARTIAL for row in rows))
             return True
-        branch = self.known.branch(self.key, order, place, wants)
+        branch = self.known.branch(self._phase.key, order, place, wants)
         # Where each rank goes its own way, as through experts, there are as many orders as combinations. If their union
         # may be gathered as a whole, it serves all: they go on, and what they ask for at the end is added to it.
         union = self.live_units.fit(wants.union(order.uses))
@@ -529,34 +571,36 @@ class Schedule:
         if branch is not order:
             self.reductions.change(branch)
             self._follow(branch, place)
-        self._left = _NONE
-        self._forks = [fork for fork in self.known.forks(self.key, branch) if fork > place]  # the others are behind
+        self._phase.left = _NONE
+        self._phase.forks = [
+            fork for fork in self.known.forks(self._phase.key, branch) if fork > place
+        ]  # the others are behind
         return False
 
     def _postpone_strays(self) -> None:
-        assert self._order is not None
+        assert self._phase.order is not None
         strays = self.reductions.send_strays()
-        self.known.postpone(self.key, strays)
-        self._order = self._order.postpone(strays)  # what `end_phase` remembers is the changed order
+        self.known.postpone(self._phase.key, strays)
+        self._phase.order = self._phase.order.postpone(strays)  # what `end_phase` remembers is the changed order
 
     def _learn_on(self, place: int, left: set[int], doing: str, *, union: bool) -> None:
         """No known order goes on from ``place`` as ranks want: learn one, from there or from where all have ``left``.
 
         With ``union`` the order and what ranks want may be gathered as a whole; ``doing`` is for the log.
         """
-        assert self._order is not None
+        assert self._phase.order is not None
         if self.log_relearning:
-            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, self._position)
+            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, self._phase.position)
         # If all have left at one place, no rank has used what lies behind it.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
-        self._learned = list(self._order.uses[:since])
-        self._calls = [0] * since
-        self._places = {unit: place for place, unit in enumerate(self._learned)}
+        self._phase.learned = list(self._phase.order.uses[:since])
+        self._phase.calls = [0] * since
+        self._phase.places = {unit: place for place, unit in enumerate(self._phase.learned)}
         # Some ranks have left, and others used what lies between. In the union, what was wanted there comes last, and a
         # rank that wants it early retains all between. Where that is too much, that place becomes a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
-        self._new_fork = self._order.uses[: min(apart)] if apart else None
-        self.known.note_variation(self.key)  # also if what is learned turns out to be known
+        self._phase.new_fork = self._phase.order.uses[: min(apart)] if apart else None
+        self.known.note_variation(self._phase.key)  # also if what is learned turns out to be known
         self.reductions.forget_sent(since)
         self._stop_following()
         if since < place:  # gathered in vain; what of it is used now is to have its place in the new order
@@ -566,12 +610,12 @@ class Schedule:
 
     def _stop_following(self) -> None:
         """Go on as if this phase were not known."""
-        self.silent = False  # a forward has touched weights outside of its module: all ranks are asked
+        self._phase.silent = False  # a forward has touched weights outside of its module: all ranks are asked
         self._stop_counting()
-        self._order = None
-        self._plan = None
-        self._forks = []
-        self._left = _NONE
+        self._phase.order = None
+        self._phase.plan = None
+        self._phase.forks = []
+        self._phase.left = _NONE
         self.live_units.release_planned()
         self.reductions.change(None)
 
@@ -584,15 +628,15 @@ class Schedule:
         while True:
             offers = self.reductions.offers(_OFFERS)
             rows = self.agreement.exchange(_ROUND, [want, *offers, *[_NONE] * (_OFFERS - len(offers))], doing)
-            self.reductions.issue_common([row[1:] for row in rows], len(self._learned))
+            self.reductions.issue_common([row[1:] for row in rows], len(self._phase.learned))
             wanted = [row[0] for row in rows if row[0] != _NONE]
             if not wanted:
                 return
             target = min(wanted)
             self._issue(target)
-            self._places[target] = len(self._learned)
-            self._learned.append(target)
-            self._calls.append(0)
+            self._phase.places[target] = len(self._phase.learned)
+            self._phase.learned.append(target)
+            self._phase.calls.append(0)
             if target == want:
                 return
             if unit is None:

@@ -303,7 +303,7 @@ def test_a_rank_that_has_lost_the_others_ends_their_exchanges() -> None:
 
 @asking_often()
 def interrupted(stage: int) -> tuple[str, float]:
-    """The error of a rank that waits for one whose forward Ctrl-C has ended, and which lives on."""
+    """The error of a rank that waits for one whose forward Ctrl-C has ended, and which lives on and recovers."""
     torch.manual_seed(0)
     model = Fails("forward", [0])
     config = make_config(stage=stage, hang_timeout=120, prefetch=0, reuse=0)
@@ -314,6 +314,7 @@ def interrupted(stage: int) -> tuple[str, float]:
         optimizer.backward(model(torch.ones(2, 64)).square().mean())
     seconds = time.monotonic() - begun
     if dist.get_rank() == 0:
+        optimizer.engine.recover()
         await_word(begun)
     dist.distributed_c10d._get_default_store().set("heard", "")
     return str(caught.value), seconds

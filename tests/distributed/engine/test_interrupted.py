@@ -1,4 +1,4 @@
-"""Ctrl-C and the like in a forward, for which torch calls no hooks: training goes on as if nothing had happened."""
+"""Ctrl-C and the like in a forward, for which torch calls no hooks: the next forward goes on, or `engine.recover()`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def trained(settings: dict[str, Any], kind: type[BaseException] | None, before: 
     for number in range(4):
         if kind is not None and number % 2:
             interrupt(model, kind, before=before, graph=graph)
-            # With the next forward, or whatever else is called.
+            # With the next forward, or on demand.
             if number == 3:
+                optimizer.engine.recover()
                 optimizer.zero_grad(now=True)
         losses.append(step(model, optimizer, number))
     return losses, zeropp.full_state(model)
@@ -94,7 +95,7 @@ def gathered(model: nn.Module) -> None:
 
 
 def saved(folder: Path) -> list[str]:
-    """What a program does that catches Ctrl-C to save its state."""
+    """What a program does that catches Ctrl-C to save its state: it is refused until `recover()` was called."""
     model = Routed(4)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, make_config())
     step(model, optimizer, 0)
@@ -106,6 +107,10 @@ def saved(folder: Path) -> list[str]:
     refused = []
     for name, call in calls.items():
         interrupt(model, KeyboardInterrupt, before=False, graph=True)
+        if name != "gathered":
+            with pytest.raises(RuntimeError, match=r"in the middle of a forward.*optimizer\.engine\.recover\(\)"):
+                call()
+        optimizer.engine.recover()
         try:
             call()
         except RuntimeError as error:
@@ -137,3 +142,45 @@ def inside() -> list[str]:
 def test_a_forward_that_runs_is_not_taken_for_one_that_is_over() -> None:
     for messages in run_ranks(2, inside):
         assert len(messages) == 1 and "full_state was called in the middle of a forward" in messages[0]
+
+
+class Nested(nn.Module):
+    """Its forward runs it once more, as a recursion over a tree does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.lin(x))
+        if depth and self.how == "call":
+            x = self(x, depth - 1)
+        elif depth:
+            x = self.forward(x, depth - 1)
+        return x
+
+
+def nested(how: str, wrapped: bool) -> list[float]:
+    """Losses of three steps."""
+    torch.manual_seed(0)
+    model = Nested(how)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapped:
+        optimizer = zeropp.ZeroOptimizer(optimizer, model, make_config())
+    losses = []
+    for number in range(3):
+        loss = model(batch(number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_model_that_calls_itself_is_told_of_forward() -> None:
+    """Its call looks like the one after Ctrl-C; ``self.forward(...)`` runs no hooks, and works."""
+    for failure in run_ranks(2, nested, "call", True, catch=True):
+        assert "was called inside its own forward" in failure.message and "self.forward(...)" in failure.message
+    (found,) = run_ranks(1, nested, "forward", True)
+    (plain,) = run_ranks(1, nested, "forward", False)
+    assert found == plain

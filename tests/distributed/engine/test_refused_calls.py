@@ -109,7 +109,10 @@ def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
             except RuntimeError as error:
                 said.setdefault(place, {})[name] = str(error)
 
-    model.inside = lambda: try_all("in the middle of a forward; call it between passes")
+    model.inside = lambda: try_all(
+        "in the middle of a forward; call it between passes. If Ctrl-C has ended that forward, call "
+        "optimizer.engine.recover() first, on every rank"
+    )
     model.in_backward = lambda: try_all("in the middle of a backward; call it between passes")
     for each, stepper in ((model, optimizer), (plain, sgd(plain))):
         each(torch.ones(2, 8, dtype=torch.float64)).sum().backward()

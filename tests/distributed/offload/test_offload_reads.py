@@ -50,7 +50,7 @@ def evaluated(model: nn.Module) -> Tensor:
 
 def updated(average: Any) -> dict[str, Tensor]:
     average.update()
-    return {str(number): piece.clone() for number, piece in enumerate(average.pieces.values())}
+    return {str(number): piece.clone() for number, piece in enumerate(average.take_pieces().values())}
 
 
 def exported(model: nn.Module, folder: str) -> dict[str, Tensor]:

@@ -31,7 +31,8 @@ class Sometimes(nn.Module):
 
 
 def halves(settings: dict[str, object], micros: int, **more: Any) -> Pair:
-    config = make_config(**settings, gradient_accumulation_steps=micros)
+    # Windows may be short here: every step() acts.
+    config = make_config(**settings, gradient_accumulation_steps=micros, managed_gradient_accumulation=False)
     return Pair(Sometimes(), config, batch=batch, micros=micros, **more)
 
 
