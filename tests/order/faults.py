@@ -59,7 +59,7 @@ FAULTS: dict[str, Fault] = {
         phases_are_not_told_apart=("(self._ended, of)", "0"),
         phases_of_a_kind_are_not_told_apart=("(self._ended, of)", "of"),
         strays_are_left_to_the_boundary=(
-            'strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()',
+            'strays = unit is None and phase.key[0] == "backward" and self.reductions.has_stray()',
             "strays = False",
         ),
         only_one_rank_tells_where_backward_may_come=(
@@ -70,7 +70,7 @@ FAULTS: dict[str, Fault] = {
         held_gradients_change_every_backward=(" and key[1] is not None and not (held and key[1])", ""),
         what_was_gathered_in_vain_stays=("        if since < place:", "        if False:"),
         units_used_twice_are_forgotten=(
-            "self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)",
+            "self.reductions.reused.update(unit for unit, uses in Counter(phase.learned).items() if uses > 1)",
             "pass",
         ),
         differences_are_not_told_at_the_boundary=("for key in self._recent if anywhere else ():", "for key in ():"),
@@ -90,28 +90,28 @@ FAULTS: dict[str, Fault] = {
             "            self._follow(expected, 0)\n",
         ),
         what_is_run_again_is_let_go=(
-            "if order is not None and order.find(unit.index, self._position) is None:",
+            "if order is not None and order.find(unit.index, self._phase.position) is None:",
             "if 0:",
         ),
         each_rank_renews_in_an_order_of_its_own=(
             "enumerate(uses)",
-            "enumerate(self._own)",
+            "enumerate(self._phase.own)",
         ),
         what_is_found_still_there_is_told_nobody=("self.passed_over |= unit.users == 1", "pass"),
         a_second_use_of_what_was_passed_over_is_told_nobody=("self.passed_over |= once_more", "pass"),
         forwards_that_gather_nothing_count=(
-            "        if not self.silent:\n            self._recent",
+            "        if not phase.silent:\n            self._recent",
             "        if True:\n            self._recent",
         ),
-        calls_are_not_counted=("self._counted = position == 0 and", "self._counted = False and"),
+        calls_are_not_counted=("phase.counted = position == 0 and", "phase.counted = False and"),
         what_is_run_without_its_surroundings_is_let_go=("-1 if usual else _KEEP", "-1"),
         modules_that_run_for_the_first_time_are_told_nobody=(
-            "self._novel |= call not in",
-            "self._novel = False and call not in",
+            "phase.novel |= call not in",
+            "phase.novel = False and call not in",
         ),
         calls_to_come_are_not_counted=("self.live_units.due.update(", "({}).update("),
         a_rank_that_may_run_more_again_lets_go=("in more.items():", "in ():"),
-        nothing_is_left_out_where_ranks_part=("list(self._order.uses[:since])", "list(self._order.uses)"),
+        nothing_is_left_out_where_ranks_part=("list(phase.order.uses[:since])", "list(phase.order.uses)"),
     ),
     **_in(
         "reductions",

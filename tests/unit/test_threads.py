@@ -26,15 +26,15 @@ writer.start()
 
 FORKED = """
 import os, sys
-from zeropp.comm.threads import ForkedError, at_exit, require_same_process, this_process
+from zeropp.comm.threads import PROCESS, ForkedError, at_exit, require_same_process
 owed = ["of the parent"]
 at_exit(lambda: print(*owed, flush=True), forget=owed.clear)
-made_in = this_process()
+made_in = PROCESS.forks
 child = os.fork()
 if child:
     require_same_process(made_in)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-require_same_process(this_process())
+require_same_process(PROCESS.forks)
 try:
     require_same_process(made_in)
 except ForkedError:

@@ -29,12 +29,15 @@ _SETS = 32  # sets of trained parameters whose backwards are remembered
 
 
 class Trainability:
-    """Brings an engine in line with ``requires_grad`` of its parameters."""
+    """Brings an engine in line with ``requires_grad`` of its parameters.
+
+    Attributes:
+        complex: complex parameters by name. They are part of no unit, so no guard reports their flags.
+    """
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
-        # Complex parameters are no part of any unit, so no guard reports their flags: they are asked for.
-        self._complex = {name: p for name, p in model.named_parameters() if own_dtype(p).is_complex}
+        self.complex = {name: p for name, p in model.named_parameters() if own_dtype(p).is_complex}
         # A number is part of the kind of a backward. None is given twice, or what was learned for one set would be
         # followed for another.
         self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained
@@ -46,7 +49,7 @@ class Trainability:
         Raises:
             RuntimeError: one is to be trained; no gradient of it would be reduced.
         """
-        for name, parameter in self._complex.items():
+        for name, parameter in self.complex.items():
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} is complex, and requires_grad was set after wrapping; it would not be "

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import profiler_enabled
-from zeropp.comm.threads import Threads, require_same_process, this_process, when_dropped
+from zeropp.comm.threads import PROCESS, Threads, require_same_process, when_dropped
 
 __all__ = [
     "BUS",
@@ -290,7 +290,7 @@ class ThreadEvent:
     __slots__ = ("_error", "_lock", "_made_in")
 
     def __init__(self) -> None:
-        self._made_in = this_process()
+        self._made_in = PROCESS.forks
         self._lock = threading.Lock()
         # Held until the work is done. A lock may be released by another thread than took it.
         self._lock.acquire()
@@ -303,7 +303,8 @@ class ThreadEvent:
     def wait(self, timeout: float) -> bool:
         # What is done is done in a forked child, too; what is not never will be.
         if not self._lock.acquire(blocking=False):
-            require_same_process(self._made_in)
+            if self._made_in != PROCESS.forks:
+                require_same_process(self._made_in)
             if not self._lock.acquire(timeout=timeout):
                 return False
         # Let the next waiter through: several may wait for one event.
@@ -335,7 +336,8 @@ class ThreadStream:
         Raises:
             ForkedError: in a forked child, which has no such thread.
         """
-        self._threads.require_here()
+        if self._threads.made_in != PROCESS.forks:
+            self._threads.require_here()
         event = ThreadEvent()
         self._tasks.put((works, after, event))
         return event

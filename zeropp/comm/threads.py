@@ -21,38 +21,44 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["ForkedError", "Threads", "at_exit", "require_same_process", "this_process", "when_dropped"]
+__all__ = ["PROCESS", "ForkedError", "Threads", "at_exit", "require_same_process", "when_dropped"]
 
 _CLOSING = 5.0  # seconds to wait for threads to end
 _YIELDING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
-# How many forks lie between the process that first imported this and the current one. Not the process's number, which
-# the system may be asked for a thousand times a step, and may use again.
-_process = 0
 # Threads that have not ended, each with the function that tells it to, for the end of the program.
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 # What owners do at the end of the program, and what they do in a forked child in order to forget it.
 _at_exit: list[tuple[Callable[[], object], Callable[[], object]]] = []
 
 
+class _Process:
+    """The process that runs this.
+
+    Attributes:
+        forks: how many forks lie between the process that first imported this and this one. Not the number that the
+            system has for it, since the system may use that again, and would be asked a thousand times a step.
+    """
+
+    forks = 0
+
+
+PROCESS = _Process()
+
+
 class ForkedError(RuntimeError):
     """A forked child used an object that needs threads of its parent."""
-
-
-def this_process() -> int:
-    """A number that differs between a process and its forked children."""
-    return _process
 
 
 def require_same_process(made_in: int) -> None:
     """Refuse an object that needs the threads of another process.
 
     Args:
-        made_in: :func:`this_process` where the object was made.
+        made_in: ``PROCESS.forks`` where the object was made.
 
     Raises:
         ForkedError: this process is a forked child of that one.
     """
-    if made_in != _process:
+    if made_in != PROCESS.forks:
         raise ForkedError(
             f"process {os.getpid()} was forked from one that zeropp works in, and has none of its threads, which "
             "gather, step, read and write; use the model in the process that wrapped it, and hand copies to this one"
@@ -82,13 +88,16 @@ class Threads:
     Args:
         stop: tells the threads to end; called at most once. It refers to no owner, which it would keep alive.
         at_exit: called for each thread in place of ``stop`` when the program ends.
+
+    Attributes:
+        made_in: ``PROCESS.forks`` of the process that has the threads.
     """
 
     def __init__(self, stop: Callable[[], object], at_exit: Callable[[], object] | None = None) -> None:
         self._threads: list[threading.Thread] = []
         self._at_exit = at_exit or stop
-        self._made_in = _process
-        self._stop = when_dropped(self, _stop, stop, _process)
+        self.made_in = PROCESS.forks
+        self._stop = when_dropped(self, _stop, stop, self.made_in)
 
     def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         """Start a thread that calls ``target`` with ``arguments``."""
@@ -104,7 +113,7 @@ class Threads:
         Raises:
             ForkedError: the threads are in the parent.
         """
-        require_same_process(self._made_in)
+        require_same_process(self.made_in)
 
     def stop(self) -> None:
         """Tell them to end; twice does no harm, and in a forked child it does nothing."""
@@ -117,7 +126,7 @@ class Threads:
 
 def _stop(stop: Callable[[], object], made_in: int) -> None:
     # See [Note: forked children]: ``stop`` may take a lock that is held for ever.
-    if made_in == _process:
+    if made_in == PROCESS.forks:
         stop()
 
 
@@ -149,8 +158,7 @@ def _end_program() -> None:
 
 
 def _begin_as_child() -> None:
-    global _process
-    _process += 1
+    PROCESS.forks += 1
     _running.clear()
     for _, forget in _at_exit:
         forget()

@@ -12,8 +12,8 @@ from zeropp.comm.process_groups import Group
 from zeropp.config import Config, require_supported
 from zeropp.config.base import notify_once
 from zeropp.deepspeed.training_optimizer import CalledWindows
+from zeropp.engine.accumulation import Listener
 from zeropp.engine.engine import Engine as Core
-from zeropp.engine.listener import Listener
 from zeropp.params.guard import handler_of
 from zeropp.setup.build import build_engine
 

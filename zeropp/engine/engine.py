@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
-from zeropp.engine.accumulation import GradAccumulation
-from zeropp.engine.backward import TOLD_APART, BackwardUses, OutOfModuleUses, PendingGradients, PinnedUnits
+from zeropp.engine.accumulation import GradAccumulation, Listener, PendingGradients
+from zeropp.engine.backward import TOLD_APART, BackwardUses, OutOfModuleUses, PinnedUnits
 from zeropp.engine.hooks import BackwardCall, BackwardReach, HookedModule, ModuleHooks, cast_inputs
-from zeropp.engine.listener import Listener
 from zeropp.engine.preconditions import (
     EVERYTHING,
     NOTHING,

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zeropp._compat import unguarded
 from zeropp.config.base import warn_user
-from zeropp.engine.backward import PendingGradients
+from zeropp.engine.accumulation import PendingGradients
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import trial_states
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING, as_partial

@@ -586,7 +586,7 @@ class ZeroOptimizer(Optimizer):
                 self.engine.refresh.wait_for_step()
         self.engine.close()
 
-    # What the engine tells; see `zeropp.engine.listener.Listener`.
+    # What the engine tells; see `zeropp.engine.accumulation.Listener`.
 
     def forward_begins(self) -> None:
         """Weights may have been edited through the groups."""
@@ -602,7 +602,8 @@ class ZeroOptimizer(Optimizer):
     def graph_begins(self) -> None:
         """Other parameters may be trained from here on."""
         self.apply_requires_grad()
-        self._trainability.refuse_complex()
+        if self._trainability.complex:
+            self._trainability.refuse_complex()
 
     @torch.no_grad()
     def backward_begins(self) -> None:

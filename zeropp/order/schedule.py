@@ -167,25 +167,26 @@ class Schedule:
             key: its kind.
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
-        self._phase = PhaseState(key, then, before=Counter(self.unrecorded) if self.unrecorded else Counter())
-        phase = describe_phase(key)
+        before = Counter(self.unrecorded) if self.unrecorded else Counter()
+        phase = self._phase = PhaseState(key, then, before)
+        name = describe_phase(key)
         # What ranks say in one phase must not be taken for what others say in another, which may look alike.
-        self.agreement.enter(phase, self._phase_code(key))
-        self._phase.silent = self.known.note_silent(key)
-        if then is not None and not self._phase.silent:  # of all ranks: by it they order what they refresh
+        self.agreement.enter(name, self._phase_code(key))
+        phase.silent = self.known.note_silent(key)
+        if then is not None and not phase.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
-        if not self._phase.silent:
-            self._go_on(phase)
+        if not phase.silent:
+            self._go_on(name)
         elif self.needs_others and not self._failed:  # it may run the pass that has stopped it once more
             self.agreement.go_on()
         expected = self.known.expected(key)
         self.reductions.begin_reductions(expected)
         if expected is None:
             self._stop_following()
-            self.agreement.exchange(_BEGIN, [], f"starting {phase}")
+            self.agreement.exchange(_BEGIN, [], f"starting {name}")
         else:
             self._follow(expected, 0)
-            self._phase.forks = [] if self.static else self.known.forks(key, expected)
+            phase.forks = [] if self.static else self.known.forks(key, expected)
 
     def begin_step(self) -> int:
         """Begin a step; returns a number for its place, which no pass has, the same on every rank."""
@@ -211,36 +212,37 @@ class Schedule:
             call: path of the module that is run, if it is inside no other that uses the unit; "" for a touched
                 parameter. Backward, which comes back to calls, gives none.
         """
+        phase = self._phase
         if unit.persistent:
             return self._wait_and_unshard(unit)
         index = unit.index
         if call is None:
-            self._phase.nested = True
+            phase.nested = True
         else:
-            count = self._phase.called[call] = self._phase.called.get(call, 0) + 1
-            if self._phase.counted and self._phase.order is not None:
+            count = phase.called[call] = phase.called.get(call, 0) + 1
+            if phase.counted and phase.order is not None:
                 # Perhaps what is usually around this module is left out, and more that is usually inside follows.
-                usual = count <= self._phase.order.called[call]
+                usual = count <= phase.order.called[call]
                 self.live_units.owed[index] += -1 if usual else _KEEP
                 self.passed_over |= not usual  # such passes are to be learned anew
-            elif self._phase.order is not None:
-                self._phase.novel |= call not in self._phase.order.called
-            elif unit.state is not UnitState.SHARDED and index in self._phase.places:
-                self._phase.calls[self._phase.places[index]] += 1
-        once_more = index in self._phase.own and unit.users == 1
-        self._phase.own.add(index)
+            elif phase.order is not None:
+                phase.novel |= call not in phase.order.called
+            elif unit.state is not UnitState.SHARDED and index in phase.places:
+                phase.calls[phase.places[index]] += 1
+        once_more = index in phase.own and unit.users == 1
+        phase.own.add(index)
         # Inside another use, which while learning is no use of its own.
         if unit.users > 1 and unit.state is not UnitState.SHARDED:
             return self._wait_and_unshard(unit)
         if index in self.live_units.retained:
-            if self._phase.order is None or self._phase.order.find(index, self._phase.position) is not None:
+            if phase.order is None or phase.order.find(index, phase.position) is not None:
                 del self.live_units.retained[index]
             else:  # it stays, since no gather of it is to come, and the next time ranks may have to be asked
                 self.passed_over |= once_more
             return self._wait_and_unshard(unit)
-        while self._phase.order is not None:  # past forks, and to its end if it does not have this use
-            position = self._phase.order.find(index, self._phase.position)
-            stop = self._phase.forks[0] if self._phase.forks else len(self._phase.order.uses)
+        while phase.order is not None:  # past forks, and to its end if it does not have this use
+            position = phase.order.find(index, phase.position)
+            stop = phase.forks[0] if phase.forks else len(phase.order.uses)
             if position is None:
                 if unit.state is not UnitState.SHARDED:  # nobody need be asked; but the plan may not leave it again
                     self.passed_over |= unit.users == 1
@@ -256,7 +258,7 @@ class Schedule:
         gathered = unit.state is UnitState.SHARDED
         self._agree_on(unit)
         if call is not None and gathered:
-            self._phase.calls[self._phase.places[index]] += 1
+            phase.calls[phase.places[index]] += 1
         return self._wait_and_unshard(unit)
 
     def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
@@ -287,13 +289,14 @@ class Schedule:
             calls: how many, for each unit of which that is known.
             partial: whether it may leave out a forward before it.
         """
-        self._phase.partial = partial
-        if self._phase.counted and self._phase.order is not None:
+        phase = self._phase
+        phase.partial = partial
+        if phase.counted and phase.order is not None:
             if calls:
-                uses = Counter(self._phase.order.uses)
+                uses = Counter(phase.order.uses)
                 self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
             # What may be run again on this rank, and is not known of any.
-            more = self.unrecorded - self.known.unrecorded(self._phase.key) if self.unrecorded else self.unrecorded
+            more = self.unrecorded - self.known.unrecorded(phase.key) if self.unrecorded else self.unrecorded
             for (_, index), count in more.items():
                 self.live_units.owed[index] += count
                 self.passed_over = True  # such backwards are to be learned anew
@@ -305,15 +308,16 @@ class Schedule:
 
     def _leave(self, unit: Unit, call: str | None) -> None:
         """The order does not have this use; ``call`` as in :meth:`use`."""
-        self._phase.left = self._phase.position
+        phase = self._phase
+        phase.left = phase.position
         if self.static:
             raise self.agreement.failure(
                 f"asking for unit {unit.name!r}, a use that the order of this kind of pass does not have, though "
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
-        if self._phase.counted and self._phase.order is not None:
-            often = self._phase.called[call or ""]
-            known = self._phase.order.called[call or ""]
+        if phase.counted and phase.order is not None:
+            often = phase.called[call or ""]
+            known = phase.order.called[call or ""]
             if call and often > known:
                 what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
                 most = f"no rank ever ran it more than {known} time{'s' * (known > 1)}"
@@ -350,33 +354,33 @@ class Schedule:
 
     def end_phase(self) -> None:
         """Finish a phase: join what only others needed."""
+        phase = self._phase
         self._stop_counting()
-        while self._phase.order is not None:
-            fork = bool(self._phase.forks)
-            for each in self._advance(self._phase.forks[0] if fork else len(self._phase.order.uses), own=None):
+        while phase.order is not None:
+            fork = bool(phase.forks)
+            for each in self._advance(phase.forks[0] if fork else len(phase.order.uses), own=None):
                 self._issue(each)
             if not (fork or self._may_be_asked()) or self._ask_at_fork(None):
                 break
-        if self._phase.order is None:
+        if phase.order is None:
             self._agree_on(None)
             self._remember_learned()
         else:
-            self.passed_over |= not self._phase.own.issuperset(
-                self._phase.order.uses
-            )  # one may need them alone the next time
+            self.passed_over |= not phase.own.issuperset(phase.order.uses)  # one may need them alone the next time
             self.reductions.end_reductions()
-            self.known.remember(self._phase.key, self._phase.order)
-        if not self._phase.silent:
-            self._recent.add(self._phase.key)
+            self.known.remember(phase.key, phase.order)
+        if not phase.silent:
+            self._recent.add(phase.key)
             self._ended += 1
         self.live_units.release_retained()
         self.agreement.leave()
 
     def _may_be_asked(self) -> bool:
         """Tell whether a rank may ask for more at the end of the order that is followed."""
-        if self._phase.order is None or self.static or self._phase.silent:
+        phase = self._phase
+        if phase.order is None or self.static or phase.silent:
             return False
-        return self._phase.brings_more or self.known.may_vary(self._phase.key, self._phase.order)
+        return phase.brings_more or self.known.may_vary(phase.key, phase.order)
 
     def note_passed_over(self, anywhere: bool) -> None:
         """At the step sync: whether any rank has passed over units since the last one."""
@@ -399,22 +403,21 @@ class Schedule:
                 self.known.postpone(key, trained)
 
     def _remember_learned(self) -> None:
-        order = CollectiveOrder(tuple(self._phase.learned))
-        if self._phase.key[0] == "backward":
+        phase = self._phase
+        order = CollectiveOrder(tuple(phase.learned))
+        if phase.key[0] == "backward":
             order = CollectiveOrder(order.uses, *self.reductions.end_learning(len(order.uses)))
         else:
             # A second use may bring a second gradient: see `Reductions.count_gradient`.
-            self.reductions.reused.update(unit for unit, uses in Counter(self._phase.learned).items() if uses > 1)
-        repeats = self._phase.key[0] == "forward" and (
-            self._phase.nested or len(self._phase.own) < sum(self._phase.calls)
-        )
-        unrecorded = self.unrecorded - self._phase.before
+            self.reductions.reused.update(unit for unit, uses in Counter(phase.learned).items() if uses > 1)
+        repeats = phase.key[0] == "forward" and (phase.nested or len(phase.own) < sum(phase.calls))
+        unrecorded = self.unrecorded - phase.before
         used = (
-            self._phase.in_backward,
+            phase.in_backward,
             unrecorded,
             repeats,
-            (self._phase.own, self._phase.calls, self._phase.called),
-            self._phase.partial,
+            (phase.own, phase.calls, phase.called),
+            phase.partial,
         )
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
         own, _, paths = accounts[0][3]
@@ -429,9 +432,9 @@ class Schedule:
             if repeats:
                 self.repeats = True
         order = replace(order, calls=() if mixed else calls, called=called)
-        self.known.remember(self._phase.key, order, mixed=mixed, fork=self._phase.new_fork, unrecorded=unrecorded)
-        if self._phase.key[0] == "backward":
-            self.known.note_partial(self._phase.key, any(each[-1] for each in accounts))
+        self.known.remember(phase.key, order, mixed=mixed, fork=phase.new_fork, unrecorded=unrecorded)
+        if phase.key[0] == "backward":
+            self.known.note_partial(phase.key, any(each[-1] for each in accounts))
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
@@ -439,11 +442,12 @@ class Schedule:
         The next one begins with an exchange. If only this rank has failed, what it sends must not meet what the others
         are waiting for: gloo ends the process over messages of different sizes.
         """
-        self._failed |= running and not self._phase.silent
+        phase = self._phase
+        self._failed |= running and not phase.silent
         self._stop_counting()
-        self._phase.order = None
-        self._phase.plan = None
-        self._phase.learned = []
+        phase.order = None
+        phase.plan = None
+        phase.learned = []
         self.agreement.leave()
         for unit in self.units:
             unit.users = unit.entered = 0
@@ -455,10 +459,11 @@ class Schedule:
     # Following.
 
     def _follow(self, order: CollectiveOrder, position: int) -> None:
-        lookahead = None if self._phase.silent else self.known.expected(self._phase.then)
+        phase = self._phase
+        lookahead = None if phase.silent else self.known.expected(phase.then)
         uses = order.uses[position:]
         ahead = lookahead.uses if lookahead else ()
-        if not self._phase.silent:  # planned for a phase that did not come, and does not come after this one
+        if not phase.silent:  # planned for a phase that did not come, and does not come after this one
             self.live_units.drop(self.live_units.planned.difference(uses, ahead))
         live = frozenset(self.live_units.planned)
         key = (uses, ahead, live)
@@ -466,14 +471,12 @@ class Schedule:
             if len(self._plans) > 64:  # or orders that never come again would fill the memory
                 self._plans.clear()
             self._plans[key] = make_plan(uses, ahead, live, self.live_units.numel, self.limits)
-        self._phase.order = order
-        self._phase.plan = self._plans[key]
-        self._phase.base = self._phase.position = position
-        self._phase.left = _NONE
-        self._phase.brings_more = (
-            self.edits and self._phase.key[0] == "backward" and self.reductions.may_bring_more(order)
-        )
-        self._phase.counted = position == 0 and len(order.calls) == len(order.uses) and not self._may_be_asked()
+        phase.order = order
+        phase.plan = self._plans[key]
+        phase.base = phase.position = position
+        phase.left = _NONE
+        phase.brings_more = self.edits and phase.key[0] == "backward" and self.reductions.may_bring_more(order)
+        phase.counted = position == 0 and len(order.calls) == len(order.uses) and not self._may_be_asked()
         self.reductions.after_use(position)
 
     def _stop_counting(self) -> None:
@@ -488,25 +491,26 @@ class Schedule:
             stop: where to end.
             own: the unit this rank uses next, perhaps at the last position; None if it uses no more.
         """
-        assert self._phase.plan is not None and self._phase.order is not None
-        while self._phase.position < stop:
-            position = self._phase.position
-            used = self._phase.order.uses[position]
-            dropped = self._phase.plan.drop[position - self._phase.base]
+        phase = self._phase
+        assert phase.plan is not None and phase.order is not None
+        while phase.position < stop:
+            position = phase.position
+            used = phase.order.uses[position]
+            dropped = phase.plan.drop[position - phase.base]
             self.live_units.drop(index for index in dropped if index != used)  # before what they make room for
             self.reductions.before_use(position)
-            for index in self._phase.plan.issue[position - self._phase.base]:
+            for index in phase.plan.issue[position - phase.base]:
                 yield index
                 self.live_units.planned.add(index)
-            self._phase.position += 1
-            self.reductions.after_use(self._phase.position)
+            phase.position += 1
+            self.reductions.after_use(phase.position)
             gone = [index for index in dropped if index == used]
             self.live_units.planned.difference_update(gone)  # first: what is retained is counted once
             # Uses of other ranks: all but the last, if that is this rank's own. At the end of a phase none is retained.
-            if own is not None and (used != own or self._phase.position < stop):
+            if own is not None and (used != own or phase.position < stop):
                 self._retain(used)
-            if self._phase.counted:
-                self.live_units.owed[used] += self._phase.order.calls[position]
+            if phase.counted:
+                self.live_units.owed[used] += phase.order.calls[position]
                 if used in self.live_units.due:
                     self.live_units.due[used] += 1
             self.live_units.drop(gone)
@@ -541,25 +545,26 @@ class Schedule:
         Returns:
             Whether the phase is over.
         """
-        assert self._phase.order is not None
-        order = self._phase.order
-        place = self._phase.position
+        phase = self._phase
+        assert phase.order is not None
+        order = phase.order
+        place = phase.position
         self.reductions.before_use(place)
         # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
-        strays = unit is None and self._phase.key[0] == "backward" and self.reductions.has_stray()
-        more = strays * _STRAYS | self._phase.novel * _NOVEL | self._phase.partial * _PARTIAL
+        strays = unit is None and phase.key[0] == "backward" and self.reductions.has_stray()
+        more = strays * _STRAYS | phase.novel * _NOVEL | phase.partial * _PARTIAL
         doing = self._asking(unit)
-        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._phase.left, more], doing)
+        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, phase.left, more], doing)
         if any(row[2] & _NOVEL for row in rows):
-            self.known.note_variation(self._phase.key)
+            self.known.note_variation(phase.key)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
             if any(row[2] & _STRAYS for row in rows):
                 self._postpone_strays()
-            if self._phase.key[0] == "backward":
-                self.known.note_partial(self._phase.key, any(row[2] & _PARTIAL for row in rows))
+            if phase.key[0] == "backward":
+                self.known.note_partial(phase.key, any(row[2] & _PARTIAL for row in rows))
             return True
-        branch = self.known.branch(self._phase.key, order, place, wants)
+        branch = self.known.branch(phase.key, order, place, wants)
         # Where each rank goes its own way, as through experts, there are as many orders as combinations. If their union
         # may be gathered as a whole, it serves all: they go on, and what they ask for at the end is added to it.
         union = self.live_units.fit(wants.union(order.uses))
@@ -571,36 +576,36 @@ class Schedule:
         if branch is not order:
             self.reductions.change(branch)
             self._follow(branch, place)
-        self._phase.left = _NONE
-        self._phase.forks = [
-            fork for fork in self.known.forks(self._phase.key, branch) if fork > place
-        ]  # the others are behind
+        phase.left = _NONE
+        phase.forks = [fork for fork in self.known.forks(phase.key, branch) if fork > place]  # the others are behind
         return False
 
     def _postpone_strays(self) -> None:
-        assert self._phase.order is not None
+        phase = self._phase
+        assert phase.order is not None
         strays = self.reductions.send_strays()
-        self.known.postpone(self._phase.key, strays)
-        self._phase.order = self._phase.order.postpone(strays)  # what `end_phase` remembers is the changed order
+        self.known.postpone(phase.key, strays)
+        phase.order = phase.order.postpone(strays)  # what `end_phase` remembers is the changed order
 
     def _learn_on(self, place: int, left: set[int], doing: str, *, union: bool) -> None:
         """No known order goes on from ``place`` as ranks want: learn one, from there or from where all have ``left``.
 
         With ``union`` the order and what ranks want may be gathered as a whole; ``doing`` is for the log.
         """
-        assert self._phase.order is not None
+        phase = self._phase
+        assert phase.order is not None
         if self.log_relearning:
-            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, self._phase.position)
+            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, phase.position)
         # If all have left at one place, no rank has used what lies behind it.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
-        self._phase.learned = list(self._phase.order.uses[:since])
-        self._phase.calls = [0] * since
-        self._phase.places = {unit: place for place, unit in enumerate(self._phase.learned)}
+        phase.learned = list(phase.order.uses[:since])
+        phase.calls = [0] * since
+        phase.places = {unit: place for place, unit in enumerate(phase.learned)}
         # Some ranks have left, and others used what lies between. In the union, what was wanted there comes last, and a
         # rank that wants it early retains all between. Where that is too much, that place becomes a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
-        self._phase.new_fork = self._phase.order.uses[: min(apart)] if apart else None
-        self.known.note_variation(self._phase.key)  # also if what is learned turns out to be known
+        phase.new_fork = phase.order.uses[: min(apart)] if apart else None
+        self.known.note_variation(phase.key)  # also if what is learned turns out to be known
         self.reductions.forget_sent(since)
         self._stop_following()
         if since < place:  # gathered in vain; what of it is used now is to have its place in the new order
@@ -610,17 +615,19 @@ class Schedule:
 
     def _stop_following(self) -> None:
         """Go on as if this phase were not known."""
-        self._phase.silent = False  # a forward has touched weights outside of its module: all ranks are asked
+        phase = self._phase
+        phase.silent = False  # a forward has touched weights outside of its module: all ranks are asked
         self._stop_counting()
-        self._phase.order = None
-        self._phase.plan = None
-        self._phase.forks = []
-        self._phase.left = _NONE
+        phase.order = None
+        phase.plan = None
+        phase.forks = []
+        phase.left = _NONE
         self.live_units.release_planned()
         self.reductions.change(None)
 
     def _agree_on(self, unit: Unit | None) -> None:
         """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything."""
+        phase = self._phase
         if unit is not None and unit.state is not UnitState.SHARDED:
             return
         want = unit.index if unit is not None else _NONE
@@ -628,15 +635,15 @@ class Schedule:
         while True:
             offers = self.reductions.offers(_OFFERS)
             rows = self.agreement.exchange(_ROUND, [want, *offers, *[_NONE] * (_OFFERS - len(offers))], doing)
-            self.reductions.issue_common([row[1:] for row in rows], len(self._phase.learned))
+            self.reductions.issue_common([row[1:] for row in rows], len(phase.learned))
             wanted = [row[0] for row in rows if row[0] != _NONE]
             if not wanted:
                 return
             target = min(wanted)
             self._issue(target)
-            self._phase.places[target] = len(self._phase.learned)
-            self._phase.learned.append(target)
-            self._phase.calls.append(0)
+            phase.places[target] = len(phase.learned)
+            phase.learned.append(target)
+            phase.calls.append(0)
             if target == want:
                 return
             if unit is None:

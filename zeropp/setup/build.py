@@ -32,9 +32,9 @@ from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.config.base import notify_once
+from zeropp.engine.accumulation import Listener
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
-from zeropp.engine.listener import Listener
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
 from zeropp.offload.tier_choice import Tiers, open_tiers
 from zeropp.order.prefetch import Limits
