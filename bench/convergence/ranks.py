@@ -25,9 +25,8 @@ from zeropp.offload.tier_choice import at_device
 from zeropp.optimizer.rank_state import ErrorFeedback
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.unit import FlatBuffer
-from zeropp.partition.levels import BufferLayout, HopSpec, choose_mode
-from zeropp.partition.units import form_units, unit_options
-from zeropp.wire.encoding import choose_encoding
+from zeropp.partition.levels import BufferLayout, HopSpec
+from zeropp.setup.blueprint import draw_blueprint
 
 _AT_ONCE = CommStreams(lambda link: InlineStream())
 MEETING_SECONDS = 600.0  # a rank that does not come has failed; on a card the first calls compile kernels
@@ -121,16 +120,20 @@ class VirtualRanks:
 
     def __init__(self, model: nn.Module, config: Config, nodes: int, local: int) -> None:
         self.world = nodes * local
-        mode = choose_mode(config, self.world, local)
+        drawn = [draw_blueprint(model, config, self.world, local, HOST, rank=rank) for rank in range(self.world)]
+        mode = drawn[0].mode
         if mode.states != self.world or mode.cached == 1:
             raise ValueError(f"virtual ranks are for stage 3 without MiCS, got {config.zero.stage=} and {mode}")
         meetings: dict[tuple[object, ...], Meeting] = {}
         self.comms = [VirtualComm(rank, local, self.world, meetings) for rank in range(self.world)]
-        specs = form_units(model, self.world, unit_options(config))
-        made = [BufferMaker(config, mode, comm, at_device(comm.device)).make_units(model, specs) for comm in self.comms]
+        parameters = dict(model.named_parameters())
+        made = [
+            BufferMaker(mode, own.encoding, own.dtypes, comm, at_device(comm.device)).make_units(parameters, own.units)
+            for own, comm in zip(drawn, self.comms, strict=True)
+        ]
         columns = zip(*([buffer for unit in units for buffer in unit.buffers] for units in made), strict=True)
         self.buffers = [self._share(list(column)) for column in columns]
-        self.weight_codec = choose_encoding(config).weights
+        self.weight_codec = drawn[0].encoding.weights
         self._meetings = meetings
         self._messages: list[list[Tensor | None]] = [[] for _ in range(self.world)]
         self._reductions = 0  # of which the ledgers know

@@ -37,7 +37,6 @@ from bench.step_time.report import CLIP
 from bench.step_time.systems import MemoryMeter
 from examples.gpt import GPT, GPTConfig
 from examples.text_data import Batches, load_text, on_device
-from zeropp.config import load_config
 
 __all__ = ["BLOCKS", "SYSTEMS", "parse_arguments"]
 
@@ -128,17 +127,15 @@ class Trainer:
             "zero_optimization": {**zero, **({"offload_optimizer": block} if block else {})},
             "bf16": {"enabled": True}, "gradient_clipping": CLIP,
         }  # fmt: skip
-        self._lazy = load_config(config)
-        self._eager = load_config({**config, "zeropp": {"lazy_step": False}})
         self.plan = zeropp.plan.memory(self.model, config, 1, device=self.device)
         return zeropp.ZeroOptimizer(adamw(self.model, peak_rate(self.args.d_model)), self.model, config)
 
     def arms(self) -> dict[str, Arm]:
         """Ways to take a step, by name; of a system without a step on the host one."""
-        if not isinstance(self.optimizer, zeropp.ZeroOptimizer) or not self._lazy.steps_on_host:
+        host = self.optimizer._optimizer_step._host if isinstance(self.optimizer, zeropp.ZeroOptimizer) else None
+        if host is None:
             return {"": Arm(lambda: None)}
-        maker, configs = self.optimizer.engine.maker, {"lazy": self._lazy, "eager": self._eager}
-        return {way: Arm(partial(setattr, maker, "config", configs[way])) for way in self.args.ways.split(",")}
+        return {way: Arm(partial(setattr, host, "lazy", way == "lazy")) for way in self.args.ways.split(",")}
 
     def forward(self) -> Tensor:
         x, y = on_device(self.batches.at(len(self.losses)), self.device)

@@ -14,8 +14,8 @@ import zeropp
 from tests.gpu.delays import Block, Trained
 from tests.support.branching_models import make_config
 from tests.support.offload_pairs import host_apart
-from zeropp.offload import tier_choice
 from zeropp.offload.read_ahead import Ring
+from zeropp.setup import blueprint
 
 __all__ = ["STEPS", "config_of", "counted_rings", "make_model", "page_locked", "train_fused"]
 
@@ -75,19 +75,19 @@ def train_fused(
 def counted_rings(device: str) -> Iterator[list[int]]:
     """Bytes of each ring that is to be page-locked; on a CPU, where nothing is, as if a card trained."""
     asked: list[int] = []
-    make, choose = Ring.__init__, tier_choice.choose_staging
+    make, choose = Ring.__init__, blueprint.choose_staging
 
     def counted(ring: Ring, count: int, nbytes: int, *, pinned: bool) -> None:
         asked.extend([count * nbytes] * pinned)
         make(ring, count, nbytes, pinned=pinned and device == "cuda")
 
-    def as_for_a_card(config: Any, _: torch.device, *rest: Any) -> Any:
-        return choose(config, torch.device("cuda"), *rest)
+    def as_for_a_card(options: Any, _: torch.device, **largest: int) -> Any:
+        return choose(options, torch.device("cuda"), **largest)
 
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(Ring, "__init__", counted))
         if device == "cpu":
-            patched.enter_context(mock.patch.object(tier_choice, "choose_staging", as_for_a_card))
+            patched.enter_context(mock.patch.object(blueprint, "choose_staging", as_for_a_card))
         yield asked
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from tests.order.world import Agreement, CommStreams, Event, Unlike, World
 from zeropp.comm.communicators import History
-from zeropp.config.blocks import Fp16Config
 from zeropp.engine.backward import BackwardUses
 from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
-from zeropp.params.gradient import LossScale
+from zeropp.params.gradient import LossScale, LossScaling
 from zeropp.params.unit import UnitState
 
 __all__ = ["ENDLESS", "Rank"]
@@ -149,7 +148,7 @@ class Rank:
         agreement: Any = Agreement(self.world, self.number)
         comm_streams: Any = CommStreams(self.world, self.number)
         self.agreement, self.issued = agreement, IssueHash(History())
-        self.reductions = Reductions(self.units, comm_streams, agreement, self.issued, LossScale(Fp16Config(), 1.0))
+        self.reductions = Reductions(self.units, comm_streams, agreement, self.issued, LossScale(LossScaling(), 1.0))
         self.schedule = Schedule(
             self.units, comm_streams, self.reductions, agreement, self.issued, self.limits,
             self.reach, static=self.static, log_relearning=False,

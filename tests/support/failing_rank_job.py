@@ -82,11 +82,11 @@ def main(what: str, where: str, victim: int, hang_timeout: float) -> None:
     model.inside = inside
     inner = Sgd(model.parameters(), lr=0.01)
     inner.inside = inside
-    form_units = zeropp.setup.build.form_units
+    refuse_cuda_graphs = zeropp.setup.build.refuse_cuda_graphs
 
-    def form(*args: Any) -> Any:
+    def refuse(*args: Any) -> Any:
         inside("wrapping")
-        return form_units(*args)
+        return refuse_cuda_graphs(*args)
 
     config = {
         "zero_optimization": {
@@ -96,7 +96,7 @@ def main(what: str, where: str, victim: int, hang_timeout: float) -> None:
         "zeropp": {"hang_timeout": hang_timeout, "unit_min_blocks": 0},
     }  # fmt: skip
     inside("first")
-    with mock.patch.object(zeropp.setup.build, "form_units", form):
+    with mock.patch.object(zeropp.setup.build, "refuse_cuda_graphs", refuse):
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
     if ends and where == "random":
         delay = random.SystemRandom().uniform(0, 1.0)

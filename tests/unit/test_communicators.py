@@ -18,7 +18,7 @@ import zeropp
 from zeropp import _compat
 from zeropp.comm import communicators
 from zeropp.comm.communicators import Communicator, Ctas, Key, choose_ctas, least, most_ctas, require_room
-from zeropp.plan.outline import choose_sharing, planned_ctas
+from zeropp.setup.choices import choose_ctas_limits, choose_sharing
 
 CARD = torch.device("cuda", 0)
 MULTINODE = Path(__file__).resolve().parents[2] / "docs" / "multinode.md"
@@ -30,7 +30,7 @@ def test_limits_follow_the_card() -> None:
     assert choose_ctas(4) == Ctas(1, 1)
     assert choose_ctas(132, local=24) == Ctas(24, 8)
     config = zeropp.config.load_config({"zeropp": {"max_ctas": {"cross": 4}}})
-    assert planned_ctas(config, 108) == Ctas(13, 4)
+    assert choose_ctas_limits(config, 108) == Ctas(13, 4)
 
 
 def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

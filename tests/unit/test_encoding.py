@@ -10,9 +10,10 @@ from torch import Tensor
 
 from zeropp.config import load_config
 from zeropp.partition.levels import HopSpec, build_layout
+from zeropp.setup.choices import choose_encoding
 from zeropp.wire.codecs import BlockCodec, PlainCodec
 from zeropp.wire.differences import Lossless
-from zeropp.wire.encoding import Encoding, choose_encoding
+from zeropp.wire.encoding import Encoding
 from zeropp_kernels import MOST_ESCAPES, block_table
 
 INSIDE, BETWEEN = HopSpec(1, 2, (0, 1), "local"), HopSpec(2, 4, (0, 2), "cross")

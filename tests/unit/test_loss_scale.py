@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from zeropp.config import load_config
-from zeropp.params.gradient import LossScale
+from zeropp.params.gradient import LossScale, LossScaling
+from zeropp.setup.choices import choose_loss_scaling
 
 
 def scale(**keys: Any) -> LossScale:
     config = load_config({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True, **keys}})
-    return LossScale(config.fp16, 0.5)
+    return LossScale(choose_loss_scaling(config), 0.5)
 
 
 def values(of: LossScale, overflows: str) -> list[float]:
@@ -86,7 +87,7 @@ def test_state() -> None:
 def test_losses_are_scaled_in_float32() -> None:
     loss = torch.tensor(2.0, dtype=torch.float16)
     assert scale(initial_scale_power=20).apply(loss) == 2.0 * 2**20  # infinite in float16
-    off = LossScale(load_config(None).fp16, 1.0)
+    off = LossScale(LossScaling(), 1.0)
     assert off.apply(loss) == 2.0 and off.apply(loss).dtype == loss.dtype
     assert off.value == off.factor == 1.0 and not off.dynamic
 
@@ -108,7 +109,7 @@ def test_a_backward_without_scale_is_refused() -> None:
     scaled.backward()
     with pytest.raises(RuntimeError, match="not scaled"):
         begins(own, weight).backward()
-    begins(LossScale(load_config(None).fp16, 1.0), weight).backward()
+    begins(LossScale(LossScaling(), 1.0), weight).backward()
 
 
 def test_a_scaled_backward_that_fails_is_over() -> None:
@@ -123,7 +124,7 @@ def test_a_scaled_backward_that_fails_is_over() -> None:
 
 def plain() -> LossScale:
     """One for float32, whose losses count for a part of a window unless somebody has divided them."""
-    own = LossScale(load_config(None).fp16, 1.0)
+    own = LossScale(LossScaling(), 1.0)
     own.divides_plain = True
     return own
 
@@ -171,7 +172,7 @@ def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(s
 
 def test_gradients_of_a_loss_that_another_engine_has_scaled_are_refused() -> None:
     """Also where nothing is divided: they are larger by the scale."""
-    half, own, weight = scale(), LossScale(load_config(None).fp16, 1.0), torch.ones(2, requires_grad=True)
+    half, own, weight = scale(), LossScale(LossScaling(), 1.0), torch.ones(2, requires_grad=True)
     output = begins_window(own, weight)
     leaf = output.detach().requires_grad_()
     half.apply(leaf.sum()).backward()
@@ -180,7 +181,7 @@ def test_gradients_of_a_loss_that_another_engine_has_scaled_are_refused() -> Non
 
 
 def test_where_nothing_is_divided_detached_outputs_are_as_in_torch() -> None:
-    own, weight = LossScale(load_config(None).fp16, 1.0), torch.ones(2, requires_grad=True)
+    own, weight = LossScale(LossScaling(), 1.0), torch.ones(2, requires_grad=True)
     output = begins_window(own, weight)
     leaf = output.detach().requires_grad_()
     own.apply(leaf.sum()).backward()

@@ -9,7 +9,8 @@ import torch
 
 from zeropp.config import load_config
 from zeropp.offload.storage_tiers import HostMemory, Memory
-from zeropp.offload.tier_choice import ALL, PartialOffload, Tiers, at_device
+from zeropp.offload.tier_choice import ALL, Tiers, at_device, divide_steps
+from zeropp.setup.choices import choose_tier_options
 
 NEAR, FAR = Memory(torch.device("cpu")), HostMemory()
 
@@ -18,8 +19,7 @@ def divide(numels: list[int], **block: Any) -> list[Tiers]:
     offload = {"device": "cpu", **block}
     config = load_config({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
     tiers = Tiers(FAR, FAR, FAR, FAR, device_numel=0) if config.steps_on_host else at_device(NEAR.device)
-    division = PartialOffload(config, tiers, NEAR, numels)
-    return [division.next(numel) for numel in numels]
+    return [tiers.divided(part, NEAR) for part in divide_steps(choose_tier_options(config), numels)]
 
 
 def on_device(found: list[Tiers], numels: list[int]) -> list[int]:

@@ -23,10 +23,9 @@ import torch
 
 from tests.support.disk_faults import open_descriptors
 from tests.support.tmpfs import tmpfs
-from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import ExtentAllocator, SwapError, SwapFile, aligned
-from zeropp.offload.transfer import Transfers
+from zeropp.offload.transfer import IoOptions, Transfers
 
 
 def test_rows(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_without_direct_io(
     (message,) = [record.getMessage() for record in caplog.records]
     assert str(tmp_path) in message and "page cache" in message and reason[missing] in message
     assert extent.descriptors.direct is None
-    transfers = Transfers(AioConfig())
+    transfers = Transfers(IoOptions())
     values, found = torch.randn(5000), torch.empty(5000)
     assert transfers.write(extent, 0, values).wait(20) and transfers.read(extent, 0, found).wait(20)
     assert torch.equal(found, values)
@@ -290,11 +289,10 @@ import signal, sys
 # Ignored where whoever started the tests runs them in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
-from zeropp.config.blocks import AioConfig
 from zeropp.offload.swap import SwapFile
-from zeropp.offload.transfer import Transfers
+from zeropp.offload.transfer import IoOptions, Transfers
 extent = SwapFile(sys.argv[1]).allocate(1 << 20, torch.float32)
-transfers = Transfers(AioConfig(block_size=65536))
+transfers = Transfers(IoOptions(block_size=65536))
 transfers.write(extent, 0, torch.ones(1 << 20)).wait(60)
 print("ready", flush=True)
 while True: transfers.write(extent, 0, torch.ones(1 << 20))

@@ -22,10 +22,9 @@ from torch import Tensor
 from tests.support.disk_faults import Calls, offload_threads, wait_until
 from zeropp.comm import threads
 from zeropp.comm.streams import ThreadEvent
-from zeropp.config.blocks import AioConfig
 from zeropp.offload import transfer
 from zeropp.offload.swap import Extent, SwapError, SwapFile
-from zeropp.offload.transfer import Transfers
+from zeropp.offload.transfer import IoOptions, Transfers
 
 LONG = 60.0  # seconds; what takes longer hangs
 SHORT = 0.05  # seconds in which what must not happen would
@@ -46,7 +45,7 @@ def start() -> Iterator[Start]:
     made = []
 
     def begin(**aio: int) -> Transfers:
-        made.append(Transfers(AioConfig.model_validate(aio)))
+        made.append(Transfers(IoOptions(**aio)))
         return made[-1]
 
     yield begin
@@ -231,7 +230,7 @@ def test_a_dropped_one_ends_its_threads_after_what_was_begun(
     file: SwapFile, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(offload_threads())
-    transfers, (extent, memory) = Transfers(AioConfig(block_size=1, queue_depth=2)), blocks(file, 5)
+    transfers, (extent, memory) = Transfers(IoOptions(block_size=1, queue_depth=2)), blocks(file, 5)
     own = set(offload_threads()) - before
     assert len(own) == 2
     Calls(gate=gate).put(monkeypatch)
@@ -247,7 +246,7 @@ def test_one_that_is_dropped_inside_its_own_lock(monkeypatch: pytest.MonkeyPatch
     """Python collects garbage anywhere."""
     # Should this hang, the end of pytest must not.
     monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
-    kept = [Transfers(AioConfig(queue_depth=1))]
+    kept = [Transfers(IoOptions(queue_depth=1))]
     (queue,) = (each._queue for each in kept)
 
     def drop() -> None:
@@ -327,10 +326,9 @@ def tell():
 # Before all others, so that it is called behind them.
 atexit.register(tell)
 import torch
-from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import SwapFile
-from zeropp.offload.transfer import Transfers
+from zeropp.offload.transfer import IoOptions, Transfers
 extent = SwapFile(Path(sys.argv[1])).allocate(8, torch.float32)
 def slow(descriptor, memory, offset):
     begun.set()
@@ -339,7 +337,7 @@ def slow(descriptor, memory, offset):
         events[1].wait(30)
     return len(memory)
 swap.write_at = slow
-transfers = Transfers(AioConfig(queue_depth=1))
+transfers = Transfers(IoOptions(queue_depth=1))
 events += [transfers.write(extent, 0, torch.ones(8)) for _ in range(2)]
 gate.set()
 begun.wait()
@@ -358,7 +356,7 @@ def test_a_forked_child_waits_for_nobody(
 ) -> None:
     """It has none of the threads, and the lock that one of them held stays locked."""
     transfers, (extent, memory) = start(), blocks(file, 2)
-    dropped: Transfers | None = Transfers(AioConfig(queue_depth=1))
+    dropped: Transfers | None = Transfers(IoOptions(queue_depth=1))
     assert dropped is not None
     queue = dropped._queue
     Calls(gate=gate).put(monkeypatch)

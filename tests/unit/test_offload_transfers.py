@@ -17,10 +17,9 @@ from torch import Tensor
 
 from tests.support.disk_faults import Calls, wait_until
 from zeropp.comm.streams import ThreadEvent
-from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap, transfer
 from zeropp.offload.swap import Extent, SwapError, SwapFile, aligned
-from zeropp.offload.transfer import Transfers
+from zeropp.offload.transfer import IoOptions, Transfers
 
 LONG = 60.0  # seconds; what takes longer hangs
 Start = Callable[..., Transfers]
@@ -42,7 +41,7 @@ def start(file: SwapFile) -> Iterator[Start]:
     made = []
 
     def begin(**aio: int) -> Transfers:
-        made.append(Transfers(AioConfig.model_validate(aio)))
+        made.append(Transfers(IoOptions(**aio)))
         return made[-1]
 
     yield begin
@@ -130,7 +129,7 @@ def test_bytes_at_random(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.skip(f"the file system of {tmp_path} refuses direct I/O")
     direct = descriptors.direct = descriptors.direct if way == "direct" else None
     addresses = record_addresses(monkeypatch)
-    transfers = Transfers(AioConfig(block_size=2 * unit, queue_depth=3))
+    transfers = Transfers(IoOptions(block_size=2 * unit, queue_depth=3))
     move_at_random(transfers, extents, 300, 0)
     transfers.close()
     assert descriptors.direct == direct, "the file system has refused what it was given"

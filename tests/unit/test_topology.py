@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeropp.config import ConfigError, load_config
-from zeropp.partition.levels import Chain, HopSpec, Mode, Placement, build_chain, choose_mode, ranks_per_node
+from zeropp.partition.levels import Chain, HopSpec, Mode, Placement, build_chain, ranks_per_node
+from zeropp.setup.choices import choose_mode
 
 MAX_WORLD = 4096
 

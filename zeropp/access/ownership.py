@@ -45,7 +45,7 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
     if engine.closed or engine.running or engine.averaged or engine.agreement.lost is not None:
         return {}
     # Some of these weights are rounded, and some not: what a plain forward does with them ends in an error.
-    if engine.maker.config.torch_autocast.enabled:
+    if engine.maker.dtypes.autocast is not None:
         return {}
     # What comes now is cleaning up, after an error perhaps: another one would hide it.
     with contextlib.suppress(RuntimeError):

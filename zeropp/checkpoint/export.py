@@ -278,8 +278,7 @@ def save_16bit_model(
     call = "checkpoint.save_16bit_model()"
     engine = _begin_export(model, call, f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
     path = common_path(engine, save_dir, call) / save_filename
-    zero = engine.maker.config.zero
-    if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
+    if not engine.mode.stays_whole and not engine.options.gathers_16_bit_on_save:
         if engine.comm.rank == 0:
             warn_user(
                 f"{str(path)!r} was not written, since stage3_gather_16bit_weights_on_model_save is false; set it to "

@@ -290,7 +290,7 @@ class Restore:
             parts.append(self._state_parts())
         parts += [self._there(average_parts(a, name, "slice"), prefix_of(name)) for name, a in self._averages.items()]
         self.source.read_boxes(itertools.chain(*parts))
-        if "model" in self.kinds and not self.engine.maker.config.zero_optimization.load_from_fp32_weights:
+        if "model" in self.kinds and not self.engine.options.loads_from_float32:
             self._round_main()
         self.values = decode(self._json, lambda name: self._held[name].values)
         if "model" in self.kinds:
@@ -657,7 +657,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
     # Refreshes read what is about to be written.
     engine.refresh.wait_for_all()
     # Of the ranks of a node one after the other, or all at once.
-    turns = engine.comm.local if engine.maker.config.zero_optimization.pipeline_loading_checkpoint else 1
+    turns = engine.comm.local if engine.options.loads_in_turns else 1
     try:
         for turn in range(turns):
             reads = work.read_values if engine.comm.rank % turns == turn else lambda: None

@@ -236,7 +236,7 @@ class ReadableWeights:
         """
         engine = self._engine()
         # By the stage, so that it is on one rank as on many. A step would write over edits of what is trained.
-        if engine is None or engine.maker.config.zero.stage > 2:
+        if engine is None or not engine.mode.stays_whole:
             return None
         unit = engine.unit_of[id(parameter)]
         buffer, _ = unit.place_of(parameter)

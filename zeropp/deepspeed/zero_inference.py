@@ -15,6 +15,7 @@ from zeropp.deepspeed.training_optimizer import CalledWindows
 from zeropp.engine.accumulation import Listener
 from zeropp.engine.engine import Engine as Core
 from zeropp.params.guard import handler_of
+from zeropp.plan.memory import memory_of
 from zeropp.setup.build import build_engine
 
 __all__ = ["thaw", "wrap_for_inference"]
@@ -55,7 +56,10 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     model.requires_grad_(False)
     try:
         # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
-        engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0)
+        engine = build_engine(
+            model, config, group, _Nobody(), None, device, lambda: ["inference"],
+            lambda blueprint: memory_of(blueprint, config, states=0),
+        )  # fmt: skip
     except BaseException:
         _unfreeze(trained)
         raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -46,7 +47,34 @@ from zeropp.params.gradient import Gradient, LossScale
 from zeropp.params.guard import GuardHandler, handler_of
 from zeropp.params.unit import FlatBuffer, Unit, UnitState
 
-__all__ = ["Engine", "engine_of"]
+__all__ = ["Engine", "EngineOptions", "engine_of"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of an engine that stay as they are.
+
+    Attributes:
+        limits: bounds of the prefetch plan.
+        input_dtype: floating inputs of the model are cast to it; None leaves them alone.
+        static_graph: passes of one kind are promised to use the same units, on every rank and every time.
+        log_relearning: warn when a known order is given up.
+        overlap: let gathers and reductions run beside computing.
+        offloads: something that training needs is off the device.
+        gathers_16_bit_on_save: `zeropp.checkpoint` writes whole 16-bit weights where they are sharded between uses.
+        loads_from_float32: it reads main weights as they were saved, and does not round them.
+        loads_in_turns: it lets the ranks of a node read one after the other.
+    """
+
+    limits: Limits
+    input_dtype: torch.dtype | None
+    static_graph: bool
+    log_relearning: bool
+    overlap: bool
+    offloads: bool
+    gathers_16_bit_on_save: bool
+    loads_from_float32: bool
+    loads_in_turns: bool
 
 
 class Engine(GuardHandler):
@@ -59,12 +87,8 @@ class Engine(GuardHandler):
         device: where the model lives.
         accumulation: counts micro-batches.
         listener: to tell what becomes of gradients, for as long as it lives.
-        limits: bounds of the prefetch plan.
         loss_scale: and with it the factor on summed gradients.
-        input_dtype: floating inputs of the model are cast to it; None leaves them alone.
-        static_graph: passes of one kind are promised to use the same units, on every rank and every time.
-        log_relearning: warn when a known order is given up.
-        overlap: let gathers and reductions run beside computing.
+        options: see :class:`EngineOptions`.
 
     Attributes:
         averaged: main weights hold an average.
@@ -94,13 +118,8 @@ class Engine(GuardHandler):
         device: torch.device,
         accumulation: GradAccumulation,
         listener: Listener,
-        *,
-        limits: Limits,
         loss_scale: LossScale,
-        input_dtype: torch.dtype | None,
-        static_graph: bool,
-        log_relearning: bool,
-        overlap: bool,
+        options: EngineOptions,
     ) -> None:
         self.agreement = agreement
         self.comm = agreement.comm
@@ -110,15 +129,15 @@ class Engine(GuardHandler):
         self.persistent = [unit for unit in self.units if unit.persistent]
         self.device = device
         self.accumulation = accumulation
-        self.input_dtype = input_dtype
+        self.options = options
         self.issue_hash = IssueHash(self.comm.history)
         self.hooks = ModuleHooks(self)
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
-        self.gather_streams = self._make_comm_streams("gather", overlap=overlap)
-        refresh_streams = self._make_comm_streams("refresh", overlap=overlap)
-        self.reduce_streams = self._make_comm_streams("reduce", overlap=overlap)
+        self.gather_streams = self._make_comm_streams("gather")
+        refresh_streams = self._make_comm_streams("refresh")
+        self.reduce_streams = self._make_comm_streams("reduce")
         self.reductions = Reductions(self.units, self.reduce_streams, agreement, self.issue_hash, loss_scale)
-        self.schedule = self._make_schedule(limits, static=static_graph, log_relearning=log_relearning)
+        self.schedule = self._make_schedule()
         self.refresh = self._make_refresh(refresh_streams)
         self.note_storages()
         self.phase = Phase.IDLE
@@ -140,25 +159,26 @@ class Engine(GuardHandler):
         # streams that still write to their memory.
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
-    def _make_comm_streams(self, kind: str, *, overlap: bool) -> CommStreams:
-        comm = self.comm
+    def _make_comm_streams(self, kind: str) -> CommStreams:
+        comm, options = self.comm, self.options
         sends = comm.world > 1 and comm.backend != "fake"
-        hosted = self.maker.config.offloads
-        comm_streams = make_comm_streams(kind, device=self.device, sends=sends, overlap=overlap, hosted=hosted)
+        comm_streams = make_comm_streams(
+            kind, device=self.device, sends=sends, overlap=options.overlap, hosted=options.offloads
+        )
         self.agreement.on_loss(comm_streams.abandon)
         return comm_streams
 
-    def _make_schedule(self, limits: Limits, *, static: bool, log_relearning: bool) -> Schedule:
+    def _make_schedule(self) -> Schedule:
         return Schedule(
             self.units,
             self.gather_streams,
             self.reductions,
             self.agreement,
             self.issue_hash,
-            limits,
+            self.options.limits,
             self.hooks.reach,
-            static=static,
-            log_relearning=log_relearning,
+            static=self.options.static_graph,
+            log_relearning=self.options.log_relearning,
         )
 
     def _make_refresh(self, comm_streams: CommStreams) -> Refresh:
@@ -187,7 +207,7 @@ class Engine(GuardHandler):
             self.hooks.reset()  # of a forward inside GatheredParameters that Ctrl-C has ended
         outermost = self.hooks.depth == 0
         if self.gather_contexts and self.gather_contexts.serve(self.units, outermost=outermost):
-            return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
+            return cast_inputs(args, kwargs, self.options.input_dtype) if outermost else None
         try:
             if not running:
                 self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
@@ -197,7 +217,7 @@ class Engine(GuardHandler):
                 self.refresh.start_put_off()
                 self._begin_forward(hooked, training)
             if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
-                changed = cast_inputs(args, kwargs, self.input_dtype)
+                changed = cast_inputs(args, kwargs, self.options.input_dtype)
             if self._backward.complete:
                 self._backward.come_to(hooked.path, hooked.run_by)  # checkpointing runs it once more
             for unit in hooked.units:

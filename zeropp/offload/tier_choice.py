@@ -1,7 +1,7 @@
-"""The choice of a tier for each part of an engine's flat buffers, by the configuration.
+"""The choice of a tier for each part of an engine's flat buffers.
 
-`open_tiers` makes room: files, staging buffers, and the thread that reads ahead. `PartialOffload` gives each buffer its
-tiers where the device steps one part and the host the other.
+`TierOptions` says what is off the device. `open_tiers` makes room: files, staging buffers, and the thread that reads
+ahead. `divide_steps` says what of each buffer is stepped on the device, where the host steps the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from functools import partial
 
 import torch
 
-from zeropp.config import Config
-from zeropp.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 from zeropp.offload.read_ahead import GdsReader, ReadAhead, Ring
 from zeropp.offload.storage_tiers import (
     Files,
@@ -27,17 +25,19 @@ from zeropp.offload.storage_tiers import (
     host_memory,
 )
 from zeropp.offload.swap import ALIGNED, SwapFile
-from zeropp.offload.transfer import Transfers
+from zeropp.offload.transfer import IoOptions, Transfers
 from zeropp.partition.levels import BLOCK
 
 __all__ = [
     "ALL",
-    "PartialOffload",
+    "Offload",
     "Staging",
+    "TierOptions",
     "Tiers",
     "at_device",
     "choose_staging",
     "choose_tiers",
+    "divide_steps",
     "open_tiers",
     "staging_nbytes",
 ]
@@ -48,6 +48,51 @@ ALL = sys.maxsize
 # Kinds of numbers in a tile (main weights, gradients, three states, and new weights as they travel), in each of the
 # three tiles that are under way at most: one that is read, one that is stepped, and one that is written.
 _PARTS = 6 * 3
+
+
+@dataclass(frozen=True)
+class Offload:
+    """One part that is kept off the device.
+
+    Attributes:
+        path: of the files below which it lies; None for the host's memory.
+        buffer_numel: elements of a staging buffer, at most.
+        buffer_count: staging buffers.
+        pin_memory: they are page-locked.
+        max_in_cpu: elements that stay in the host's memory although there is a path; None for no such part.
+        ratio: the host's fraction of what is stepped.
+    """
+
+    path: str | None
+    buffer_numel: int
+    buffer_count: int
+    pin_memory: bool
+    max_in_cpu: int | None = None
+    ratio: float = 1.0
+
+    def serves(self, device: torch.device) -> bool:
+        """Tell whether work on a device finds the part in its own memory."""
+        return self.path is None and host_memory(device).serves(device)
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """Everything that is kept off the device.
+
+    Attributes:
+        stepped: main weights, gradients and the optimizer's states, which the host steps; None on the device.
+        weights: what gathers begin with between two steps, and frozen weights; None on the device.
+        io: of files.
+    """
+
+    stepped: Offload | None = None
+    weights: Offload | None = None
+    io: IoOptions = IoOptions()  # noqa: RUF009  # immutable
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of files."""
+        return {part.path for part in (self.stepped, self.weights) if part is not None and part.path is not None}
 
 
 @dataclass(frozen=True)
@@ -79,41 +124,44 @@ class Tiers:
         """Tier of a buffer's shard: with the optimizer's states if it is stepped, which frozen weights are not."""
         return self.main if trainable else self.weights
 
+    @property
+    def steps_on_host(self) -> bool:
+        """Tell whether the host steps anything."""
+        return self.device_numel == 0
 
-class PartialOffload:
-    """Gives each trainable buffer its tiers: with the device's part of what is stepped, the host's, or both.
+    def divided(self, device_numel: int, memory: StorageTier) -> Tiers:
+        """The tiers of a buffer of whose shard so many elements are stepped on the device, which has this memory."""
+        if device_numel == self.device_numel:
+            return self
+        # Whatever is not stepped stays where it would be, and is read from there.
+        near = replace(self, main=memory, gradients=memory, device_numel=device_numel)
+        return replace(near, states=memory) if device_numel == ALL else near
+
+
+def divide_steps(options: TierOptions, numels: Sequence[int]) -> list[int]:
+    """Elements at the front of each trainable shard that are stepped on the device; ALL for whole buffers.
 
     Decided buffer by buffer, in the order in which the model defines them, which mostly is that of forward: what the
     next forward wants first is stepped on the device, and the host's part has until later. The border may lie within a
     buffer. Then the device has its main weights and gradients, and of the optimizer's states the front.
+
+    Args:
+        options: with the fraction that is the host's.
+        numels: elements of the shards of all trainable buffers.
     """
-
-    def __init__(self, config: Config, tiers: Tiers, memory: StorageTier, numels: Sequence[int]) -> None:
-        """Divide.
-
-        Args:
-            config: says which fraction is the host's.
-            tiers: of what is the host's, or of everything.
-            memory: of the device.
-            numels: elements of the shards of all trainable buffers.
-        """
-        block = config.zero.offload_optimizer
-        self._homes = tiers
-        self._left = 0
-        # Whatever is not stepped stays where it would be, and is read from there.
-        self._near = replace(tiers, main=memory, states=memory, gradients=memory, device_numel=ALL)
-        if config.steps_on_host and block is not None:
-            self._left = sum(numels) - round(block.ratio * sum(numels))
-
-    def next(self, numel: int) -> Tiers:
-        """Tiers of the next buffer, in the order of ``numels``, whose shard has so many elements."""
-        if numel <= self._left:
-            self._left -= numel
-            return self._near
-        # Whole blocks: kernels step what lies behind a multiple of their vectors to the same bits as in one call.
-        here = self._left // BLOCK * BLOCK
-        self._left = 0
-        return replace(self._near, states=self._homes.states, device_numel=here) if here else self._homes
+    if options.stepped is None:
+        return [ALL] * len(numels)
+    left = sum(numels) - round(options.stepped.ratio * sum(numels))
+    parts = []
+    for numel in numels:
+        if numel <= left:
+            parts.append(ALL)
+            left -= numel
+        else:
+            # Whole blocks: kernels step what lies behind a multiple of their vectors to the same bits as in one call.
+            parts.append(left // BLOCK * BLOCK)
+            left = 0
+    return parts
 
 
 def at_device(device: torch.device) -> Tiers:
@@ -122,70 +170,62 @@ def at_device(device: torch.device) -> Tiers:
     return Tiers(memory, memory, memory, memory)
 
 
-def open_tiers(config: Config, device: torch.device, largest: int, itemsize: int, space: Mapping[str, int]) -> Tiers:
-    """Make room for what the configuration takes off the device.
+def open_tiers(
+    options: TierOptions, device: torch.device, staging: tuple[Staging | None, Staging | None], space: Mapping[str, int]
+) -> Tiers:
+    """Make room for what is kept off the device.
 
     Args:
-        config: whose offload blocks say what that is.
+        options: say what that is.
         device: that trains.
-        largest: elements of the largest shard of main weights on this rank.
-        itemsize: bytes of the largest kind of main weight.
+        staging: from :func:`choose_staging`.
         space: bytes of files below each path that are taken now, before there is anything to put there.
 
     Raises:
         OSError: a file cannot be made, or there is no space.
-        ValueError, ImportError: files cannot be read straight into the device, as the configuration asks.
+        ValueError, ImportError: files cannot be read straight into the device, as the options ask.
     """
     host = host_memory(device)
     opened = contextlib.ExitStack()
     # What was opened before something failed is closed again, and what was not stays until the engine's end.
     with contextlib.ExitStack() as failed:
         failed.push(opened)
-        files = _Swapping(config, host, opened, space)
-        main, kept = choose_tiers(config, Memory(device), host, files)
-        steps, reads = choose_staging(config, device, main, kept, largest, itemsize)
+        main, kept = choose_tiers(options, Memory(device), host, _Swapping(options.io, host, opened, space))
+        steps, reads = staging
         ring = reader = None
         if steps is not None:
             ring = Ring(steps.count, steps.nbytes, pinned=steps.pinned)
             opened.callback(ring.close)
         if reads is not None:
-            straight = GdsReader(device) if config.aio.use_gds else None
+            straight = GdsReader(device) if options.io.use_gds else None
             reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned), straight)
             opened.callback(reader.close)
         failed.pop_all()
-    return Tiers(main, main, main, kept, reader, ring, 0 if config.steps_on_host else ALL, opened.close)
+    return Tiers(main, main, main, kept, reader, ring, ALL if options.stepped is None else 0, opened.close)
 
 
 def choose_tiers(
-    config: Config, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
+    options: TierOptions, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
 ) -> tuple[StorageTier, StorageTier]:
     """Tiers of main weights and what is stepped with them, and of what gathers begin with.
 
     Args:
-        config: whose offload blocks say where they are.
+        options: say where they are.
         memory: of the device that trains.
         host: memory of the host.
         files: opens those below a path.
     """
-    states = config.zero.offload_optimizer if config.steps_on_host else None
-    weights = config.zero.offload_param
-    main = memory if states is None else _home(states, memory, host, files)
-    return main, memory if weights is None else _home(weights, memory, host, files)
 
+    def tier(part: Offload | None) -> StorageTier:
+        if part is None:
+            return memory
+        if part.path is None:
+            return host
+        # Both parts may name one path, and share a file.
+        own = files(part.path)
+        return own if part.max_in_cpu is None else PartlyInMemory(own, part.max_in_cpu)
 
-def _home(
-    block: OffloadOptimizerConfig | OffloadParamConfig,
-    memory: StorageTier,
-    host: StorageTier,
-    files: Callable[[str], Files],
-) -> StorageTier:
-    if block.device == "none":
-        return memory
-    if block.device == "cpu":
-        return host
-    # By its text: both blocks may name one path, and share a file.
-    own = files(str(block.nvme_path))
-    return PartlyInMemory(own, block.max_in_cpu) if isinstance(block, OffloadParamConfig) else own
+    return tier(options.stepped), tier(options.weights)
 
 
 @dataclass(frozen=True)
@@ -203,29 +243,27 @@ class Staging:
 
 
 def choose_staging(
-    config: Config, device: torch.device, main: StorageTier, kept: StorageTier, largest: int, itemsize: int
+    options: TierOptions, device: torch.device, largest: int, itemsize: int
 ) -> tuple[Staging | None, Staging | None]:
     """Staging buffers for what is stepped, and for what is read for gathers; None where nothing leaves the device.
 
     Args:
-        config: whose offload blocks say how many and how large.
+        options: say how many and how large.
         device: that trains.
-        main: tier of main weights.
-        kept: tier of what gathers begin with.
         largest: elements of the largest shard of main weights on this rank.
         itemsize: bytes of the largest kind of main weight.
     """
-    states = config.zero.offload_optimizer if config.steps_on_host else None
-    weights = config.zero.offload_param
+    stepped, weights = options.stepped, options.weights
+    weights_away = weights is not None and not weights.serves(device)
     # Other devices gain nothing by it, and without CUDA torch refuses.
     pinned = device.type == "cuda"
     steps = reads = None
-    if states is not None and not (main.serves(device) and kept.serves(device)):
+    if stepped is not None and (weights_away or not stepped.serves(device)):
         # No more than a step has use for: small models on the default settings must not ask for gigabytes.
-        nbytes = staging_nbytes(states.buffer_count, min(config.zero.sub_group_size, largest) * itemsize)
-        steps = Staging(states.buffer_count, nbytes, pinned and states.pin_memory)
-    if weights is not None and not kept.serves(device):
-        nbytes = _aligned(min(weights.buffer_size, largest) * itemsize)
+        nbytes = staging_nbytes(stepped.buffer_count, min(stepped.buffer_numel, largest) * itemsize)
+        steps = Staging(stepped.buffer_count, nbytes, pinned and stepped.pin_memory)
+    if weights is not None and weights_away:
+        nbytes = _aligned(min(weights.buffer_numel, largest) * itemsize)
         reads = Staging(weights.buffer_count, nbytes, pinned and weights.pin_memory)
     return steps, reads
 
@@ -243,9 +281,9 @@ class _Swapping:
     """Opens a swap file for each path that is asked for, with the space that is wanted there."""
 
     def __init__(
-        self, config: Config, host: StorageTier, opened: contextlib.ExitStack, space: Mapping[str, int]
+        self, io: IoOptions, host: StorageTier, opened: contextlib.ExitStack, space: Mapping[str, int]
     ) -> None:
-        self._aio = config.aio
+        self._io = io
         self._host = host
         self._opened = opened
         self._space = space
@@ -256,8 +294,8 @@ class _Swapping:
             # Closed in the opposite order: transfers end before their file.
             swap = self._opened.enter_context(contextlib.closing(SwapFile(path)))
             swap.reserve(self._space.get(path, 0))
-            transfers = self._opened.enter_context(contextlib.closing(Transfers(self._aio)))
-            self._files[path] = Files(partial(_in_file, swap, transfers), self._aio.block_size, self._host)
+            transfers = self._opened.enter_context(contextlib.closing(Transfers(self._io)))
+            self._files[path] = Files(partial(_in_file, swap, transfers), self._io.block_size, self._host)
         return self._files[path]
 
 

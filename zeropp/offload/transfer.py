@@ -16,19 +16,40 @@ import errno
 import itertools
 import threading
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, ThreadEvent
 from zeropp.comm.threads import Threads
-from zeropp.config.blocks import AioConfig
 from zeropp.offload import swap
 from zeropp.offload.swap import REFUSED, Descriptors, Extent, SwapError, aligned, copy_bytes, view_of
 
-__all__ = ["Bounce", "Transfers", "cut", "move"]
+__all__ = ["Bounce", "IoOptions", "Transfers", "cut", "move"]
 
 _THREADS = 64
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """Settings of the reads and writes of files.
+
+    Attributes:
+        block_size: bytes of one request.
+        queue_depth: times ``intra_op_parallelism`` requests are under way, and at most 64.
+        intra_op_parallelism: see ``queue_depth``.
+        single_submit: of each transfer one request at most is under way.
+        overlap_events: requests of several transfers are under way; without it those of the oldest only.
+        use_gds: files are read straight into a card's memory; see `zeropp.offload.read_ahead`.
+    """
+
+    block_size: int = 1 << 20
+    queue_depth: int = 8
+    intra_op_parallelism: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
 
 
 class Transfers:
@@ -40,15 +61,13 @@ class Transfers:
     the end of an extent, are written through the page cache.
 
     Args:
-        aio: ``block_size`` is the bytes of one request; ``queue_depth`` times ``intra_op_parallelism`` requests, at
-            most 64, are under way; with ``single_submit`` one of each transfer at most, and without ``overlap_events``
-            those of one transfer only, the oldest. ``use_gds`` is read elsewhere.
+        io: sizes and numbers of requests.
     """
 
-    def __init__(self, aio: AioConfig) -> None:
-        self._block = aio.block_size
-        self._queue = _Queue(aio)
-        count = min(aio.intra_op_parallelism * aio.queue_depth, _THREADS)
+    def __init__(self, io: IoOptions) -> None:
+        self._block = io.block_size
+        self._queue = _Queue(io)
+        count = min(io.intra_op_parallelism * io.queue_depth, _THREADS)
         # Whatever would be moved after the end of the program is of no use to anyone.
         self._threads = Threads(self._queue.close, at_exit=self._queue.cancel)
         for number in range(count):
@@ -120,9 +139,9 @@ class _Transfer:
 class _Queue:
     """Pieces of all transfers, in order; threads hold this, not the `Transfers`, so that a dropped one ends them."""
 
-    def __init__(self, aio: AioConfig) -> None:
-        self._one_by_one = aio.single_submit
-        self._overlap = aio.overlap_events
+    def __init__(self, io: IoOptions) -> None:
+        self._one_by_one = io.single_submit
+        self._overlap = io.overlap_events
         # Its lock may be taken again by the thread that has it: garbage collected inside may be a dropped Transfers.
         self._changed = threading.Condition(threading.RLock())
         # Those of which no thread has taken all pieces, and the one that others wait for.

@@ -37,6 +37,7 @@ from torch.optim import AdamW, Optimizer
 
 from zeropp._compat import one_intra_op_thread
 from zeropp.comm.streams import Event, ThreadStream, make_stream
+from zeropp.config import Config
 from zeropp.engine.engine import Engine
 from zeropp.offload import storage_tiers
 from zeropp.offload.read_ahead import Ring
@@ -60,9 +61,17 @@ __all__ = [
 
 
 class HostStep:
-    """Steps slices of one engine's weights; see [Note: steps on the host]."""
+    """Steps slices of one engine's weights; see [Note: steps on the host].
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams) -> None:
+    Attributes:
+        lazy: ``step()`` returns before the host has stepped.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams, config: Config) -> None:
+        block = config.zero.offload_optimizer
+        assert block is not None  # or the host would not step
+        self.lazy = config.zeropp.lazy_step
+        self._read_ahead, self._write_behind = block.pipeline_read, block.pipeline_write
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
@@ -131,7 +140,7 @@ class HostStep:
             # They are going to be divided, and their versions will not say so.
             for gradient in engine.gradients:
                 gradient.doubt()
-        if waits or not engine.maker.config.zeropp.lazy_step:
+        if waits or not self.lazy:
             engine.refresh.wait_for_step()
 
     def _step(self, rule: Rule, jobs: list[BufferStep]) -> None:
@@ -142,11 +151,10 @@ class HostStep:
             step_slices(self._pool, rule, in_place)
         others = [job for job in jobs if not job.in_place]
         if others:
-            block = self._engine.maker.config.zero.offload_optimizer
-            tiers = self._engine.maker.tiers
-            assert block is not None and tiers.ring is not None  # or nothing would be anywhere else
+            ring = self._engine.maker.tiers.ring
+            assert ring is not None  # or nothing would be anywhere else
             sub_groups = SubGroupSteps(
-                tiers.ring, self._pool, rule, read_ahead=block.pipeline_read, write_behind=block.pipeline_write
+                ring, self._pool, rule, read_ahead=self._read_ahead, write_behind=self._write_behind
             )
             sub_groups.step_buffers(others)
 
@@ -217,7 +225,7 @@ def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
     since an edit that is noticed makes another refresh, and one that is not is refused.
     """
     counted = any(buffer.counts_escapes for unit in engine.units for buffer in unit.buffers)
-    wait = Refresh.wait_for_all if counted else Refresh.wait_for_step if engine.maker.config.steps_on_host else None
+    wait = Refresh.wait_for_all if counted else Refresh.wait_for_step if engine.maker.tiers.steps_on_host else None
     return wait and partial(_wait, weakref.ref(engine), wait)
 
 

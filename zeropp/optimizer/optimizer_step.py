@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from zeropp._compat import has_step_post_hooks, unguarded
+from zeropp.config import Config
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import treats_each_alone
 from zeropp.optimizer.host_step import HostStep
@@ -42,13 +43,13 @@ _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 class OptimizerStep:
     """Steps what has a gradient, and lets new weights travel to where they are cached."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams, config: Config) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
         self._elementwise = treats_each_alone(optimizer)
-        self._max_norm = engine.maker.config.gradient_clipping
-        self._host = HostStep(engine, optimizer, slices) if engine.maker.config.steps_on_host else None
+        self._max_norm = config.gradient_clipping
+        self._host = HostStep(engine, optimizer, slices, config) if config.steps_on_host else None
 
     @property
     def may_leave_out(self) -> bool:

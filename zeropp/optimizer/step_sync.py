@@ -108,6 +108,11 @@ class SyncedSettings(Protocol):
 class StepSync:
     """Assembles, sums and reads the vector.
 
+    Args:
+        engine: whose steps they are.
+        settings: compared between ranks.
+        checks_overflow: skip a step with a gradient that is not finite.
+
     Attributes:
         reads: how many times the host has waited for numbers; once a step, more often where gradients were unsent, and
             never where they are read late.
@@ -118,11 +123,11 @@ class StepSync:
         missed: names of parameters; some of them were edited on this rank, and a forward has computed without the edit.
     """
 
-    def __init__(self, engine: Engine, settings: SyncedSettings) -> None:
+    def __init__(self, engine: Engine, settings: SyncedSettings, *, checks_overflow: bool) -> None:
         self.engine = engine
         self._settings = settings
         self.reads = 0
-        self._checks = engine.maker.config.checks_overflow
+        self._checks = checks_overflow
         # On CPU there is nothing that the host could run ahead of.
         self.reads_late = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)

@@ -54,6 +54,7 @@ from zeropp.optimizer.rank_state import (
 )
 from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.optimizer.step_sync import StepStats, StepSync
+from zeropp.plan.memory import memory_of
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
@@ -130,12 +131,14 @@ class ZeroOptimizer(Optimizer):
         )
         self.inner = optimizer
         self.engine: Engine = build_engine(
-            model, self.config, process_group, self, gradient_scale, device, alike, partial(count_states, optimizer)
-        )
-        self.step_sync = StepSync(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
+            model, self.config, process_group, self, gradient_scale, device, alike,
+            lambda blueprint: memory_of(blueprint, self.config, count_states(optimizer)),
+        )  # fmt: skip
+        groups = GroupSettings(lambda: optimizer.param_groups, self.engine.agreement)
+        self.step_sync = StepSync(self.engine, groups, checks_overflow=self.config.checks_overflow)
         self.defaults = optimizer.defaults
         self.slices = ShardedParams(optimizer, self.engine.units, self.engine.device, waits_for_weights(self.engine))
-        self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices)
+        self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices, self.config)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
         self.carried = ErrorFeedback(self.engine, loco.reset_T if loco is not None else 1)

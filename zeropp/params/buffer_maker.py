@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zeropp.comm.hops import Comm, Groups, Hop
-from zeropp.config import Config
 from zeropp.offload.storage_tiers import Memory
-from zeropp.offload.tier_choice import PartialOffload, Tiers
+from zeropp.offload.tier_choice import Tiers
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
+from zeropp.params.dtypes import ComputedWith, DtypeOptions
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
 from zeropp.params.unit import FlatBuffer, Unit, WeightPaths
 from zeropp.partition.levels import BufferLayout, Mode, Placement, build_layout, dense_strides
 from zeropp.partition.units import UnitSpec
-from zeropp.wire.codecs import dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
-from zeropp.wire.encoding import Encoding, choose_encoding
+from zeropp.wire.encoding import Encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
     "BufferKey",
     "BufferMaker",
+    "BufferOutline",
     "Transfer",
+    "UnitOutline",
     "buffer_layouts",
-    "check_dtypes",
     "gradient_paths",
-    "largest_shard",
     "planned_transfers",
     "transfers",
     "weight_paths",
@@ -56,38 +54,47 @@ class BufferKey:
         return alone and mode.states == mode.cached == 1 and self.dtype == self.main_dtype
 
 
+@dataclass(frozen=True)
+class BufferOutline:
+    """One flat buffer before it is made.
+
+    Attributes:
+        key: of its parameters.
+        layout: their places.
+        shard: elements of a rank's shard.
+        device_numel: how many of them, at the front, are stepped on the device; see `Tiers`.
+    """
+
+    key: BufferKey
+    layout: BufferLayout
+    shard: int
+    device_numel: int
+
+
+@dataclass(frozen=True)
+class UnitOutline:
+    """One unit before it is made: its cut, where one rank caches and sums it, and its flat buffers."""
+
+    spec: UnitSpec
+    placement: Placement
+    buffers: tuple[BufferOutline, ...]
+
+
 def buffer_layouts(
-    parameters: ComputedWith, spec: UnitSpec, config: Config, world: int
-) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
-    """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
+    parameters: ComputedWith, spec: UnitSpec, dtypes: DtypeOptions, world: int
+) -> Iterator[tuple[BufferKey, BufferLayout]]:
+    """The flat buffers of a unit, one for each dtype, trainable and frozen apart."""
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
         parameter, dtype = parameters[name]
-        own = own_dtype(parameter)
         trainable = parameter.requires_grad
         # Frozen: never stepped, so as it came and no larger.
-        main = main_dtype(dtype, config) if trainable else own
-        groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
+        main = dtypes.main_dtype(dtype) if trainable else own_dtype(parameter)
+        groups.setdefault(BufferKey(dtype, trainable, main, dtypes.wire_dtype(dtype)), []).append(name)
     for key, names in groups.items():
         rows = [(n, tuple(parameters[n][0].shape), parameters[n][0].stride()) for n in names]
         # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
-        layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
-        yield key, names, layout
-
-
-def largest_shard(
-    model: nn.Module, specs: Sequence[UnitSpec], config: Config, mode: Mode, world: int
-) -> tuple[int, int]:
-    """Elements of the largest shard on a rank, and bytes of the largest element of any."""
-    parameters = computed_with(model, config)
-    numel = 0
-    itemsize = 1
-    for spec in specs:
-        states = mode.for_unit(spec.persistent).states
-        for key, _, layout in buffer_layouts(parameters, spec, config, world):
-            numel = max(numel, layout.numel // states)
-            itemsize = max(itemsize, key.main_dtype.itemsize)
-    return numel, itemsize
+        yield key, build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
 
 
 def planned_transfers(
@@ -102,73 +109,33 @@ def planned_transfers(
     return transfers(weights, gradients, layout.numel)
 
 
-def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    # float64 models are there for their precision, which the configured dtype would take away.
-    if dtype == torch.float64 or config.communication_data_type is None:
-        return dtype
-    return DTYPES[config.communication_data_type]
-
-
-def check_dtypes(model: nn.Module, config: Config) -> None:
-    """Make sure that messages can carry what the model computes with.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    # Sums are float32 whatever travels, but each rank's own gradient is rounded before it is sent.
-    if config.communication_data_type == "fp16" and not config.loss_scaling.enabled:
-        raise ValueError(
-            'communication_data_type "fp16" needs a loss scale, without which gradients overflow or vanish; enable the '
-            'fp16 block, or set "bf16" or "fp32"'
-        )
-    codec = choose_encoding(config).differences
-    if codec is None:
-        return
-    for name, (parameter, dtype) in computed_with(model, config).items():
-        if parameter.requires_grad and dtype not in BASES[codec]:
-            raise ValueError(
-                f'zeropp.weight_codec "{codec}" sends differences of weights in '
-                f"{' or '.join(map(dtype_name, BASES[codec]))}, and parameter {name!r} is computed with in "
-                f'{dtype_name(dtype)}; set {{"bf16": {{"enabled": true}}}}, or leave weight_codec out'
-            )
-
-
 class BufferMaker:
     """Makes the flat buffers of one engine; they hold nothing until they shard values.
 
     Attributes:
-        config: of the engine.
         mode: levels of the parts of units, persistent ones aside.
-        tiers: of all parts; a `PartialOffload` says which buffers are stepped on the device instead.
+        dtypes: of all buffers.
+        tiers: of all parts; `Tiers.divided` says which buffers are stepped on the device instead.
     """
 
-    def __init__(self, config: Config, mode: Mode, comm: Comm, tiers: Tiers) -> None:
-        self.config = config
+    def __init__(self, mode: Mode, encoding: Encoding, dtypes: DtypeOptions, comm: Comm, tiers: Tiers) -> None:
         self.mode = mode
+        self.dtypes = dtypes
         self.tiers = tiers
         self._comm = comm
-        self._encoding = choose_encoding(config)
+        self._encoding = encoding
 
-    def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
-        """A unit for each spec."""
-        parameters = computed_with(model, self.config)
-        modes = [self.mode.for_unit(spec.persistent) for spec in specs]
-        layouts = [list(buffer_layouts(parameters, spec, self.config, self._comm.world)) for spec in specs]
-        stepped = [
-            layout.numel // mode.states
-            for mode, own in zip(modes, layouts, strict=True)
-            for key, _, layout in own
-            if key.trainable
-        ]
-        division = PartialOffload(self.config, self.tiers, Memory(self._comm.device), stepped)
+    def make_units(self, parameters: Mapping[str, nn.Parameter], outlines: Sequence[UnitOutline]) -> list[Unit]:
+        """A unit for each outline, of parameters by name."""
+        memory = Memory(self._comm.device)
         units = []
-        for index, (spec, mode, own) in enumerate(zip(specs, modes, layouts, strict=True)):
-            placement = Placement(mode, self._comm.rank, self._comm.local)
+        for index, unit in enumerate(outlines):
             buffers = []
-            for key, names, layout in own:
-                tiers = division.next(layout.numel // mode.states) if key.trainable else self.tiers
-                buffers.append(self._make(spec.name, placement, key, [parameters[n][0] for n in names], layout, tiers))
-            units.append(Unit(index, spec.name, buffers, hooked=not spec.persistent))
+            for own in unit.buffers:
+                tiers = self.tiers.divided(own.device_numel, memory) if own.key.trainable else self.tiers
+                named = [parameters[slot.name] for slot in own.layout.slots]
+                buffers.append(self._make(unit.spec.name, unit.placement, own.key, named, own.layout, tiers))
+            units.append(Unit(index, unit.spec.name, buffers, hooked=not unit.spec.persistent))
         return units
 
     def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:
@@ -177,8 +144,8 @@ class BufferMaker:
         # Strides as they are in the buffer: the parameters' own are those of stand-ins while they are released.
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
         dtype = buffer.compute_dtype
-        main = main_dtype(dtype, self.config) if trainable else buffer.main_dtype
-        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self.config))
+        main = self.dtypes.main_dtype(dtype) if trainable else buffer.main_dtype
+        key = BufferKey(dtype, trainable, main, self.dtypes.wire_dtype(dtype))
         parameters = [buffer.parameters[index] for index in indices]
         # What is trained later is the host's, where anything is: the division was of what there was.
         return self._make(buffer.unit, buffer.placement, key, parameters, layout, self.tiers)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.config import Config
 from zeropp.params.guard import own_dtype
 
 __all__ = [
     "DTYPES",
     "ComputedWith",
-    "autocast_dtype",
-    "compute_dtype",
+    "DtypeOptions",
     "computed_with",
     "digest_of",
     "fingerprint",
     "keeps_float32",
-    "main_dtype",
 ]
 
 
@@ -34,51 +32,60 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFE = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 
 
-def compute_dtype(config: Config) -> torch.dtype | None:
-    """The dtype that the configuration has the model computed in; None for the parameters' own."""
-    if config.fp16.enabled:
-        return torch.float16
-    if config.bf16.enabled:
-        return torch.bfloat16
-    # Under a block that is enabled it is refused if it says anything else.
-    named = config.data_types.param_dtype
-    return None if named is None else DTYPES[named]
+@dataclass(frozen=True)
+class DtypeOptions:
+    """The dtypes of weights, gradients and their messages.
+
+    Attributes:
+        compute: of the weights that the model computes with; None for the parameters' own.
+        message: of plain gradients on their way; None for that of the weights.
+        main_as_computed: main weights, gradient sums and states have the dtype of the weights, also where that has 16
+            bits.
+        autocast: that forwards are autocast to; None without autocast.
+        autocast_classes: names of the classes of modules that convert their weights under autocast; None for torch's
+            linear and convolutional layers.
+        kept_float32: parts of the names of parameters that are computed with in float32 whatever ``compute`` is.
+    """
+
+    compute: torch.dtype | None = None
+    message: torch.dtype | None = None
+    main_as_computed: bool = False
+    autocast: torch.dtype | None = None
+    autocast_classes: tuple[str, ...] | None = None
+    kept_float32: tuple[str, ...] = ()
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of main weights and gradient sums of trained parameters that are computed with in ``dtype``."""
+        # As computed with, modules that are kept in float32 too.
+        return dtype if self.main_as_computed else torch.promote_types(dtype, torch.float32)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of messages with gradients of parameters that are computed with in ``dtype``."""
+        # float64 models are there for their precision, which the configured dtype would take away.
+        return dtype if dtype == torch.float64 or self.message is None else self.message
 
 
-def main_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    """The dtype of main weights and gradient sums of trained parameters that are computed with in ``dtype``."""
-    # As computed with, modules that are kept in float32 too.
-    return dtype if config.main_in_16_bits else torch.promote_types(dtype, torch.float32)
-
-
-def autocast_dtype(config: Config) -> torch.dtype:
-    """The dtype that forwards are autocast to."""
-    return DTYPES[config.torch_autocast.dtype]
-
-
-def computed_with(model: nn.Module, config: Config) -> ComputedWith:
+def computed_with(model: nn.Module, options: DtypeOptions) -> ComputedWith:
     """Every parameter, and the dtype it is computed with.
 
-    That of the ``bf16`` or ``fp16`` block, or of ``param_dtype``, but for ``keep_in_fp32_modules``; else the
-    parameter's own. Under autocast, weights of modules that would convert them at each use are gathered converted: the
-    bits are the same, and half the bytes travel.
+    That of the options, or else the parameter's own. Under autocast, weights of modules that would convert them at each
+    use are gathered converted: the bits are the same, and half the bytes travel.
 
     Args:
         model: wrapped or not.
-        config: of the engine.
+        options: of the engine.
     """
-    lower = _converted_by_autocast(model, config)
-    kept = config.data_types.keep_in_fp32_modules or ()
+    lower = _converted_by_autocast(model, options)
     found: ComputedWith = {}
     for name, parameter in model.named_parameters():
         # Its own, and not the parameter's: a model that is wrapped again has parameters in the compute dtype.
         own = own_dtype(parameter)
-        dtype = compute_dtype(config) or own
+        dtype = options.compute or own
         # Of the blocks' doing alone: a model that was built in 16 bits has nothing to keep.
-        if dtype != own and any(keeps_float32(part, name) for part in kept):
+        if dtype != own and any(keeps_float32(part, name) for part in options.kept_float32):
             dtype = torch.float32
-        elif id(parameter) in lower and dtype == torch.float32:
-            dtype = autocast_dtype(config)
+        elif options.autocast is not None and id(parameter) in lower and dtype == torch.float32:
+            dtype = options.autocast
         found[name] = parameter, dtype
     return found
 
@@ -88,11 +95,11 @@ def keeps_float32(part: str, name: str) -> bool:
     return f".{part}." in f".{name}."
 
 
-def _converted_by_autocast(model: nn.Module, config: Config) -> set[int]:
+def _converted_by_autocast(model: nn.Module, options: DtypeOptions) -> set[int]:
     """Identities of parameters all of whose modules convert them under autocast."""
-    if not config.torch_autocast.enabled:
+    if options.autocast is None:
         return set()
-    given = config.torch_autocast.lower_precision_safe_modules
+    given = options.autocast_classes
     safe = set[int]()
     other = set[int]()
     for module in model.modules():

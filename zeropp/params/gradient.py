@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled, unguarded
 from zeropp.comm.streams import BUS, Work, issued_here, used_here
-from zeropp.config.blocks import Fp16Config
 from zeropp.offload.tier_choice import Tiers
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec, Report, summed_by_kernels
@@ -34,7 +33,7 @@ from zeropp.wire.paths import GatherPath, ReducePath
 from zeropp_kernels import block_table
 from zeropp_kernels.wire import BLOCK
 
-__all__ = ["Gradient", "GradientPaths", "LossScale", "LossScaleError"]
+__all__ = ["Gradient", "GradientPaths", "LossScale", "LossScaleError", "LossScaling"]
 
 
 @dataclass(frozen=True)
@@ -480,6 +479,29 @@ class _Scaled:
     met: bool
 
 
+@dataclass(frozen=True)
+class LossScaling:
+    """Settings of the loss scale.
+
+    Attributes:
+        enabled: losses are scaled.
+        loss_scale: the scale for good; 0 for one that moves.
+        initial_scale_power: exponent of 2 of the first scale that moves.
+        loss_scale_window: steps without overflow until the scale is doubled.
+        hysteresis: overflows until it is halved.
+        consecutive_hysteresis: each step without overflow fills the hysteresis.
+        min_loss_scale: the scale is never halved below it.
+    """
+
+    enabled: bool = False
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+
 class LossScale:
     """Static, or dynamic: halved after steps that overflow, doubled after many that do not.
 
@@ -489,7 +511,7 @@ class LossScale:
     doubled and the hysteresis full again; with ``consecutive_hysteresis`` each step without overflow fills it.
 
     Args:
-        config: the ``fp16`` block; where it is not enabled the scale is 1, and stays.
+        scaling: its settings; where they are not enabled the scale is 1, and stays.
         factor: on sums of gradients over ranks that nobody has scaled, 1/world for a mean.
 
     Attributes:
@@ -505,26 +527,26 @@ class LossScale:
     _running: ClassVar[list[_Scaled]] = []
     _unmet: ClassVar[weakref.WeakSet[LossScale]] = weakref.WeakSet()
 
-    def __init__(self, config: Fp16Config, factor: float) -> None:
-        self._config = config
+    def __init__(self, scaling: LossScaling, factor: float) -> None:
+        self._scaling = scaling
         self._factor = factor
-        self.dynamic = config.enabled and config.loss_scale == 0
+        self.dynamic = scaling.enabled and scaling.loss_scale == 0
         self.value = 1.0
-        if config.enabled:
-            self.value = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
+        if scaling.enabled:
+            self.value = 2.0**scaling.initial_scale_power if self.dynamic else scaling.loss_scale
         self.iterations = 0
         self.divides_plain = False
         # Of the losses of a window: a micro-batch's part, where they were not divided, and the scale that they have.
         self._share = 1.0
         self._scale = self.value
         self._last_overflow = -1
-        self._left = config.hysteresis  # overflows until the scale is halved, that one included
+        self._left = scaling.hysteresis  # overflows until the scale is halved, that one included
         # Waits for what has become of the last step, where the host does not know yet.
         self.wait_for_last: Callable[[], object] = lambda: None
 
     def apply(self, loss: Tensor) -> Tensor:
         """The loss times the scale; a backward that goes through it is one of a loss that was scaled."""
-        if self._config.enabled:
+        if self._scaling.enabled:
             if self.dynamic:
                 self.wait_for_last()
             # In float32: 65536 is more than float16 has.
@@ -556,13 +578,13 @@ class LossScale:
                 losses of one window were divided in two ways, or have two scales.
         """
         scale = self._found()
-        if scale is None and self._config.enabled:
+        if scale is None and self._scaling.enabled:
             # Small gradients would vanish.
             raise RuntimeError(
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
                 f"or optimizer.scale(loss).backward(){_DETACHED if LossScale._unmet else ''}"
             )
-        matters = (self.divides_plain and steps > 1) or any(each._config.enabled for each in LossScale._unmet)
+        matters = (self.divides_plain and steps > 1) or any(each._scaling.enabled for each in LossScale._unmet)
         if scale is None and LossScale._unmet and matters:
             raise RuntimeError(
                 "a loss was scaled by an engine that has not stepped since, and its backward did not come to that "
@@ -611,12 +633,12 @@ class LossScale:
         if overflow:
             self._overflow()
         else:
-            if self._config.consecutive_hysteresis:
-                self._left = self._config.hysteresis
+            if self._scaling.consecutive_hysteresis:
+                self._left = self._scaling.hysteresis
             # Steps that lie between the overflow and this one, neither of them included.
             between = self.iterations - self._last_overflow - 1
-            if between > 0 and between % self._config.loss_scale_window == 0:
-                self._left = self._config.hysteresis
+            if between > 0 and between % self._scaling.loss_scale_window == 0:
+                self._left = self._scaling.hysteresis
                 self.value *= _FACTOR
         self.iterations += 1
 
@@ -629,7 +651,7 @@ class LossScale:
                 "gradients overflowed at loss scale %g, and it stays for now: hysteresis %d", self.value, self._left
             )
             return
-        least = self._config.min_loss_scale
+        least = self._scaling.min_loss_scale
         if self.value == least:
             # For whoever goes on all the same: the step is counted as it would have been.
             self.iterations += 1

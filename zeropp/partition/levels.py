@@ -1,8 +1,7 @@
 """Levels and layouts: the number of ranks that share each tensor, hops between levels, and the ranges that ranks own.
 
-`choose_mode` makes levels of a configuration; stages, hpZ and MiCS end here, and whatever takes a mode (layouts, paths,
-units, the engine) knows levels only. `Placement` has the hops between levels as one rank sees them. Integers only, no
-process and no tensor.
+A `Mode` says at which level each part of a unit is, and `Placement` has the hops between levels as one rank sees them.
+Integers only, no process and no tensor.
 
 A *level* is the number of ranks one copy of a thing is spread over. The levels of a run form a divisor chain
 1 | v1 | v2 | ... | W. A rank is a mixed-radix number over that chain, the digit of the first (node-local) factor
@@ -30,8 +29,6 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from zeropp.config import Config, ConfigError
-
 __all__ = [
     "BLOCK",
     "BufferLayout",
@@ -43,13 +40,12 @@ __all__ = [
     "Slot",
     "build_chain",
     "build_layout",
-    "choose_mode",
     "dense_strides",
     "ranks_per_node",
 ]
 
 
-# From a configuration to levels.
+# The levels of the parts of a unit.
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,11 @@ class Mode:
         return self.gradients < self.chain.world
 
     @property
+    def stays_whole(self) -> bool:
+        """Tell whether gathered weights stay whole between uses, as in stages 0 to 2."""
+        return self.cached == 1
+
+    @property
     def held_level(self) -> int:
         """Level at which gradients wait for a later backward; whole, where only ``no_sync`` makes them wait."""
         # If gradients are to be spread over all ranks, every backward sends its own all the way. Inside ``no_sync``
@@ -85,55 +86,6 @@ class Mode:
     def for_unit(self, persistent: bool) -> Mode:
         """The mode of a unit; weights of persistent ones stay whole."""
         return replace(self, cached=1) if persistent else self
-
-
-def choose_mode(config: Config, world: int, local: int) -> Mode:
-    """Levels for a configuration.
-
-    Args:
-        config: stage, group sizes and deferral are read.
-        world: number of ranks.
-        local: ranks per node.
-
-    Raises:
-        ConfigError: group sizes do not divide each other; with the key and the sizes that would do.
-    """
-    zero = config.zero
-    states = group = world
-    if zero.stage == 3 and zero.mics_shard_size > 0:
-        states = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
-    size = zero.zero_hpz_partition_size
-    # A multiple of the shard group makes no second copy: the first is spread over as few ranks already, or fewer.
-    if zero.stage == 3 and size > 1 and (size < states or size % states):
-        group = _fitting("zero_hpz_partition_size", size, states, [local, states])
-    # The node is a level even where nothing is spread over it, so that hop by hop fast links and slow ones stay apart.
-    chain = build_chain(world, [local, states, group])
-    if zero.stage == 3:
-        cached = group if group < states else None
-        gradients = states
-    else:
-        # Below stage 3 weights stay whole between uses. Stages 0 and 1 hold whole gradients between micro-batches;
-        # stage 2 sends each backward's all the way.
-        states = world if zero.stage > 0 else 1
-        cached = 1
-        gradients = world if zero.stage == 2 else 1
-    if config.zeropp.defer_cross_reduction:
-        # Deferral trades memory for traffic between nodes. Stages 0 and 1, which hold more already, stay as they are.
-        gradients = min(gradients, local)
-    in_groups = zero.stage == 3 and states < world
-    return Mode(chain, states, cached, gradients, single_hop=in_groups and not zero.mics_hierarchical_params_gather)
-
-
-def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
-    """``size``, if it and the others divide each other."""
-    # Dividing ``most`` is not enough for a chain: of two sizes, neither may cut through a group of the other.
-    legal = [n for n in range(1, most + 1) if most % n == 0 and all(n % m == 0 or m % n == 0 for m in others)]
-    if size not in legal:
-        raise ConfigError(
-            f"{key} is {size}; with {others[0]} ranks to a node it must be one of {legal}, since the sizes of groups "
-            f"divide each other up to {most} ranks"
-        )
-    return size
 
 
 # The chain of levels.

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zeropp._compat import is_compiled
-from zeropp.config import Config
 from zeropp.partition.levels import BLOCK
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "form_units",
     "have_tensors",
     "never_called",
-    "unit_options",
 ]
 
 LEAF_AS = "_z3_leaf"
@@ -120,21 +118,6 @@ class UnitOptions:
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
-
-
-def unit_options(config: Config) -> UnitOptions:
-    """The configuration's settings of the cut into units."""
-    zero, leaf = config.zero, config.zero.leaf_module
-    return UnitOptions(
-        unit_numel=config.zeropp.unit_numel,
-        unit_min_blocks=config.zeropp.unit_min_blocks,
-        param_persistence_threshold=zero.param_persistence_threshold,
-        model_persistence_threshold=zero.model_persistence_threshold,
-        module_granularity_threshold=zero.module_granularity_threshold,
-        leaf_classes=tuple(leaf.classes),
-        leaf_names=tuple(leaf.names),
-        leaf_suffixes=tuple(leaf.name_suffixes),
-    )
 
 
 _BufferKey = tuple[torch.dtype, bool]  # dtype, trainable: one flat buffer for each

@@ -11,24 +11,23 @@ from torch import nn
 
 from zeropp.config import Config, ConfigSource
 from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
-from zeropp.offload.tier_choice import PartialOffload, Staging, Tiers, choose_staging
-from zeropp.params.buffer_maker import BufferKey, largest_shard, weight_paths
+from zeropp.offload.tier_choice import Tiers
+from zeropp.params.buffer_maker import BufferOutline, UnitOutline, weight_paths
 from zeropp.params.unit import TERMS, make_wire_copy
-from zeropp.partition.levels import BufferLayout, choose_mode
-from zeropp.partition.units import form_units, unit_options
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import (
     CommunicatorMemory,
-    Outline,
-    OutlineUnit,
+    NoGroups,
     PlannedExtent,
     PlannedMemory,
+    communicators,
     outline,
     plan_homes,
 )
+from zeropp.setup.blueprint import Blueprint
 from zeropp.wire.codecs import report_nbytes
 
-__all__ = ["MemoryPlan", "UnitMemory", "memory"]
+__all__ = ["MemoryPlan", "UnitMemory", "memory", "memory_of"]
 
 _MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.sharded_params
 
@@ -204,31 +203,44 @@ def memory(
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
-    cut = outline(model, config, world, local)
-    kind = torch.device(device)
-    tally = _Tally(cut, world, kind, states)
-    units = tuple(tally.add_unit(unit) for unit in cut.units)
-    rings = tally.staging(model)
+    settings, blueprint = outline(model, config, world, local, torch.device(device))
+    return memory_of(blueprint, settings, states, groups)
+
+
+def memory_of(blueprint: Blueprint, settings: Config, states: int = 2, groups: int = 1) -> MemoryPlan:
+    """Predict what the engine of a blueprint will own.
+
+    Args:
+        blueprint: of any rank.
+        settings: that it was drawn by, for :meth:`MemoryPlan.require`.
+        states: as in :func:`memory`, like ``groups``.
+        groups: parameter groups.
+    """
+    tally = _Tally(blueprint, states)
+    units = tuple(tally.add_unit(unit) for unit in blueprint.units)
+    named = zip(("step_staging", "gather_staging"), blueprint.staging, strict=True)
+    rings = {name: ring for name, ring in named if ring is not None}
     staging = {name: ring.total for name, ring in rings.items()}
     return MemoryPlan(
-        {**{term: tally.terms["device"][term] for term in TERMS}, "edit_markers": groups * _markers_nbytes(cut)},
+        {**{term: tally.terms["device"][term] for term in TERMS}, "edit_markers": groups * _markers_nbytes(blueprint)},
         units,
-        cut.communicators(world, kind),
+        communicators(blueprint),
         {**tally.terms["host"], **staging},
         dict(tally.terms["disk"]),
         dict(tally.paths),
         tally.device_states,
         tally.new_weights,
         sum(ring.total for ring in rings.values() if ring.pinned),
-        cut.local,
-        kind.type == "cpu",
-        cut.settings,
+        blueprint.local,
+        blueprint.device.type == "cpu",
+        settings,
     )
 
 
-def _markers_nbytes(cut: Outline) -> int:
+def _markers_nbytes(blueprint: Blueprint) -> int:
     """Bytes of one parameter group's markers: see [Note: edits of slices]."""
-    trained = (key.main_dtype for unit in cut.units for key, _ in unit.buffers if key.trainable)
+    buffers = (buffer for unit in blueprint.units for buffer in unit.buffers)
+    trained = (buffer.key.main_dtype for buffer in buffers if buffer.key.trainable)
     # Each has a gradient.
     return _MARKERS * 2 * next(trained, torch.float32).itemsize
 
@@ -236,26 +248,19 @@ def _markers_nbytes(cut: Outline) -> int:
 class _Tally:
     """Bytes of one rank by place and term, as its buffers are made one after another."""
 
-    def __init__(self, cut: Outline, world: int, device: torch.device, states: int) -> None:
+    def __init__(self, blueprint: Blueprint, states: int) -> None:
         self.terms: dict[Place, Counter[str]] = {place: Counter() for place in PLACES}
         self.paths = Counter[str]()
         self.device_states = 0
         # Bytes of each buffer's new weights: of those that wait for the wire, and of those that are encoded.
         self._sent_on: list[int] = []
         self._encoded: list[int] = []
-        self._cut = cut
-        self._world = world
-        self._device = device
+        self._world = blueprint.world
+        self._device = blueprint.device
+        self._encoding = blueprint.encoding
         self._states = states
-        self._tiers = plan_homes(cut.settings, device)
-        stepped = [
-            layout.numel // unit.placement.mode.states
-            for unit in cut.units
-            for key, layout in unit.buffers
-            if key.trainable
-        ]
-        self._partial_offload = PartialOffload(cut.settings, self._tiers, PlannedMemory(device), stepped)
-        self._groups = cut.no_groups(world)
+        self._tiers = plan_homes(blueprint)
+        self._groups = NoGroups(blueprint.world, blueprint.rank)
 
     @property
     def new_weights(self) -> int:
@@ -263,46 +268,35 @@ class _Tally:
         # A buffer in codes is encoded before the next is stepped; others may all wait for the wire.
         return sum(self._sent_on) + max(self._encoded, default=0)
 
-    def staging(self, model: nn.Module) -> dict[str, Staging]:
-        """Rings of staging buffers, by term."""
-        tiers = self._tiers
-        mode = choose_mode(self._cut.settings, self._world, self._cut.local)
-        specs = form_units(model, self._world, unit_options(self._cut.settings))
-        largest, itemsize = largest_shard(model, specs, self._cut.settings, mode, self._world)
-        rings = choose_staging(self._cut.settings, self._device, tiers.main, tiers.weights, largest, itemsize)
-        named = zip(("step_staging", "gather_staging"), rings, strict=True)
-        return {name: ring for name, ring in named if ring is not None}
-
-    def add_unit(self, unit: OutlineUnit) -> UnitMemory:
+    def add_unit(self, unit: UnitOutline) -> UnitMemory:
         """Count one unit."""
         gathered = message = held = arriving = 0
         # The unit's own: persistent ones are cached whole in any stage.
         own = unit.placement.mode
-        encoding = self._cut.encoding
+        encoding = self._encoding
         path = unit.placement.reduce_path(1, self._world)
         # Whatever is offloaded, the device sums and measures gradients.
         device = self.terms["device"]
-        for key, layout in unit.buffers:
-            gathered += layout.numel * key.dtype.itemsize
-            piece = layout.numel // own.states
-            tiers = self._partial_offload.next(piece) if key.trainable else self._tiers
+        for buffer in unit.buffers:
+            key, numel = buffer.key, buffer.layout.numel
+            gathered += numel * key.dtype.itemsize
+            tiers = self._tiers
             if key.trainable:
-                device["gradient_norms"] += report_nbytes(piece, key.main_dtype)
+                tiers = tiers.divided(buffer.device_numel, PlannedMemory(self._device))
+                device["gradient_norms"] += report_nbytes(buffer.shard, key.main_dtype)
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
-                held += layout.numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
+                held += numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
                 # The first hop's message is the largest of the path.
-                message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
-                device["feedback"] += encoding.feedback_nbytes(path, layout.numel)
+                message += encoding.message_nbytes(path, numel, key.wire_dtype)
+                device["feedback"] += encoding.feedback_nbytes(path, numel)
                 # Made there as a whole; rings take it away in parts.
                 if not tiers.gradients.serves(self._device):
-                    arriving += piece * key.main_dtype.itemsize
-            self._add(self._rows(unit, key, layout, piece, tiers))
+                    arriving += buffer.shard * key.main_dtype.itemsize
+            self._add(self._rows(unit, buffer, tiers))
             # A secondary shard (hpZ).
             if own.cached is not None and own.cached > 1:
-                device["secondary_weights"] += encoding.secondary_nbytes(
-                    layout.numel, own, key.dtype, trainable=key.trainable
-                )
-        return UnitMemory(unit.name, own.cached == 1, gathered, message, held, arriving)
+                device["secondary_weights"] += encoding.secondary_nbytes(numel, own, key.dtype, trainable=key.trainable)
+        return UnitMemory(unit.spec.name, own.cached == 1, gathered, message, held, arriving)
 
     def _add(self, rows: Iterable[tuple[str, StoredTensor]]) -> None:
         for term, row in rows:
@@ -310,11 +304,10 @@ class _Tally:
             if isinstance(row, PlannedExtent):
                 self.paths[row.path] += row.nbytes
 
-    def _rows(
-        self, unit: OutlineUnit, key: BufferKey, layout: BufferLayout, piece: int, tiers: Tiers
-    ) -> Iterator[tuple[str, StoredTensor]]:
+    def _rows(self, unit: UnitOutline, buffer: BufferOutline, tiers: Tiers) -> Iterator[tuple[str, StoredTensor]]:
         """Rows of one buffer, allocated in the order in which the engine does it."""
-        coded = None if key.trainable else self._cut.encoding.frozen
+        key, piece = buffer.key, buffer.shard
+        coded = None if key.trainable else self._encoding.frozen
         tier = tiers.main_tier(key.trainable)
         if key.trainable:
             yield "gradients", tiers.gradients.allocate_tensor(piece, key.main_dtype)
@@ -323,12 +316,10 @@ class _Tally:
         yield "main_weights" if key.trainable else "frozen_weights", main
         if key.trainable:
             self._add_states(tiers, piece, key.main_dtype)
-        paths = weight_paths(
-            self._groups, unit.placement, key, self._cut.encoding, stored=not tier.serves(self._device)
-        )
+        paths = weight_paths(self._groups, unit.placement, key, self._encoding, stored=not tier.serves(self._device))
         # One copy can be both main weights and what modules see; with a codec modules see decoded values.
         if unit.placement.mode.cached == 1 and not paths.shared:
-            self.terms["device"]["persistent_weights"] += layout.numel * key.dtype.itemsize
+            self.terms["device"]["persistent_weights"] += buffer.layout.numel * key.dtype.itemsize
         source = make_wire_copy(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)
         if source is None:
             # Gathers begin with the main weights where they are.

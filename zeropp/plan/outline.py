@@ -1,8 +1,8 @@
-"""The things that the engine would make of a model and a configuration, without any memory.
+"""The blueprint of a model that is not wrapped; its communicators, and tiers whose tensors take no memory.
 
-:func:`outline` has units, placements and layouts. From these follow the communicators on a card, and what they take
-outside of torch's allocator. :func:`plan_homes` has tiers whose tensors take no memory: an engine's own rules say where
-each row would be, and how large.
+:func:`outline` draws what an engine would be made of, by the engine's own function. From it follow the communicators on
+a card, and what they take outside of torch's allocator. An engine's own rules say where each row would be, and how
+large: :func:`plan_homes` gives them tiers that take nothing.
 """
 
 from __future__ import annotations
@@ -14,38 +14,37 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeropp.comm.communicators import WORLD, Ctas, Sharing, choose_ctas, kind_of
-from zeropp.comm.hops import Groups, Hop, Ledger
+from zeropp.comm.communicators import WORLD, Sharing, kind_of
+from zeropp.comm.hops import Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
 from zeropp.offload.storage_tiers import Files, Memory, MemoryTensor, StorageTier, StoredTensor
 from zeropp.offload.swap import ALIGNED
 from zeropp.offload.tier_choice import ALL, Tiers, choose_tiers
-from zeropp.params.buffer_maker import BufferKey, buffer_layouts, check_dtypes, planned_transfers
-from zeropp.params.dtypes import computed_with
-from zeropp.partition.levels import BufferLayout, HopSpec, Placement, choose_mode, ranks_per_node
-from zeropp.partition.units import form_units, unit_options
-from zeropp.wire.encoding import Encoding, choose_encoding, require_base
+from zeropp.params.buffer_maker import planned_transfers
+from zeropp.partition.levels import HopSpec, ranks_per_node
+from zeropp.setup.blueprint import Blueprint, draw_blueprint
 
 __all__ = [
     "COMMUNICATOR_NBYTES",
     "CommunicatorMemory",
-    "Outline",
-    "OutlineUnit",
+    "NoGroups",
     "PlannedExtent",
     "PlannedMemory",
-    "choose_sharing",
+    "communicators",
     "estimate_nbytes",
     "outline",
     "plan_homes",
-    "planned_ctas",
 ]
 
 
 _META = torch.device("meta")
+_PROCESSORS = 132  # of the card that plans assume: H100, H200
 
 
-def outline(model: nn.Module, config: ConfigSource, world: int, local: int | None) -> Outline:
-    """Cut a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
+def outline(
+    model: nn.Module, config: ConfigSource, world: int, local: int | None, device: torch.device
+) -> tuple[Config, Blueprint]:
+    """Draw rank 0's engine for a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
 
     Raises:
         ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the groups, the weights' codec or the
@@ -55,88 +54,57 @@ def outline(model: nn.Module, config: ConfigSource, world: int, local: int | Non
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
     require_stage_for_offload(settings)
-    parameters = computed_with(model, settings)
     # Without a number one node, whatever LOCAL_WORLD_SIZE says: the plan is for a machine that need not be this one.
     local = ranks_per_node(range(world), local or world)
-    mode = choose_mode(settings, world, local)
-    require_base(settings, mode)
-    check_dtypes(model, settings)
-    units = []
-    for spec in form_units(model, world, unit_options(settings)):
-        buffers = buffer_layouts(parameters, spec, settings, world)
-        # That of rank 0; sizes are the same on all ranks.
-        placement = Placement(mode.for_unit(spec.persistent), 0, local)
-        units.append(OutlineUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
-    return Outline(settings, choose_encoding(settings), local, tuple(units))
+    return settings, draw_blueprint(model, settings, world, local, device, processors=_PROCESSORS)
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The whole model; ``local`` ranks to a node."""
+def communicators(blueprint: Blueprint) -> tuple[CommunicatorMemory, ...]:
+    """The communicators that a rank will have; all ranks have as many. On CPU gloo's groups are not shared."""
+    world = blueprint.world
+    groups = NoGroups(world, blueprint.rank)
+    sharing = Sharing() if blueprint.device.type == "cpu" else blueprint.sharing
+    every = tuple(range(world))
+    widest = "local" if blueprint.local >= world else "cross"
+    # (kind, ranks, link) -> (kinds of work, collectives)
+    found: dict[tuple[str, tuple[int, ...], str], tuple[set[str], set[str]]] = {}
 
-    settings: Config
-    encoding: Encoding
-    local: int
-    units: tuple[OutlineUnit, ...]
+    def add(kind: str, ranks: tuple[int, ...], link: str, *names: str) -> None:
+        kinds, collectives = found.setdefault((kind_of(kind, sharing), ranks, link), (set(), set()))
+        kinds.add(kind)
+        collectives.update(names)
 
-    def no_groups(self, world: int) -> Groups:
-        """Groups for hops of paths on which nothing will be sent."""
-        return _Groups(world)
-
-    def communicators(self, world: int, device: torch.device) -> tuple[CommunicatorMemory, ...]:
-        """The communicators that rank 0 will have; other ranks have as many. On CPU gloo's groups are not shared."""
-        groups = _Groups(world)
-        sharing = Sharing() if device.type == "cpu" else choose_sharing(self.settings, device)
-        every = tuple(range(world))
-        widest = "local" if self.local >= world else "cross"
-        # (kind, ranks, link) -> (kinds of work, collectives)
-        found: dict[tuple[str, tuple[int, ...], str], tuple[set[str], set[str]]] = {}
-
-        def add(kind: str, ranks: tuple[int, ...], link: str, *names: str) -> None:
-            kinds, collectives = found.setdefault((kind_of(kind, sharing), ranks, link), (set(), set()))
-            kinds.add(kind)
-            collectives.update(names)
-
-        if world > 1:
-            add(WORLD, every, widest, "all_reduce", "broadcast")
-        for unit in self.units:
-            for key, layout in unit.buffers:
-                for each in planned_transfers(groups, unit.placement, key, layout, self.encoding):
-                    add(each.hop.kind, each.hop.spec.ranks, each.hop.spec.link, each.collective)
-        for kind in groups.of_all:
-            add(WORLD if sharing.kinds else f"{kind} all", every, widest, "all_reduce")
-        ctas = planned_ctas(self.settings)
-        return tuple(
-            CommunicatorMemory(
-                " and ".join(sorted(kinds)),
-                len(ranks),
-                link,
-                tuple(sorted(collectives)),
-                estimate_nbytes(len(ranks), link, collectives, ctas.for_link(link)),
-            )
-            for (_, ranks, link), (kinds, collectives) in found.items()
+    if world > 1:
+        add(WORLD, every, widest, "all_reduce", "broadcast")
+    for unit in blueprint.units:
+        for buffer in unit.buffers:
+            for each in planned_transfers(groups, unit.placement, buffer.key, buffer.layout, blueprint.encoding):
+                add(each.hop.kind, each.hop.spec.ranks, each.hop.spec.link, each.collective)
+    for kind in groups.of_all:
+        add(WORLD if sharing.kinds else f"{kind} all", every, widest, "all_reduce")
+    return tuple(
+        CommunicatorMemory(
+            " and ".join(sorted(kinds)),
+            len(ranks),
+            link,
+            tuple(sorted(collectives)),
+            estimate_nbytes(len(ranks), link, collectives, blueprint.ctas.for_link(link)),
         )
+        for (_, ranks, link), (kinds, collectives) in found.items()
+    )
 
 
-@dataclass(frozen=True)
-class OutlineUnit:
-    """One unit: where it is cached and summed, and its flat buffers."""
-
-    name: str
-    placement: Placement
-    buffers: tuple[tuple[BufferKey, BufferLayout], ...]
-
-
-class _Groups:
+class NoGroups:
     """Makes hops that send nothing, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, rank: int) -> None:
         self.world = world
         self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
+        self._rank = rank
         self._ledger = Ledger()
 
     def hop(self, kind: str, spec: HopSpec) -> Hop:
-        return Hop(spec, None, "nccl", 0, self._ledger, kind)
+        return Hop(spec, None, "nccl", self._rank, self._ledger, kind)
 
     def all_ranks(self, kind: str) -> object:
         self.of_all = [kind]
@@ -151,7 +119,6 @@ with NVLink, 544 for two ranks (NVIDIA/nccl issue 964), with as many channels as
 """
 _CONNECTION_NBYTES = 10 * 2**20  # a channel between two GPUs of a node (NVIDIA/nccl issue 1685)
 _CHANNELS = 32  # between two GPUs with NVLink, unless `max_ctas` is less; NCCL takes a power of two
-_PROCESSORS = 132  # of the card that plans assume: H100, H200
 
 
 @dataclass(frozen=True)
@@ -176,19 +143,6 @@ class CommunicatorMemory:
         return f"{self.kind}, {self.ranks} ranks {self.link} ({', '.join(self.collectives)})"
 
 
-def choose_sharing(config: Config, device: torch.device) -> Sharing:
-    """The communicators that may be shared: see rule 2 in [Note: communicators]."""
-    # With offload a thread launches the work of each comm stream; on CPU it does all of it.
-    ordered = not config.zero.overlap_comm or (device.type == "cuda" and not config.offloads)
-    return Sharing(kinds=ordered, engines=ordered and config.zeropp.share_communicators)
-
-
-def planned_ctas(config: Config, processors: int = _PROCESSORS) -> Ctas:
-    """Limits of thread blocks on a card with so many SMs."""
-    asked = config.zeropp.max_ctas
-    return choose_ctas(processors, asked.local, asked.cross)
-
-
 def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_ctas: int | None) -> int:
     """Bytes that a communicator takes on a card once each of its collectives has run.
 
@@ -204,16 +158,17 @@ def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_cta
 # Tiers whose tensors take no memory.
 
 
-def plan_homes(config: Config, device: torch.device) -> Tiers:
+def plan_homes(blueprint: Blueprint) -> Tiers:
     """Tiers as :func:`zeropp.offload.tier_choice.open_tiers` would open them, without staging buffers."""
+    options, device = blueprint.tiers, blueprint.device
     # Rows say where they would be by their place; their tensors are all on the meta device.
     memory = PlannedMemory(device)
     # A CPU that trains has its memory in common with the host.
     host: StorageTier = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
     main, kept = choose_tiers(
-        config, memory, host, lambda path: Files(partial(_in_file, path), config.aio.block_size, host)
+        options, memory, host, lambda path: Files(partial(_in_file, path), options.io.block_size, host)
     )
-    return Tiers(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
+    return Tiers(main, main, main, kept, device_numel=ALL if options.stepped is None else 0)
 
 
 def _in_file(path: str, numel: int, dtype: torch.dtype) -> StoredTensor:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from zeropp.comm.hops import TrafficKey
@@ -113,18 +114,20 @@ def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | Non
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
-    cut = outline(model, config, world, local)
+    settings, blueprint = outline(model, config, world, local, torch.device("cuda"))
+    encoding = blueprint.encoding
     # One where the configuration leaves it open.
-    micro_batches = cut.settings.resolve_batch(world)[2] or 1
+    micro_batches = settings.resolve_batch(world)[2] or 1
     rows: list[TrafficRow] = []
-    for unit in cut.units:
-        for key, layout in unit.buffers:
-            rows += _weights(unit.name, unit.placement, key, layout, cut.encoding, micro_batches)
-            if key.trainable:
-                rows += _gradients(unit.name, unit.placement, key, layout, cut.encoding, micro_batches)
+    for unit in blueprint.units:
+        name = unit.spec.name
+        for buffer in unit.buffers:
+            rows += _weights(name, unit.placement, buffer.key, buffer.layout, encoding, micro_batches)
+            if buffer.key.trainable:
+                rows += _gradients(name, unit.placement, buffer.key, buffer.layout, encoding, micro_batches)
     every = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return TrafficPlan(tuple(rows), cut.local, world, (every, trained), micro_batches)
+    return TrafficPlan(tuple(rows), blueprint.local, world, (every, trained), micro_batches)
 
 
 def _weights(

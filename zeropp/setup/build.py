@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from zeropp.access.refusals import holding_tensors, refuse_changes, refuse_cuda_
 from zeropp.access.state import awaited_names, install_state_hooks, refuse_until_loaded
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.collective import exchange, naming_absence, run_on_all_ranks
-from zeropp.comm.communicators import Ctas, processors
+from zeropp.comm.communicators import processors
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.process_groups import Group, Members, find_members, whereabouts
 from zeropp.config import Config
@@ -37,34 +37,43 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
 from zeropp.offload.tier_choice import Tiers, open_tiers
-from zeropp.order.prefetch import Limits
-from zeropp.params.buffer_maker import BufferMaker, check_dtypes, largest_shard
-from zeropp.params.dtypes import DTYPES, autocast_dtype, compute_dtype, keeps_float32
+from zeropp.params.buffer_maker import BufferMaker, UnitOutline
+from zeropp.params.dtypes import DTYPES, keeps_float32
 from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register
 from zeropp.params.sharded_build import ShardedBuild, piece_of
 from zeropp.params.unit import Unit
-from zeropp.partition.levels import Mode, choose_mode, dense_strides
-from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
-from zeropp.plan.memory import memory
-from zeropp.plan.outline import choose_sharing, planned_ctas
+from zeropp.partition.levels import dense_strides
+from zeropp.partition.units import LEAF_AS, direct_parameters, never_called
+from zeropp.setup.blueprint import Blueprint, draw_blueprint
 from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
-from zeropp.wire.encoding import require_base
 
-__all__ = ["autocast_forwards", "build_engine", "built_for", "check_built", "complete"]
+__all__ = ["Prediction", "build_engine", "built_for", "check_built", "complete"]
 
 
-def autocast_forwards(model: nn.Module, engine: Engine, config: Config) -> None:
-    """Have every forward of ``model`` run under autocast until the engine is closed, if the configuration says so.
+class Prediction(Protocol):
+    """The memory that an engine will own, as `zeropp.plan` predicts it.
+
+    Attributes:
+        paths: bytes of files below each path.
+    """
+
+    @property
+    def paths(self) -> Mapping[str, int]: ...
+
+    def require(self, *, host_bytes: float | None) -> object:
+        """Raise an error if the ranks of a node take more of the host's memory than that; None for no limit."""
+        ...
+
+
+def _autocast_forwards(model: nn.Module, engine: Engine, dtype: torch.dtype) -> None:
+    """Have every forward of ``model`` run under autocast to ``dtype`` until the engine is closed.
 
     Calls of modules inside it, from elsewhere, are the caller's.
     """
-    if not config.torch_autocast.enabled:
-        return
     device_type = engine.device.type
-    dtype = autocast_dtype(config)
     # Weakly: what is in the model's own dict must not hold the model.
     ref = weakref.ref(model)
     own = model.__dict__.get("forward")
@@ -161,7 +170,7 @@ def build_engine(
     scale: float | None,
     trained_on: torch.device | str | int | None,
     others: Callable[[], list[str]],
-    states: Callable[[], int],
+    predict: Callable[[Blueprint], Prediction],
 ) -> Engine:
     """Partition a model in place.
 
@@ -175,7 +184,7 @@ def build_engine(
         scale: factor on gradients summed over ranks; None for what the configuration says.
         trained_on: a device; the model may be elsewhere then, and without values on all ranks but the first.
         others: further lines that must be the same on every rank.
-        states: how many of one value an element the optimizer keeps; asked where memory has a limit, and disks.
+        predict: tells what memory the engine will own; called where the host's memory has a limit, and for disks.
 
     Raises:
         ConfigError: the host's memory has a limit that is too low.
@@ -192,27 +201,27 @@ def build_engine(
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
     members = together("finding nodes", find, same=True)
     warn_if_alone(members)
-    mode = together("choosing groups", lambda: _choose(model, parameters, config, members, states))
+    choose = partial(_choose, model, parameters, config, members, predict)
+    blueprint, space = together("choosing groups", choose)
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
     with naming_absence("wrapping the model"):
-        comm = make_comm(members, mode.chain, patience, job, choose_sharing(config, device), _ctas(config, device))
-        agreement = Agreement(comm, patience, extension.warn_after, device, overlap=bool(config.zero.overlap_comm))
+        comm = make_comm(members, blueprint.mode.chain, patience, job, blueprint.sharing, blueprint.ctas)
+        agreement = Agreement(comm, patience, extension.warn_after, device, overlap=blueprint.engine.overlap)
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
         _check_agreement([*_describe(model, parameters), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
-        specs = together("looking for CUDA graphs", lambda: _cut(model, parameters, config, comm, device))
+        together("looking for CUDA graphs", lambda: _check_graphs(model, parameters, blueprint))
         if extension.warm_up and device.type == "cuda":
-            together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
-        tiers = together(
-            "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, states)
-        )
-        maker = BufferMaker(config, mode, comm, tiers)
-        make_engine = partial(_make_engine, config, listener, scale)
+            together("compiling kernels", lambda: warm_up(blueprint))
+        # All the space that files will take, also of optimizer states, which are made in the first step: what is
+        # missing is to show before anything is cut.
+        open_all = partial(open_tiers, blueprint.tiers, device, blueprint.staging, space)
+        tiers = together("making room for what is offloaded", open_all)
         with agreement.reporting_errors("wrapping a model"):
-            return _partition(model, parameters, specs, config, agreement, maker, make_engine)
+            return _partition(model, parameters, config, blueprint, agreement, tiers, listener, scale)
 
 
 def _named_parameters(model: object) -> dict[str, nn.Parameter]:
@@ -226,16 +235,18 @@ def _named_parameters(model: object) -> dict[str, nn.Parameter]:
 def _partition(
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    specs: list[UnitSpec],
     config: Config,
+    blueprint: Blueprint,
     agreement: Agreement,
-    maker: BufferMaker,
-    make_engine: Callable[[Agreement, BufferMaker, Sequence[Unit]], Engine],
+    tiers: Tiers,
+    listener: Listener,
+    scale: float | None,
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
     comm = agreement.comm
     _warn_of_unknown_names(model, parameters, config, first=comm.rank == 0)
-    units = maker.make_units(model, specs)
+    maker = BufferMaker(blueprint.mode, blueprint.encoding, blueprint.dtypes, comm, tiers)
+    units = maker.make_units(parameters, blueprint.units)
     comm.end_of_wrap()
     require_room_on_all(comm, len(parameters))
     # Before anything is partitioned: warnings may be errors.
@@ -246,47 +257,23 @@ def _partition(
     with agreement.watching("receiving the values of rank 0"):
         _adopt(model, parameters, units, comm)
         _share_buffers(model, parameters, config, comm, comm.device)
-    engine = make_engine(agreement, maker, units)
-    engine.on_close(maker.tiers.close)
-    engine.on_close(engine.reductions.loss_scale.drop_losses)
+    mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
+    steps = config.resolve_batch(comm.world)[2] or 1
+    accumulation = listener.accumulation_type(steps, managed=config.managed_gradient_accumulation)
+    loss_scale = LossScale(blueprint.loss_scaling, mean if scale is None else scale)
+    engine = Engine(agreement, maker, units, comm.device, accumulation, listener, loss_scale, blueprint.engine)
+    engine.on_close(tiers.close)
+    engine.on_close(loss_scale.drop_losses)
     # Every question to a guarded parameter would go through Python, and none here is about values.
     with unguarded():
-        _install(model, parameters, engine, specs, own)
-    autocast_forwards(model, engine, config)
+        _install(model, parameters, engine, blueprint.units, own)
+    if blueprint.dtypes.autocast is not None:
+        _autocast_forwards(model, engine, blueprint.dtypes.autocast)
     refuse_until_loaded(model, engine, awaited)
     rehearse(engine)
     # What is cached between uses has never been filled.
     engine.refresh.start_refresh()
     return engine
-
-
-def _make_engine(
-    config: Config,
-    listener: Listener,
-    scale: float | None,
-    agreement: Agreement,
-    maker: BufferMaker,
-    units: Sequence[Unit],
-) -> Engine:
-    """An engine for units that have their values."""
-    zero = config.zero
-    extension = config.zeropp
-    world = agreement.comm.world
-    mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
-    return Engine(
-        agreement,
-        maker,
-        units,
-        agreement.comm.device,
-        listener.accumulation_type(config.resolve_batch(world)[2] or 1, managed=config.managed_gradient_accumulation),
-        listener,
-        limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
-        loss_scale=LossScale(config.loss_scaling, mean if scale is None else scale),
-        input_dtype=compute_dtype(config) if extension.cast_inputs else None,
-        static_graph=extension.static_graph,
-        log_relearning=zero.log_trace_cache_warnings,
-        overlap=bool(zero.overlap_comm),
-    )
 
 
 def _adopt(model: nn.Module, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], comm: Comm) -> None:
@@ -303,7 +290,7 @@ def _install(
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     engine: Engine,
-    specs: list[UnitSpec],
+    outlines: Sequence[UnitOutline],
     own: dict[int, torch.dtype],
 ) -> None:
     """Tie an engine that is ready to the model's modules and parameters, which had dtypes of their ``own``."""
@@ -311,7 +298,7 @@ def _install(
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
             # By this tag the guard, watch_structure and a later wrapping know a managed parameter.
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
-    _hook_modules(model, parameters, engine, specs)
+    _hook_modules(model, parameters, engine, outlines)
     for unit in engine.units:
         engine.hooks.watch_gradients(unit)
     modules = holding_tensors(model)
@@ -319,7 +306,7 @@ def _install(
     refuse_changes(model, modules, engine)
     give_to_modules(modules, engine)
     # Below stage 3 nothing is away that a script would gather.
-    if engine.maker.config.zero.stage == 3:
+    if not engine.mode.stays_whole:
         for extension in extensions():
             extension.model_wrapped(model, engine)
     # Last: its hook is prepended, and must run before the one that begins a pass.
@@ -331,9 +318,11 @@ def _choose(
     parameters: Mapping[str, nn.Parameter],
     config: Config,
     members: Members,
-    states: Callable[[], int],
-) -> Mode:
-    if whereabouts()[0] == members.ranks[0]:
+    predict: Callable[[Blueprint], Prediction],
+) -> tuple[Blueprint, Mapping[str, int]]:
+    """This rank's blueprint, and the bytes of files that its engine will have below each path."""
+    own = whereabouts()[0]
+    if own == members.ranks[0]:
         require_values(model, parameters)
     for engine in former_engines(model, parameters):
         # Former values are gathered by the ranks that hold them, into buffers of these ranks.
@@ -343,34 +332,23 @@ def _choose(
                 f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
             )
     check_built(parameters.values(), config, members.ranks)
-    config.resolve_batch(len(members.ranks))  # for its errors: sizes may contradict each other
-    mode = choose_mode(config, len(members.ranks), members.local)
-    require_base(config, mode)
+    world, device = len(members.ranks), members.device
+    config.resolve_batch(world)  # for its errors: sizes may contradict each other
+    blueprint = draw_blueprint(
+        model,
+        config,
+        world,
+        members.local,
+        device,
+        rank=members.ranks.index(own),
+        processors=processors(device) if device.type == "cuda" else None,
+    )
     limit = config.zeropp.host_memory_limit
-    if limit is not None:
-        world = len(members.ranks)
-        local = members.local
-        device = members.device
-        memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
-    return mode
-
-
-def _ctas(config: Config, device: torch.device) -> Ctas:
-    """Limits of NCCL's thread blocks; nothing else has any."""
-    return planned_ctas(config, processors(device)) if device.type == "cuda" else Ctas()
-
-
-def _make_room(
-    model: nn.Module, specs: list[UnitSpec], config: Config, mode: Mode, comm: Comm, states: Callable[[], int]
-) -> Tiers:
-    """Tiers of all that the engine will have, with all the space that it will take on disks."""
-    offloading = (config.zero.offload_optimizer, config.zero.offload_param)
-    space: Mapping[str, int] = {}
-    if any(block is not None and block.device == "nvme" for block in offloading):
-        # Also of optimizer states, which are made in the first step: what is missing is to show before anything is cut.
-        space = memory(model, config, comm.world, comm.local, device=comm.device, states=states()).paths
-    largest = largest_shard(model, specs, config, mode, comm.world) if any(offloading) else (0, 1)
-    return open_tiers(config, comm.device, *largest, space=space)
+    if limit is None and not blueprint.tiers.paths:
+        return blueprint, {}
+    prediction = predict(blueprint)
+    prediction.require(host_bytes=limit)
+    return blueprint, prediction.paths
 
 
 def _check_model(
@@ -418,27 +396,23 @@ def _check_model(
                 f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which zeropp manages. "
                 "Build it without max_norm, and normalise what it returns"
             )
-    check_dtypes(model, config)
     # Only for what it refuses; what it finds is asked for again where it is used.
     former_engines(model, parameters)
     return find_device(model, parameters, device)
 
 
-def _cut(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, comm: Comm, device: torch.device
-) -> list[UnitSpec]:
-    """The cut into units, of which no compiled module is refused."""
-    specs = form_units(model, comm.world, unit_options(config))
-    if config.zero.stage == 3:
-        moving = {id(parameters[name]) for spec in specs if not spec.persistent for name in spec.parameters}
-        refuse_cuda_graphs(model, device, lambda parameter: id(parameter) in moving)
-    return specs
+def _check_graphs(model: nn.Module, parameters: Mapping[str, nn.Parameter], blueprint: Blueprint) -> None:
+    """Refuse compiled modules whose CUDA graphs would keep the addresses of weights that move."""
+    if not blueprint.mode.stays_whole:
+        specs = [unit.spec for unit in blueprint.units if not unit.spec.persistent]
+        moving = {id(parameters[name]) for spec in specs for name in spec.parameters}
+        refuse_cuda_graphs(model, blueprint.device, lambda parameter: id(parameter) in moving)
 
 
 def _warn_of_unknown_names(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, first: bool
 ) -> None:
-    leaves = unit_options(config).leaf_names
+    leaves = config.zero.leaf_module.names
     known = {name for name, _ in model.named_modules()} if leaves else set()
     unknown = [name for name in leaves if name not in known]
     if unknown:
@@ -532,10 +506,11 @@ def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
 
 
 def _hook_modules(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], engine: Engine, specs: list[UnitSpec]
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], engine: Engine, outlines: Sequence[UnitOutline]
 ) -> None:
     """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
+    specs = [outline.spec for outline in outlines]
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
     # A tied parameter has its first name here, and so its first owner's unit.
     by_id = {id(parameters[name]): unit for name, unit in unit_of.items()}

@@ -13,43 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.comm.hops import Hop, Ledger
-from zeropp.config import Config
 from zeropp.offload.tier_choice import at_device
-from zeropp.params.buffer_maker import BufferKey, buffer_layouts, gradient_paths, weight_paths
-from zeropp.params.dtypes import computed_with
+from zeropp.params.buffer_maker import BufferKey, gradient_paths, weight_paths
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import WeightPaths
-from zeropp.partition.levels import HopSpec, Mode, Placement, build_layout
-from zeropp.partition.units import form_units, unit_options
-from zeropp.wire.encoding import choose_encoding
+from zeropp.partition.levels import HopSpec, Placement, build_layout
+from zeropp.setup.blueprint import Blueprint
 from zeropp.wire.paths import GatherPath
 from zeropp_kernels.wire import BLOCK
 
 __all__ = ["warm_up"]
 
 
-def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int, device: torch.device) -> None:
+def warm_up(blueprint: Blueprint) -> None:
     """Run once, on small buffers, whatever the units of a model will run on this rank's device.
 
-    Args:
-        model: not partitioned yet.
-        config: as the engine has it.
-        mode: levels of the parts of units.
-        rank: this one.
-        local: ranks per node.
-        device: to run on; only a card compiles anything.
+    Only a card compiles anything.
     """
-    parameters = computed_with(model, config)
-    world = mode.chain.world
+    world = blueprint.world
     seen: set[tuple[BufferKey, bool]] = set()
-    for spec in form_units(model, world, unit_options(config)):
-        placement = Placement(mode.for_unit(spec.persistent), rank, local)
-        for key, _, _ in buffer_layouts(parameters, spec, config, world):
-            if (key, spec.persistent) not in seen:
-                seen.add((key, spec.persistent))
+    for unit in blueprint.units:
+        for key in (buffer.key for buffer in unit.buffers):
+            if (key, unit.spec.persistent) not in seen:
+                seen.add((key, unit.spec.persistent))
                 # With padding in every rank's piece and without any: what rotated codes leave there is cleared.
                 for numels in ([3] * world, [BLOCK * world]):
-                    _Rehearsal(config, placement, key, numels, device).rehearse()
+                    _Rehearsal(blueprint, unit.placement, key, numels).rehearse()
 
 
 class _SilentHop(Hop):
@@ -84,12 +73,9 @@ class _Silence:
 class _Rehearsal:
     """One kind of buffer: its weights gathered and refreshed, its gradients reduced."""
 
-    def __init__(
-        self, config: Config, placement: Placement, key: BufferKey, numels: Sequence[int], device: torch.device
-    ) -> None:
-        world = placement.chain.world
-        silence = _Silence(world, placement.rank)
-        encoding = choose_encoding(config)
+    def __init__(self, blueprint: Blueprint, placement: Placement, key: BufferKey, numels: Sequence[int]) -> None:
+        world, encoding, device = blueprint.world, blueprint.encoding, blueprint.device
+        silence = _Silence(world, blueprint.rank)
         self._layout = build_layout([(str(index), (numel,), (1,)) for index, numel in enumerate(numels)], world)
         self._numels = numels
         self._placement = placement

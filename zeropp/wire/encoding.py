@@ -1,7 +1,4 @@
-"""From a configuration to codecs: what the messages of each hop hold.
-
-The names of ZeRO++ end here: paths and buffers know codecs only.
-"""
+"""The codec of each hop of a run, with the sizes of its messages and of the errors that are fed back."""
 
 from __future__ import annotations
 
@@ -10,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zeropp.config import Config, ConfigError
 from zeropp.partition.levels import HopSpec, Mode
 from zeropp.wire.codecs import BlockCodec, Codec, PlainCodec
-from zeropp.wire.differences import BASES
 
-__all__ = ["Encoding", "choose_encoding", "require_base"]
+__all__ = ["Encoding"]
 
 _MANY = 32
 _SMALL = 2**19  # ranks between nodes, and bytes of a part, for which an exchange is bound by its messages
@@ -131,46 +126,3 @@ class Encoding:
     def _crosses(path: Sequence[HopSpec], hop: HopSpec) -> bool:
         # On one node, or with one rank a node, there is one hop only. It gets the narrow codec, and the feedback.
         return len(path) == 1 or hop.link == "cross"
-
-
-def choose_encoding(config: Config) -> Encoding:
-    """Codecs for a configuration."""
-    zero, extension = config.zero, config.zeropp
-    bits = None
-    if zero.zero_quantized_gradients:
-        bits = (8, 4)
-        if extension.gradient_bits is not None:
-            bits = (extension.gradient_bits.local, extension.gradient_bits.cross)
-    codec = extension.weight_codec
-    # Stage 0 has whole weights everywhere and sends none: codecs of weights have nothing to do there.
-    quantized = zero.zero_quantized_weights or codec == "int8"
-    loco = zero.zeropp_loco_param
-    return Encoding(
-        weights=BlockCodec(8) if quantized and zero.stage > 0 else None,
-        frozen=BlockCodec(8) if zero.zero_quantized_nontrainable_weights and zero.stage > 0 else None,
-        differences=codec if codec in BASES and zero.stage > 0 else None,
-        cache_codes=extension.secondary == "codes",
-        bits=bits,
-        rotate=extension.hadamard,
-        feedback=extension.feedback if loco is not None else None,
-        beta=loco.err_beta if loco is not None else 0.0,
-        reduce_scatter=extension.reduce_scatter,
-    )
-
-
-def require_base(config: Config, mode: Mode) -> None:
-    """See that a codec of differences has something to send differences to.
-
-    Raises:
-        ConfigError: the levels of ``mode``, which the configuration asks for, leave it nothing.
-    """
-    codec = choose_encoding(config).differences
-    # A difference needs a base at the receiver. With nothing cached between uses there is none, and whole
-    # values would travel silently; one rank sends nothing in any case.
-    if codec is not None and mode.cached is None and mode.chain.world > 1:
-        smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
-        raise ConfigError(
-            f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '
-            f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} makes none: no more than {mode.states} "
-            f"ranks share the first one; {smaller}leave weight_codec out"
-        )

@@ -19,7 +19,7 @@ from tests.support.branching_models import make_config
 from zeropp.config.blocks import Bits, ExtensionConfig
 from zeropp.config.supported import SUPPORT, Kind
 from zeropp.config.zero_block import ZeroConfig
-from zeropp.partition.levels import choose_mode
+from zeropp.setup.choices import choose_mode
 from zeropp_kernels.wire import GROUPS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,9 +96,11 @@ def follow_codec(tree: Path) -> None:
     replace(encoding, "import BlockCodec, Codec, ", "import BlockCodec, Codec, CutCodec, ")
     insert(encoding, "    weights: Codec | None = None", "    cut: bool = False\n")
     insert(encoding, "        if self.bits is None:", "        if self.cut:\n            return CutCodec()\n")
-    insert(encoding, "        weights=BlockCodec(8)", "        cut=extension.cut_gradients,\n")
+    choices = tree / "zeropp/setup/choices.py"
+    replace(choices, "import BlockCodec, dtype_name", "import BlockCodec, CutCodec, dtype_name")
+    insert(choices, "        weights=BlockCodec(8)", "        cut=extension.cut_gradients,\n")
     # Weights in it are a value of a key that there is.
-    replace(encoding, "weights=BlockCodec(8) if", 'weights=CutCodec() if codec == "cut16" else BlockCodec(8) if')
+    replace(choices, "weights=BlockCodec(8) if", 'weights=CutCodec() if codec == "cut16" else BlockCodec(8) if')
     insert_key(tree, "cut_gradients", '    cut_gradients: bool = False\n    """Cuts gradients."""\n\n')
     replace(tree / "zeropp/config/blocks.py", 'Literal["int8", ', 'Literal["int8", "cut16", ')
 
@@ -108,7 +110,7 @@ def follow_codec(tree: Path) -> None:
 
 def follow_placement(tree: Path) -> None:
     chosen = "    if config.zeropp.replicated_pairs:\n        return Mode(build_chain(world, [2]), 2, 1, 1)\n"
-    insert(tree / "zeropp/partition/levels.py", "    zero = config.zero\n    states = group", chosen)
+    insert(tree / "zeropp/setup/choices.py", "    zero = config.zero\n    states = group", chosen)
     insert_key(tree, "replicated_pairs", '    replicated_pairs: bool = False\n    """Pairs of ranks."""\n\n')
 
 

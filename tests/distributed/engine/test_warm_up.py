@@ -21,8 +21,8 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Hop
 from zeropp.config import load_config
-from zeropp.partition.levels import choose_mode
 from zeropp.setup import build
+from zeropp.setup.blueprint import draw_blueprint
 from zeropp.setup.warm_up import warm_up
 
 OPERATIONS = [name for name in zeropp_kernels.__all__ if name.endswith("_")]
@@ -88,7 +88,7 @@ def missing(settings: dict[str, object]) -> tuple[list[str], int]:
     config, local, model = load_config(source), min(world, 2), Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with calls() as warmed, mock.patch.object(Hop, "all_gather", side_effect=AssertionError("something was sent")):
-        warm_up(model, config, choose_mode(config, world, local), rank, local, torch.device("cpu"))
+        warm_up(draw_blueprint(model, config, world, local, torch.device("cpu"), rank=rank))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     with calls() as made:
         optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, source)

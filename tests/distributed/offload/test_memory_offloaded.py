@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import zeropp
 from tests.support.all_parameter_kinds import CODED, Mixed
@@ -25,10 +26,12 @@ from tests.support.rank_pool import run_ranks
 from zeropp.offload import tier_choice
 from zeropp.offload.storage_tiers import PLACES, HostMemory, Place
 from zeropp.offload.swap import SwapFile
+from zeropp.optimizer import wrapper
 from zeropp.params.gradient import Gradient
 from zeropp.params.wire_copy import WireCopy
 from zeropp.partition.levels import BLOCK
-from zeropp.setup import build
+from zeropp.plan.memory import memory_of
+from zeropp.setup.blueprint import Blueprint
 
 SMALL = {"block_size": 1024}
 """No row of the model is smaller, so all may be in files."""
@@ -38,11 +41,11 @@ SMALL = {"block_size": 1024}
 def elsewhere() -> Iterator[None]:
     """While the memory of the host is not that of the device that trains, as beside a card."""
 
-    def planned(model: nn.Module, config: Any, world: int, local: int, **asked: Any) -> zeropp.plan.MemoryPlan:
-        return zeropp.plan.memory(model, config, world, local, **{**asked, "device": "cuda"})
+    def planned(blueprint: Blueprint, *others: Any) -> zeropp.plan.MemoryPlan:
+        return memory_of(replace(blueprint, device=torch.device("cuda")), *others)
 
     host = mock.patch.object(tier_choice, "host_memory", lambda device: HostMemory())
-    with host, mock.patch.object(build, "memory", planned):
+    with host, mock.patch.object(wrapper, "memory_of", planned):
         yield
 
 

@@ -19,6 +19,7 @@ from tests.support.rank_pool import RankFailure, run_ranks
 from zeropp import checkpoint
 from zeropp.config import load_config
 from zeropp.params.gradient import LossScale
+from zeropp.setup.choices import choose_loss_scaling
 
 LR, CLIP = 0.05, 0.5
 
@@ -141,7 +142,7 @@ def test_the_scale_follows_overflows_on_every_rank_alike(settings: dict[str, Any
     pattern = ".x.xx....x"
     config = load_config({"zero_optimization": {"stage": 3}, "fp16": {
         "enabled": True, "initial_scale_power": 6, "loss_scale_window": 3}})  # fmt: skip
-    alone = LossScale(config.fp16, 1.0)
+    alone = LossScale(choose_loss_scaling(config), 1.0)
     wanted = []
     for each in pattern:
         alone.update(overflow=each == "x")

@@ -292,9 +292,9 @@ def test_on_a_card_sums_are_read_late() -> None:
     from zeropp.optimizer.step_sync import StepSync
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))
-    assert StepSync(engine, mock.Mock()).reads_late
+    assert StepSync(engine, mock.Mock(), checks_overflow=True).reads_late
     engine.device = torch.device("cpu")
-    assert not StepSync(engine, mock.Mock()).reads_late
+    assert not StepSync(engine, mock.Mock(), checks_overflow=True).reads_late
 
 
 def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:

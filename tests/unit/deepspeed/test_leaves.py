@@ -11,7 +11,8 @@ from torch import nn
 import zeropp
 from zeropp import zero
 from zeropp.config import load_config
-from zeropp.partition.units import form_units, unit_options
+from zeropp.partition.units import form_units
+from zeropp.setup.choices import choose_unit_options
 
 
 class Expert(nn.Linear):
@@ -37,7 +38,7 @@ def model_of() -> nn.Sequential:
 def units(model: nn.Module) -> int:
     partitioned = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": partitioned, "zeropp": {"unit_min_blocks": 0}}
-    return len(form_units(model, 2, unit_options(load_config(config))))
+    return len(form_units(model, 2, choose_unit_options(load_config(config))))
 
 
 @pytest.mark.parametrize("given", [[Sparse], ["Sparse"], [f"{__name__}.Sparse"], [nn.Embedding, Sparse]], ids=str)

@@ -1,0 +1,163 @@
+"""The blueprint of one rank's engine: everything that follows from a model, a configuration and the ranks.
+
+It is drawn once, before anything is partitioned. The engine, the warm-up of kernels and `zeropp.plan` take their parts
+from it, so they agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeropp.comm.communicators import Ctas, Sharing
+from zeropp.config import Config
+from zeropp.engine.engine import EngineOptions
+from zeropp.offload.tier_choice import Staging, TierOptions, choose_staging, divide_steps
+from zeropp.params.buffer_maker import BufferKey, BufferOutline, UnitOutline, buffer_layouts
+from zeropp.params.dtypes import ComputedWith, DtypeOptions, computed_with
+from zeropp.params.gradient import LossScaling
+from zeropp.partition.levels import BufferLayout, Mode, Placement
+from zeropp.partition.units import form_units
+from zeropp.setup.choices import (
+    choose_ctas_limits,
+    choose_dtypes,
+    choose_encoding,
+    choose_engine_options,
+    choose_loss_scaling,
+    choose_mode,
+    choose_sharing,
+    choose_tier_options,
+    choose_unit_options,
+    require_base,
+    require_dtypes,
+)
+from zeropp.wire.encoding import Encoding
+
+__all__ = ["Blueprint", "draw_blueprint"]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One rank's engine before it is made. Sizes are the same on all ranks.
+
+    Attributes:
+        rank: the one that it is for.
+        local: ranks per node.
+        device: that trains.
+        mode: levels of the parts of units, persistent ones aside.
+        encoding: codecs of gathers, refreshes and reductions.
+        dtypes: of weights, gradients and their messages.
+        units: the cut of the model, in order, with flat buffers.
+        tiers: everything that is kept off the device.
+        staging: buffers on its way: for what is stepped, and for what is read for gathers.
+        sharing: of communicators.
+        ctas: limits of NCCL's kernels; nothing else has any.
+        loss_scaling: settings of the loss scale.
+        engine: settings of passes.
+    """
+
+    rank: int
+    local: int
+    device: torch.device
+    mode: Mode
+    encoding: Encoding
+    dtypes: DtypeOptions
+    units: tuple[UnitOutline, ...]
+    tiers: TierOptions
+    staging: tuple[Staging | None, Staging | None]
+    sharing: Sharing
+    ctas: Ctas
+    loss_scaling: LossScaling
+    engine: EngineOptions
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.mode.chain.world
+
+
+def draw_blueprint(
+    model: nn.Module,
+    config: Config,
+    world: int,
+    local: int,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    processors: int | None = None,
+) -> Blueprint:
+    """Derive one rank's engine. Local; no memory is taken.
+
+    Args:
+        model: not partitioned by this engine yet; meta parameters will do.
+        config: checked to be supported.
+        world: ranks to partition over.
+        local: ranks per node.
+        device: that trains. It need not be here.
+        rank: among ``world``.
+        processors: SMs of the card that trains; None for no card.
+
+    Raises:
+        ConfigError: group sizes do not divide each other, or a codec of differences has no base.
+        ValueError: messages cannot carry what the model computes with.
+    """
+    mode = choose_mode(config, world, local)
+    encoding = choose_encoding(config)
+    require_base(config, encoding, mode)
+    dtypes = choose_dtypes(config)
+    parameters = computed_with(model, dtypes)
+    require_dtypes(config, encoding, parameters)
+    tiers = choose_tier_options(config)
+    units = _outline_units(model, config, Placement(mode, rank, local), parameters, dtypes, tiers)
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    return Blueprint(
+        rank,
+        local,
+        device,
+        mode,
+        encoding,
+        dtypes,
+        units,
+        tiers,
+        choose_staging(
+            tiers,
+            device,
+            largest=max((buffer.shard for buffer in buffers), default=0),
+            itemsize=max((buffer.key.main_dtype.itemsize for buffer in buffers), default=1),
+        ),
+        choose_sharing(config, device),
+        Ctas() if processors is None else choose_ctas_limits(config, processors),
+        choose_loss_scaling(config),
+        choose_engine_options(config, dtypes),
+    )
+
+
+def _outline_units(
+    model: nn.Module,
+    config: Config,
+    placement: Placement,
+    parameters: ComputedWith,
+    dtypes: DtypeOptions,
+    tiers: TierOptions,
+) -> tuple[UnitOutline, ...]:
+    """The cut of a model, with the part of each buffer that the device steps."""
+    world = placement.chain.world
+    specs = form_units(model, world, choose_unit_options(config))
+    layouts = [list(buffer_layouts(parameters, spec, dtypes, world)) for spec in specs]
+    states = placement.mode.states
+    stepped = [layout.numel // states for own in layouts for key, layout in own if key.trainable]
+    parts = iter(divide_steps(tiers, stepped))
+
+    def buffer(key: BufferKey, layout: BufferLayout) -> BufferOutline:
+        return BufferOutline(key, layout, layout.numel // states, next(parts) if key.trainable else 0)
+
+    return tuple(
+        UnitOutline(
+            spec,
+            Placement(placement.mode.for_unit(spec.persistent), placement.rank, placement.local),
+            tuple(buffer(key, layout) for key, layout in own),
+        )
+        for spec, own in zip(specs, layouts, strict=True)
+    )
