@@ -82,6 +82,9 @@ ROOMS = {
     "__init__": 15,
 }
 
+# Everything that a room below setup may take of the configuration: warnings, and a bound.
+OF_CONFIG = {"zeropp.config.base.notify_once", "zeropp.config.base.warn_user", "zeropp.config.blocks.LONGEST_TIMEOUT"}
+
 # The core's own tests pass without these rooms; their tests are in these folders.
 REMOVABLE = {"deepspeed", "integrations"}
 OUTSIDE = ("unit/deepspeed", "distributed/deepspeed", "distributed/integrations")
@@ -147,6 +150,23 @@ def forbidden(path: Path) -> Iterator[str]:
             yield f"{where}: {room} may not know of {target}"
 
 
+def of_configuration(path: Path) -> Iterator[str]:
+    """Places where a file takes a configuration, or names the class of one; others than `OF_CONFIG`."""
+    for node in walk(path):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Name) and node.id.endswith("Config"):
+            names = [f"zeropp.config.{node.id}"]
+        elif isinstance(node, ast.Attribute) and node.attr in ("config", "settings") and "maker" in ast.unparse(node):
+            names = [f"zeropp.config, by {ast.unparse(node)}"]
+        for name in names:
+            if name.startswith("zeropp.config") and name not in OF_CONFIG:
+                yield f"{short(path)}:{getattr(node, 'lineno', 0)} {name}"
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in walk(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -155,6 +175,28 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def test_dependencies_point_down() -> None:
     assert [problem for path in SOURCES for problem in forbidden(path)] == []
+
+
+def test_nothing_below_setup_sees_a_configuration() -> None:
+    """Values of their own come to these rooms, made in setup/ and held by the blueprint."""
+    below = {room for room, floor in ROOMS.items() if floor < ROOMS["setup"]} - {"config"}
+    files = [path for path in SOURCES if room_of(module_name(path)) in below]
+    assert len(files) > 50
+    assert [problem for path in files for problem in of_configuration(path)] == []
+
+
+def test_the_rule_for_configurations_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "unit.py").write_text(
+        "import zeropp.config.top\nfrom zeropp.config import Config\nfrom zeropp import config, comm\n"
+        "from zeropp.config.base import warn_user, is_auto\n"
+        "def f(block: AioConfig, engine):\n    return engine.maker.config.zero, block.config\n"
+    )
+    found = {problem.partition(":")[2] for problem in of_configuration(tmp_path / "unit.py")}
+    assert found == {
+        "1 zeropp.config.top", "2 zeropp.config.Config", "3 zeropp.config", "4 zeropp.config.base.is_auto",
+        "5 zeropp.config.AioConfig", "6 zeropp.config, by engine.maker.config",
+    }  # fmt: skip
 
 
 def test_rooms_are_those_that_exist() -> None:

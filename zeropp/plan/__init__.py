@@ -1,6 +1,6 @@
 """Predictions made from a model and a configuration alone, before anything is partitioned.
 
-Knows the cut, the placement and the codecs that training would have; no process, no memory.
+Knows the blueprint of an engine, drawn by the function that training uses; no process, no memory.
 Start with `outline`, then `memory` and `traffic`.
 """
 
