@@ -76,7 +76,7 @@ def blocks(file: SwapFile, count: int) -> tuple[Extent, Tensor]:
         ({}, 8),
         ({"queue_depth": 1}, 1),
         ({"queue_depth": 3}, 3),
-        ({"queue_depth": 2, "thread_count": 2}, 4),
+        ({"queue_depth": 2, "intra_op_parallelism": 2}, 4),
         ({"queue_depth": 9, "intra_op_parallelism": 8}, 64),
     ],
     ids=str,

@@ -54,7 +54,8 @@ from zeropp.optimizer.rank_state import (
 )
 from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.optimizer.step_sync import StepStats, StepSync
-from zeropp.plan.memory import memory_of
+from zeropp.plan.memory import MemoryPlan, memory_of
+from zeropp.setup.blueprint import Blueprint
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
@@ -129,14 +130,12 @@ class ZeroOptimizer(Optimizer):
         self.config = run_on_all_ranks(
             process_group, "preparing ZeroOptimizer", prepare, patience=lambda loaded: loaded.zeropp.hang_timeout
         )
-        self.inner = optimizer
+        self.inner, self.defaults = optimizer, optimizer.defaults
         self.engine: Engine = build_engine(
-            model, self.config, process_group, self, gradient_scale, device, alike,
-            lambda blueprint: memory_of(blueprint, self.config, count_states(optimizer)),
-        )  # fmt: skip
+            model, self.config, process_group, self, gradient_scale, device, alike, self._predict_memory
+        )
         groups = GroupSettings(lambda: optimizer.param_groups, self.engine.agreement)
         self.step_sync = StepSync(self.engine, groups, checks_overflow=self.config.checks_overflow)
-        self.defaults = optimizer.defaults
         self.slices = ShardedParams(optimizer, self.engine.units, self.engine.device, waits_for_weights(self.engine))
         self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices, self.config)
         self._trainability = Trainability(self.engine, model)
@@ -153,6 +152,10 @@ class ZeroOptimizer(Optimizer):
         self.step_result = StepResult(self.step_sync, self.engine.reductions.loss_scale)
         self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
+
+    def _predict_memory(self, blueprint: Blueprint) -> MemoryPlan:
+        """The memory that the engine of a blueprint will own, with this optimizer's states."""
+        return memory_of(blueprint, self.config, count_states(self.inner))
 
     # Losses.
 
