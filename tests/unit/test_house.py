@@ -199,6 +199,22 @@ def test_the_rule_for_configurations_finds_what_it_should(tmp_path: Path, monkey
     }  # fmt: skip
 
 
+def test_a_blueprint_alone_derives() -> None:
+    """What follows from a model and a configuration is derived in one place; others take it from the blueprint."""
+    setup = ROOT / "zeropp" / "setup"
+    derive = {node.name for node in functions(setup / "choices.py") if not node.name.startswith("_")}
+    derive |= {"buffer_layouts", "choose_staging", "computed_with", "divide_steps", "form_units"}
+    assert len(derive) > 15
+    found = {
+        (short(path), name.rpartition(".")[2])
+        for path in SOURCES
+        for _, name in imported(path)
+        if name.rpartition(".")[2] in derive
+    }
+    assert {path for path, _ in found} == {"zeropp/setup/blueprint.py"}
+    assert derive - {name for _, name in found} <= {"named"}  # a function inside of another
+
+
 def test_rooms_are_those_that_exist() -> None:
     found = (ROOT / "zeropp").iterdir()
     there = {path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from zeropp.deepspeed.training_optimizer import CalledWindows
 from zeropp.engine.accumulation import Listener
 from zeropp.engine.engine import Engine as Core
 from zeropp.params.guard import handler_of
-from zeropp.plan.memory import memory_of
+from zeropp.plan.memory import plan_space
 from zeropp.setup.build import build_engine
 
 __all__ = ["thaw", "wrap_for_inference"]
@@ -56,10 +57,8 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     model.requires_grad_(False)
     try:
         # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
-        engine = build_engine(
-            model, config, group, _Nobody(), None, device, lambda: ["inference"],
-            lambda blueprint: memory_of(blueprint, config, states=0),
-        )  # fmt: skip
+        plan = partial(plan_space, settings=config, states=lambda: 0)
+        engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], plan)
     except BaseException:
         _unfreeze(trained)
         raise

@@ -54,8 +54,7 @@ from zeropp.optimizer.rank_state import (
 )
 from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.optimizer.step_sync import StepStats, StepSync
-from zeropp.plan.memory import MemoryPlan, memory_of
-from zeropp.setup.blueprint import Blueprint
+from zeropp.plan.memory import plan_space
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
@@ -130,10 +129,9 @@ class ZeroOptimizer(Optimizer):
         self.config = run_on_all_ranks(
             process_group, "preparing ZeroOptimizer", prepare, patience=lambda loaded: loaded.zeropp.hang_timeout
         )
+        plan = partial(plan_space, settings=self.config, states=partial(count_states, optimizer))
         self.inner, self.defaults = optimizer, optimizer.defaults
-        self.engine: Engine = build_engine(
-            model, self.config, process_group, self, gradient_scale, device, alike, self._predict_memory
-        )
+        self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, device, alike, plan)
         groups = GroupSettings(lambda: optimizer.param_groups, self.engine.agreement)
         self.step_sync = StepSync(self.engine, groups, checks_overflow=self.config.checks_overflow)
         self.slices = ShardedParams(optimizer, self.engine.units, self.engine.device, waits_for_weights(self.engine))
@@ -152,10 +150,6 @@ class ZeroOptimizer(Optimizer):
         self.step_result = StepResult(self.step_sync, self.engine.reductions.loss_scale)
         self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
-
-    def _predict_memory(self, blueprint: Blueprint) -> MemoryPlan:
-        """The memory that the engine of a blueprint will own, with this optimizer's states."""
-        return memory_of(blueprint, self.config, count_states(self.inner))
 
     # Losses.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeropp.comm.hops import Comm, Groups, Hop
+from zeropp.comm.hops import Comm, Groups, Hop, Ledger
 from zeropp.offload.storage_tiers import Memory
 from zeropp.offload.tier_choice import Tiers
 from zeropp.params.coded_buffer import CodedBuffer
@@ -16,7 +16,7 @@ from zeropp.params.dtypes import ComputedWith, DtypeOptions
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
 from zeropp.params.unit import FlatBuffer, Unit, WeightPaths
-from zeropp.partition.levels import BufferLayout, Mode, Placement, build_layout, dense_strides
+from zeropp.partition.levels import BufferLayout, HopSpec, Mode, Placement, build_layout, dense_strides
 from zeropp.partition.units import UnitSpec
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding
@@ -26,6 +26,7 @@ __all__ = [
     "BufferKey",
     "BufferMaker",
     "BufferOutline",
+    "NoGroups",
     "Transfer",
     "UnitOutline",
     "buffer_layouts",
@@ -95,6 +96,24 @@ def buffer_layouts(
         rows = [(n, tuple(parameters[n][0].shape), parameters[n][0].stride()) for n in names]
         # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
         yield key, build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
+
+
+class NoGroups:
+    """Makes hops without process groups, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
+
+    def __init__(self, world: int, rank: int, hop: type[Hop] = Hop) -> None:
+        self.world = world
+        self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
+        self._rank = rank
+        self._hop = hop
+        self._ledger = Ledger()
+
+    def hop(self, kind: str, spec: HopSpec) -> Hop:
+        return self._hop(spec, None, "nccl", self._rank, self._ledger, kind)
+
+    def all_ranks(self, kind: str) -> object:
+        self.of_all = [kind]
+        return None
 
 
 def planned_transfers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,12 +12,11 @@ from torch import nn
 from zeropp.config import Config, ConfigSource
 from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
 from zeropp.offload.tier_choice import Tiers
-from zeropp.params.buffer_maker import BufferOutline, UnitOutline, weight_paths
+from zeropp.params.buffer_maker import BufferOutline, NoGroups, UnitOutline, weight_paths
 from zeropp.params.unit import TERMS, make_wire_copy
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import (
     CommunicatorMemory,
-    NoGroups,
     PlannedExtent,
     PlannedMemory,
     communicators,
@@ -27,7 +26,7 @@ from zeropp.plan.outline import (
 from zeropp.setup.blueprint import Blueprint
 from zeropp.wire.codecs import report_nbytes
 
-__all__ = ["MemoryPlan", "UnitMemory", "memory", "memory_of"]
+__all__ = ["MemoryPlan", "UnitMemory", "memory", "plan_space"]
 
 _MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.sharded_params
 
@@ -204,18 +203,27 @@ def memory(
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
     settings, blueprint = outline(model, config, world, local, torch.device(device))
-    return memory_of(blueprint, settings, states, groups)
+    return _memory_of(blueprint, settings, states, groups)
 
 
-def memory_of(blueprint: Blueprint, settings: Config, states: int = 2, groups: int = 1) -> MemoryPlan:
-    """Predict what the engine of a blueprint will own.
+def plan_space(blueprint: Blueprint, settings: Config, states: Callable[[], int]) -> Mapping[str, int]:
+    """Bytes that the files of a blueprint's engine will take below each path.
 
     Args:
         blueprint: of any rank.
-        settings: that it was drawn by, for :meth:`MemoryPlan.require`.
-        states: as in :func:`memory`, like ``groups``.
-        groups: parameter groups.
+        settings: that it was drawn by.
+        states: as in :func:`memory`; asked where there are files, or the host's memory has a limit.
+
+    Raises:
+        MemoryLimitError: the host's memory has a limit that is too low.
     """
+    limit = settings.zeropp.host_memory_limit
+    if limit is None and not blueprint.tiers.paths:
+        return {}
+    return _memory_of(blueprint, settings, states(), groups=1).require(host_bytes=limit).paths
+
+
+def _memory_of(blueprint: Blueprint, settings: Config, states: int, groups: int) -> MemoryPlan:
     tally = _Tally(blueprint, states)
     units = tuple(tally.add_unit(unit) for unit in blueprint.units)
     named = zip(("step_staging", "gather_staging"), blueprint.staging, strict=True)

@@ -15,19 +15,17 @@ import torch
 from torch import nn
 
 from zeropp.comm.communicators import WORLD, Sharing, kind_of
-from zeropp.comm.hops import Hop, Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
 from zeropp.offload.storage_tiers import Files, Memory, MemoryTensor, StorageTier, StoredTensor
 from zeropp.offload.swap import ALIGNED
 from zeropp.offload.tier_choice import ALL, Tiers, choose_tiers
-from zeropp.params.buffer_maker import planned_transfers
-from zeropp.partition.levels import HopSpec, ranks_per_node
+from zeropp.params.buffer_maker import NoGroups, planned_transfers
+from zeropp.partition.levels import ranks_per_node
 from zeropp.setup.blueprint import Blueprint, draw_blueprint
 
 __all__ = [
     "COMMUNICATOR_NBYTES",
     "CommunicatorMemory",
-    "NoGroups",
     "PlannedExtent",
     "PlannedMemory",
     "communicators",
@@ -92,23 +90,6 @@ def communicators(blueprint: Blueprint) -> tuple[CommunicatorMemory, ...]:
         )
         for (_, ranks, link), (kinds, collectives) in found.items()
     )
-
-
-class NoGroups:
-    """Makes hops that send nothing, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
-
-    def __init__(self, world: int, rank: int) -> None:
-        self.world = world
-        self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
-        self._rank = rank
-        self._ledger = Ledger()
-
-    def hop(self, kind: str, spec: HopSpec) -> Hop:
-        return Hop(spec, None, "nccl", self._rank, self._ledger, kind)
-
-    def all_ranks(self, kind: str) -> object:
-        self.of_all = [kind]
-        return None
 
 
 # Communicators, and the memory that they take outside of torch's allocator.

@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,22 +50,7 @@ from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
 
-__all__ = ["Prediction", "build_engine", "built_for", "check_built", "complete"]
-
-
-class Prediction(Protocol):
-    """The memory that an engine will own, as `zeropp.plan` predicts it.
-
-    Attributes:
-        paths: bytes of files below each path.
-    """
-
-    @property
-    def paths(self) -> Mapping[str, int]: ...
-
-    def require(self, *, host_bytes: float | None) -> object:
-        """Raise an error if the ranks of a node take more of the host's memory than that; None for no limit."""
-        ...
+__all__ = ["build_engine", "built_for", "check_built", "complete"]
 
 
 def _autocast_forwards(model: nn.Module, engine: Engine, dtype: torch.dtype) -> None:
@@ -170,7 +155,7 @@ def build_engine(
     scale: float | None,
     trained_on: torch.device | str | int | None,
     others: Callable[[], list[str]],
-    predict: Callable[[Blueprint], Prediction],
+    plan_space: Callable[[Blueprint], Mapping[str, int]],
 ) -> Engine:
     """Partition a model in place.
 
@@ -184,7 +169,7 @@ def build_engine(
         scale: factor on gradients summed over ranks; None for what the configuration says.
         trained_on: a device; the model may be elsewhere then, and without values on all ranks but the first.
         others: further lines that must be the same on every rank.
-        predict: tells what memory the engine will own; called where the host's memory has a limit, and for disks.
+        plan_space: tells how many bytes below each path files will take; refuses what the host's memory cannot hold.
 
     Raises:
         ConfigError: the host's memory has a limit that is too low.
@@ -201,7 +186,7 @@ def build_engine(
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
     members = together("finding nodes", find, same=True)
     warn_if_alone(members)
-    choose = partial(_choose, model, parameters, config, members, predict)
+    choose = partial(_choose, model, parameters, config, members, plan_space)
     blueprint, space = together("choosing groups", choose)
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
@@ -318,7 +303,7 @@ def _choose(
     parameters: Mapping[str, nn.Parameter],
     config: Config,
     members: Members,
-    predict: Callable[[Blueprint], Prediction],
+    plan_space: Callable[[Blueprint], Mapping[str, int]],
 ) -> tuple[Blueprint, Mapping[str, int]]:
     """This rank's blueprint, and the bytes of files that its engine will have below each path."""
     own = whereabouts()[0]
@@ -343,12 +328,7 @@ def _choose(
         rank=members.ranks.index(own),
         processors=processors(device) if device.type == "cuda" else None,
     )
-    limit = config.zeropp.host_memory_limit
-    if limit is None and not blueprint.tiers.paths:
-        return blueprint, {}
-    prediction = predict(blueprint)
-    prediction.require(host_bytes=limit)
-    return blueprint, prediction.paths
+    return blueprint, plan_space(blueprint)
 
 
 def _check_model(

@@ -12,12 +12,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.hops import Hop, Ledger
+from zeropp.comm.hops import Hop
 from zeropp.offload.tier_choice import at_device
-from zeropp.params.buffer_maker import BufferKey, gradient_paths, weight_paths
+from zeropp.params.buffer_maker import BufferKey, NoGroups, gradient_paths, weight_paths
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import WeightPaths
-from zeropp.partition.levels import HopSpec, Placement, build_layout
+from zeropp.partition.levels import Placement, build_layout
 from zeropp.setup.blueprint import Blueprint
 from zeropp.wire.paths import GatherPath
 from zeropp_kernels.wire import BLOCK
@@ -55,27 +55,12 @@ class _SilentHop(Hop):
         return message.view(self.size, -1)[0].clone()
 
 
-class _Silence:
-    """Gives hops without process groups; see `zeropp.comm.hops.Groups`."""
-
-    def __init__(self, world: int, rank: int) -> None:
-        self.world = world
-        self._rank = rank
-        self._ledger = Ledger()
-
-    def hop(self, kind: str, spec: HopSpec) -> Hop:
-        return _SilentHop(spec, None, "nccl", self._rank, self._ledger, kind)
-
-    def all_ranks(self, kind: str) -> object:
-        return None
-
-
 class _Rehearsal:
     """One kind of buffer: its weights gathered and refreshed, its gradients reduced."""
 
     def __init__(self, blueprint: Blueprint, placement: Placement, key: BufferKey, numels: Sequence[int]) -> None:
         world, encoding, device = blueprint.world, blueprint.encoding, blueprint.device
-        silence = _Silence(world, blueprint.rank)
+        silence = NoGroups(world, blueprint.rank, _SilentHop)
         self._layout = build_layout([(str(index), (numel,), (1,)) for index, numel in enumerate(numels)], world)
         self._numels = numels
         self._placement = placement

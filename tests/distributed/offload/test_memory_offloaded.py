@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from zeropp.optimizer import wrapper
 from zeropp.params.gradient import Gradient
 from zeropp.params.wire_copy import WireCopy
 from zeropp.partition.levels import BLOCK
-from zeropp.plan.memory import memory_of
+from zeropp.plan.memory import plan_space
 from zeropp.setup.blueprint import Blueprint
 
 SMALL = {"block_size": 1024}
@@ -41,11 +41,11 @@ SMALL = {"block_size": 1024}
 def elsewhere() -> Iterator[None]:
     """While the memory of the host is not that of the device that trains, as beside a card."""
 
-    def planned(blueprint: Blueprint, *others: Any) -> zeropp.plan.MemoryPlan:
-        return memory_of(replace(blueprint, device=torch.device("cuda")), *others)
+    def planned(blueprint: Blueprint, **others: Any) -> Mapping[str, int]:
+        return plan_space(replace(blueprint, device=torch.device("cuda")), **others)
 
     host = mock.patch.object(tier_choice, "host_memory", lambda device: HostMemory())
-    with host, mock.patch.object(wrapper, "memory_of", planned):
+    with host, mock.patch.object(wrapper, "plan_space", planned):
         yield
 
 
