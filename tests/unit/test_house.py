@@ -83,7 +83,10 @@ ROOMS = {
 }
 
 # Everything that a room below setup may take of the configuration: warnings, and a bound.
-OF_CONFIG = {"zeropp.config.base.notify_once", "zeropp.config.base.warn_user", "zeropp.config.blocks.LONGEST_TIMEOUT"}
+OF_CONFIG = {
+    "zeropp.config.base.line_of_user", "zeropp.config.base.notify_once", "zeropp.config.base.warn_user",
+    "zeropp.config.blocks.LONGEST_TIMEOUT",
+}  # fmt: skip
 
 # The core's own tests pass without these rooms; their tests are in these folders.
 REMOVABLE = {"deepspeed", "integrations"}
