@@ -137,7 +137,7 @@ class Contestant:
     def settle(self) -> None:
         """Wait for what a step has left on its way: zeropp renews kept weights after it."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
-            self.optimizer.engine.refresh.wait_for_all()
+            self.optimizer.engine.wait_for_refresh()
 
     def _ledger(self) -> tuple[Counter[str], int]:
         """(gathers so far by unit and hop, bytes sent so far); empty for the peers, which keep no ledger."""

@@ -164,7 +164,7 @@ class Trainer:
     def settle(self) -> None:
         """Wait for the host's step, and for the device."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
-            self.optimizer.engine.refresh.wait_for_all()
+            self.optimizer.engine.wait_for_refresh()
         meet(self.device)
 
     def time_steps(self, arm: Arm) -> None:

@@ -44,7 +44,10 @@ SHOWN_BY: dict[str, list[str]] = {
     "measured": ["order/reductions.py Reductions.send_unsent 1"],
     "parked": ["optimizer/offload_states.py offload_states 1"],
     "parked, LoCo": ["offload/parked.py Parked.__init__ 2", "params/gradient.py Gradient._add_to_held 1"],
-    "twice, hpZ": ["optimizer/wrapper.py ZeroOptimizer._take_step 1", "order/refresh.py Refresh.wait_for_all 2"],
+    "twice, hpZ": [
+        "engine/engine.py Engine.wait_for_refresh 1", "optimizer/wrapper.py ZeroOptimizer._take_step 1",
+        "order/refresh.py Refresh.wait_for_all 2",
+    ],
     "unfrozen": ["access/requires_grad.py Trainability.apply 1"],
     "states": [
         "comm/streams.py _Ended.wait 1", "comm/streams.py issued_here 1", "comm/streams.py LaunchedStream._launch 2",
@@ -62,6 +65,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "states, stage 1, no comm streams": ["comm/streams.py InlineStream.run 1"],
     "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait_for_all 1"],
     "both, asked": [
+        "engine/engine.py Engine.wait_for_step 1",
         "optimizer/host_step.py _wait 1",
         "optimizer/wrapper.py ZeroOptimizer.state 1",
     ],

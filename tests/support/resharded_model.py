@@ -48,7 +48,7 @@ def held(persist: int) -> Pair:
     """The model, with its first values where they belong, and its plain twin."""
     torch.manual_seed(5)
     pair = Pair(Held(), make_config(persist=persist, hang_timeout=10), dtype=torch.float32)
-    pair.optimizer.engine.refresh.wait_for_all()
+    pair.optimizer.engine.wait_for_refresh()
     return pair
 
 

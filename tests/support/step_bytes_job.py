@@ -39,7 +39,7 @@ def main(local: int, steps: int, dtype: str) -> None:
         optimizer.zero_grad()
         model(torch.ones(2, width)).square().mean().backward()
         optimizer.step()
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
 
     for _ in range(2):  # orders are learned here
         step()

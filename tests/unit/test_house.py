@@ -305,6 +305,27 @@ def test_three_files_resize_storages() -> None:
     assert found == {"zeropp/params/unit.py", "zeropp/offload/parked.py", "zeropp/setup/placing.py"}
 
 
+# Public attributes of DeepSpeed's engine, which has the same name as the core's in its room.
+_OF_DEEPSPEED = {"lr_scheduler", "training_dataloader", "writes_module_states"}
+
+
+def test_other_rooms_use_what_the_engine_hands_out() -> None:
+    """Its public attributes and methods: they set none of its attributes, and reach through no private one."""
+    found = []
+    for path in SOURCES:
+        if "engine" in path.relative_to(ROOT).parts[1:-1] or path.name == "hops.py":
+            continue
+        for node in walk(path):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            sets = isinstance(node.ctx, ast.Store) and node.attr not in _OF_DEEPSPEED
+            if owner in ("engine", "core") and (private or sets):
+                found.append(f"{short(path)}:{node.lineno} {ast.unparse(node)}")
+    assert found == []
+
+
 def test_one_file_looks_at_stack_frames() -> None:
     """For the line of the user in a message. No behaviour may depend on who has called."""
     frames = re.compile(r"_getframe|currentframe|_current_frames|\.f_back\b")

@@ -73,14 +73,14 @@ def accumulate(
     def forward(inputs: list[Any]) -> list[Tensor]:
         # A copy of the list, from which activations are dropped as stages are done with them.
         losses.extend(_forward(engine, order, list(inputs), targets, loss_fn))
-        return [engine.reductions.loss_scale.apply(loss / divisor) for loss in losses]
+        return [engine.loss_scale.apply(loss / divisor) for loss in losses]
 
     # Without the key every call is a window of one.
     window.together = len(pairs) if window.steps > 1 else 1
     try:
         with _summed_in_main_dtype(engine):
             # Targets stay outside: the engine casts what goes into a model.
-            scaled: Any = engine.hooks.run_as(model, forward, [given for given, _ in pairs])
+            scaled: Any = engine.run_as(model, forward, [given for given, _ in pairs])
             _backward(engine, scaled)
     finally:
         window.together = 1
@@ -101,7 +101,7 @@ def _engine_of(model: nn.Module) -> Engine:
             "ZeroOptimizer. Without zeropp there is nothing to gain by it: accumulate in a loop"
         )
     engine.require_idle("accumulate")
-    if engine.hooks.root is not model:
+    if engine.root is not model:
         raise ValueError(
             f"accumulate got a {type(model).__name__} that is a part of the wrapped model; give the model that was "
             "given to ZeroOptimizer, and its stages in stages=[...]"
@@ -204,7 +204,7 @@ def _forward(
     losses = []
     for number, stage in enumerate(stages):
         # Without it each micro-batch would release the weights, and the next would gather them again.
-        with engine.pinned_units.until_left():
+        with engine.pin_units():
             for micro, value in enumerate(values):
                 output = stage(value)
                 if output is None:

@@ -83,18 +83,18 @@ class Average:
         self._engine.agreement.require_same_call("applied() of an average")
         self._join()
         self._swap()
-        self._engine.averaged = True
+        self._engine.begin_average()
         try:
             yield
         finally:
-            self._engine.averaged = False
+            self._engine.end_average()
             self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:
         engine = self._engine
         # A refresh of the weights before reads the very shards that are overwritten here.
-        engine.refresh.wait_for_all()
+        engine.wait_for_refresh()
         for buffer, piece in self._pieces.items():
             weights = buffer.shard.clone()
             # In place: the optimizer's slices are views of it.

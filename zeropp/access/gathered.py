@@ -494,7 +494,7 @@ class EngineGather:
         if keeps is None:
             return
         # A refresh under way still reads the shards that are about to be written.
-        engine.refresh.wait_for_all()
+        engine.wait_for_refresh()
         with engine.agreement.watching("sharing edits made inside GatheredParameters"):
             for (buffer, index), value in zip(self.places, self.values, strict=True):
                 # All shapes are right by now, but the user may have given another dtype or strides.

@@ -18,6 +18,7 @@ from zeropp.access.state import cached_values, gather_codes, gather_main
 from zeropp.comm.hops import Comm
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
+from zeropp.engine.engine_state import EngineState
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
@@ -42,7 +43,7 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
     # An engine forgets a backward that has failed, with the gradients that it has brought, which a plain model would
     # add to its next ones.
     engine.notice_failed_backward()
-    if engine.closed or engine.running or engine.averaged or engine.agreement.lost is not None:
+    if engine.closed or engine.running or EngineState.AVERAGED in engine.state or engine.agreement.lost is not None:
         return {}
     # Some of these weights are rounded, and some not: what a plain forward does with them ends in an error.
     if engine.maker.dtypes.autocast is not None:
@@ -50,7 +51,7 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
     # What comes now is cleaning up, after an error perhaps: another one would hide it.
     with contextlib.suppress(RuntimeError):
         engine.finish_load()
-        engine.refresh.start_put_off()
+        engine.start_delayed_refresh()
         found = dict[nn.Parameter, Tensor]()
         for parameter in (parameter for unit in engine.units for parameter in unit.parameters):
             values = cached_values(engine, parameter)
@@ -106,7 +107,7 @@ def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
         missing = _missing(engine, parameters.values())
         # With the former root among these modules, what is missing was taken out of the model; without it, this is a
         # part of what was wrapped, and the rest would lose its weights.
-        if missing and engine.hooks.root not in modules:
+        if missing and engine.root not in modules:
             raise ValueError(
                 f"parameters {missing[:10]} were wrapped together with those given now, and are not among them; wrap "
                 "the whole model again"
@@ -133,8 +134,8 @@ class PreviousWeights:
             # Nothing may be under way on comm streams that are about to be closed, and no memory be kept for a pass to
             # come.
             engine.finish_load()
-            engine.schedule.live_units.release_planned()
-            engine.refresh.wait_for_all()
+            engine.release_prefetched()
+            engine.wait_for_refresh()
         self._places = {id(p): (e, b, i) for e in self._engines for b in e.buffers for i, p in enumerate(b.parameters)}
         self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}
 

@@ -255,7 +255,7 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
     model.__dict__[_CHECK] = check
     engine.on_close(restorer(model, _CHECK))
     # Prepended after all others, so that it runs first: a pass that is refused has not begun.
-    engine.hooks.keep(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
+    engine.keep_handle(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
 
 
 def _of_new_parameters(new: dict[str, torch.Tensor]) -> RuntimeError:

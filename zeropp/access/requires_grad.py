@@ -77,8 +77,8 @@ class Trainability:
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
             # Gathers and refreshes on their way write to what is about to be freed.
-            engine.schedule.live_units.release_planned()
-            engine.refresh.wait_for_all()
+            engine.release_prefetched()
+            engine.wait_for_refresh()
             # What is trained takes space, which a disk may not have.
             with engine.agreement.watching("making room for parameters that are unfrozen"):
                 for unit, buffer in unfrozen:
@@ -86,7 +86,7 @@ class Trainability:
         if unfrozen or len(self._numbers) > _SETS:
             self._numbers.clear()
             # Learned for fewer parameters, or for too many sets of them.
-            engine.schedule.known.forget_backwards()
+            engine.forget_learned(backwards=True)
         for _, buffer in changed:
             if buffer.gradient is not None:
                 buffer.gradient.trained = _wanted(buffer, wanted)
@@ -95,7 +95,7 @@ class Trainability:
             self._last += 1
             self._numbers[frozen] = self._last
             # Ranks also learn with a forward where its backward may come back to, and that has changed.
-            engine.schedule.known.forget_forwards()
+            engine.forget_learned(forwards=True)
         self._tell(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
         return bool(unfrozen)
 
@@ -108,19 +108,12 @@ class Trainability:
             split: some have other buffers now.
         """
         engine = self._engine
-        engine.flipped_requires_grad.clear()
-        engine.trained_set = number
-        for unit in units:
-            unit.update_trained()
-        engine.reductions.update_trained()
-        # New buffers have never been gathered: plans know their sizes, and what is cached of them has yet to be made.
+        engine.note_trained(number, units, split=split)
+        # New buffers have never been gathered: what is cached of them has yet to be made.
         if split:
-            engine.note_storages()
-            engine.schedule.note_sizes()
-            engine.pending.make_room()
             warn_of_no_room(engine.comm, len(engine.unit_of))
             rehearse(engine)
-            engine.refresh.start_refresh()
+            engine.start_refresh()
 
     def _check_same(self, wanted: dict[str, bool]) -> None:
         engine = self._engine
@@ -157,7 +150,7 @@ class Trainability:
         # Before the parts come in: those in front have their hooks already.
         first = len(unit.trained)
         unit.replace(buffer, parts)
-        engine.hooks.watch_gradients(unit, first)
+        engine.watch_gradients(unit, first)
 
 
 def _flags(buffer: FlatBuffer) -> tuple[bool, ...]:

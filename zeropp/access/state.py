@@ -134,7 +134,7 @@ def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: T
         gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
         # On the same comm streams as gathers of a pass: a group's collectives must have one order. See
         # [Note: one order].
-        event = engine.gather_streams.run_work(Work(path.links, [gather]))[-1]
+        event = engine.comm_streams["gather"].run_work(Work(path.links, [gather]))[-1]
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
     engine.agreement.wait_for_event(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
@@ -279,7 +279,7 @@ def cached_values(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
     if not unit.persistent or unit.stale:
         return None
     # The step queues the refresh on every rank, so it ends without a call of anyone else.
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     buffer, index = unit.place_of(parameter)
     if buffer.coded or engine.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes():
         return None
@@ -319,19 +319,17 @@ class _Loading:
             engine.agreement.require_same_call(f"load_state_dict() of a {type(module).__name__}")
             # Loading writes to shards: what an earlier load left must be known, and no refresh may be reading.
             engine.finish_load()
-            engine.refresh.wait_for_all()
+            engine.wait_for_refresh()
             self.outermost = module
-            # From here on the guard takes what torch copies into a parameter for new main weights.
-            engine.loading = True
+            engine.begin_load()
 
     def end_module(self, module: nn.Module, incompatible: object) -> None:
         """After a module and its children are loaded."""
         if module is self.outermost:
             engine = _alive(self.engine)
             self.outermost = None
-            engine.loading = False
-            # All of them: which were loaded, only the guard has seen.
-            engine.weights_changed(engine.buffers)
+            # All buffers: which were loaded, only the guard has seen.
+            engine.finish_load()
 
 
 def _alive(ref: weakref.ref[Engine]) -> Engine:
@@ -354,10 +352,10 @@ def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
         saving.end_module(module)
 
     for module in modules:
-        engine.hooks.keep(module.register_state_dict_pre_hook(before))
-        engine.hooks.keep(module.register_state_dict_post_hook(saved))
-        engine.hooks.keep(module.register_load_state_dict_pre_hook(load))
-        engine.hooks.keep(module.register_load_state_dict_post_hook(loaded))
+        engine.keep_handle(module.register_state_dict_pre_hook(before))
+        engine.keep_handle(module.register_state_dict_post_hook(saved))
+        engine.keep_handle(module.register_load_state_dict_pre_hook(load))
+        engine.keep_handle(module.register_load_state_dict_post_hook(loaded))
     replace_in([each for each in modules if each._parameters], engine, "_save_to_state_dict", saving.save_of)
 
 

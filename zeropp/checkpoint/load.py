@@ -393,7 +393,7 @@ class Restore:
             if buffer.base is not None and not buffer.counts_escapes and all(n in self.metadata.tensors for n in names):
                 # What others hold of these weights is as it was, and needs no renewal, which would move it.
                 buffer.cache_restored()
-        engine.refresh.start_put_off()
+        engine.start_delayed_refresh()
 
     def _load_modules(self) -> None:
         modules = dict(self.model.named_modules())
@@ -653,9 +653,9 @@ def load_foreign(
 def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Restore]) -> Loaded:
     work = run_between_passes(engine, doing, prepare, "nothing was changed", at_disk=shown)
     engine.finish_load()
-    engine.refresh.start_put_off()
+    engine.start_delayed_refresh()
     # Refreshes read what is about to be written.
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     # Of the ranks of a node one after the other, or all at once.
     turns = engine.comm.local if engine.options.loads_in_turns else 1
     try:

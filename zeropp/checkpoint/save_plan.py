@@ -434,7 +434,7 @@ def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) ->
     found.values["groups"] = list(_groups(found, engine, optimizer))
     found.values["optimizer"] = type(optimizer.inner).__qualname__
     found.values["skipped_steps"] = optimizer.step_result.count_skipped()
-    found.values["loss_scale"] = engine.reductions.loss_scale.state_dict()
+    found.values["loss_scale"] = engine.loss_scale.state_dict()
     carried = optimizer.carried.state_dict()
     tensors: dict[str, Tensor] = {}
     found.own["carried"] = encode(carried, of_rank(engine.comm.rank, "carried"), tensors)

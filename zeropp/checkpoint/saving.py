@@ -701,8 +701,8 @@ def begin_save(
     _wait_for_others(engine, busy)
     # What is cached of older weights is renewed first: it may be a part of what is saved.
     engine.finish_load()
-    engine.refresh.start_put_off()
-    engine.refresh.wait_for_all()
+    engine.start_delayed_refresh()
+    engine.wait_for_refresh()
     require_values(engine)
     own = Checksums.best().name, background is not None and background.broken, absolute(path)
     told = engine.agreement.exchange_objects(own, "agreeing on checksums and the path of a checkpoint")

@@ -149,8 +149,8 @@ class _State(Stateful):
         engine.agreement.require_same_call("state_dict() of checkpoint.state()")
         unfreeze(engine, self._optimizer)
         engine.finish_load()
-        engine.refresh.start_put_off()
-        engine.refresh.wait_for_all()
+        engine.start_delayed_refresh()
+        engine.wait_for_refresh()
         found: dict[str, Any] = {"model": self._weights()}
         if self._optimizer is not None:
             found["optimizer"] = {**self._states(self._optimizer), **self._settings(self._optimizer)}

@@ -126,7 +126,7 @@ class LocalPart(DsTensor):
         if engine is None or parameter is None:
             raise RuntimeError("what held the values of this ds_tensor is gone: its model was dropped")
         # The host may be stepping it.
-        engine.refresh.wait_for_step()
+        engine.wait_for_step()
         buffer, index = engine.unit_of[id(parameter)].place_of(parameter)
         # At most one: a rank's slice is one range, and so is a parameter.
         return buffer, next((found for found in buffer.fragments() if found.slot == index), None)

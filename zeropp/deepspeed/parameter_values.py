@@ -110,7 +110,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     place = _begin_to_set(param, value, "safe_set_full_fp32_param")
     engine, buffer = place.engine, place.buffer
     # A refresh under way reads what is about to be written.
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     buffer.load(param, value.detach().to(engine.device))
     engine.weights_changed([buffer])
 
@@ -176,7 +176,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Give this rank's part of the main weights new values; weights to compute with follow."""
     place = _require(param, "safe_set_local_fp32_param")
-    place.engine.refresh.wait_for_all()
+    place.engine.wait_for_refresh()
     _set_parts([part.parameter.detach() for part in place.slices], value, place)
     place.engine.weights_changed([place.buffer])
 

@@ -245,7 +245,7 @@ class ReadableWeights:
         start, _ = buffer.placement.slice_of(buffer.layout.numel, buffer.placement.mode.states)
 
         def note(begin: int, end: int) -> None:
-            engine.issue_hash.add(_EDIT, unit.index, begin ^ end)
+            engine.note_issued(_EDIT, unit.index, begin ^ end)
             # Not hash(), which other builds of Python may have otherwise.
             engine.agreement.edits = zlib.crc32(f"{unit.index} {begin} {end}".encode(), engine.agreement.edits)
 

@@ -122,11 +122,11 @@ class Engine(nn.Module):
         self.core = core
         self.device = core.device
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
-        core.reductions.loss_scale.divides_plain = True
+        core.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
         core.gather_contexts.computed = optimizer is not None
         # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
-        core.readable_weights = ReadableWeights(core)
+        core.let_weights_be_read(ReadableWeights(core))
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank = core.comm.rank
         self.world_size = core.comm.world
@@ -157,7 +157,7 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's."""
-        return self.module(*inputs, **kwargs)
+        return self.core.call_model(self.module, *inputs, **kwargs)
 
     # A micro-batch.
 
@@ -474,8 +474,8 @@ class Engine(nn.Module):
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
             unshard_parameters(weights)
-        self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
-        self.core.reductions.loss_scale.drop_losses()
+        self.core.retire()  # where it is not closed, the model's modules have it until somebody takes it over
+        self.core.loss_scale.drop_losses()
         # Last: a warning of it may be an error.
         thaw(self.core, self.module)
 

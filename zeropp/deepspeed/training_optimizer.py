@@ -77,12 +77,12 @@ class LossScaler:
         """Steps that a dynamic scale has seen, skipped ones included."""
         # The last step may not be decided yet, and then it is not counted.
         self._optimizer.step_result.wait_for_result()
-        return self._optimizer.engine.reductions.loss_scale.iterations
+        return self._optimizer.engine.loss_scale.iterations
 
     @property
     def dynamic(self) -> bool:
         """True if the loss scale is dynamic."""
-        return self._optimizer.engine.reductions.loss_scale.dynamic
+        return self._optimizer.engine.loss_scale.dynamic
 
     @property
     def scale_window(self) -> int:
@@ -212,7 +212,7 @@ class TrainingOptimizer(ZeroOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's main weights, flat: a view for each unit's buffer, where DeepSpeed has one for each sub-group."""
         # The host may be stepping them.
-        self.engine.refresh.wait_for_step()
+        self.engine.wait_for_step()
         return [buffer.shard for buffer in self.engine.trainable_buffers]
 
     @property

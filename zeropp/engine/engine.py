@@ -11,21 +11,24 @@ gradients that earlier backwards hold stay held.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
 from zeropp.engine.accumulation import GradAccumulation, Listener, PendingGradients
 from zeropp.engine.backward import TOLD_APART, BackwardUses, OutOfModuleUses, PinnedUnits
+from zeropp.engine.engine_state import EngineOptions, EngineState
 from zeropp.engine.hooks import BackwardCall, BackwardReach, HookedModule, ModuleHooks, cast_inputs
 from zeropp.engine.preconditions import (
     EVERYTHING,
@@ -38,43 +41,17 @@ from zeropp.engine.preconditions import (
     refuse_compiled_autograd,
 )
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
-from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.gradient import Gradient, LossScale
-from zeropp.params.guard import GuardHandler, handler_of
+from zeropp.params.guard import GuardHandler, WeightReader, handler_of
 from zeropp.params.unit import FlatBuffer, Unit, UnitState
 
-__all__ = ["Engine", "EngineOptions", "engine_of"]
+__all__ = ["Engine", "engine_of"]
 
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Settings of an engine that stay as they are.
-
-    Attributes:
-        limits: bounds of the prefetch plan.
-        input_dtype: floating inputs of the model are cast to it; None leaves them alone.
-        static_graph: passes of one kind are promised to use the same units, on every rank and every time.
-        log_relearning: warn when a known order is given up.
-        overlap: let gathers and reductions run beside computing.
-        offloads: something that training needs is off the device.
-        gathers_16_bit_on_save: `zeropp.checkpoint` writes whole 16-bit weights where they are sharded between uses.
-        loads_from_float32: it reads main weights as they were saved, and does not round them.
-        loads_in_turns: it lets the ranks of a node read one after the other.
-    """
-
-    limits: Limits
-    input_dtype: torch.dtype | None
-    static_graph: bool
-    log_relearning: bool
-    overlap: bool
-    offloads: bool
-    gathers_16_bit_on_save: bool
-    loads_from_float32: bool
-    loads_in_turns: bool
+T = TypeVar("T")
 
 
 class Engine(GuardHandler):
@@ -90,21 +67,26 @@ class Engine(GuardHandler):
         loss_scale: and with it the factor on summed gradients.
         options: see :class:`EngineOptions`.
 
+    Rooms above use the public attributes and methods, and set none. Hooks, schedule, reductions and refresh are
+    private: this class says what can be asked of them.
+
     Attributes:
-        averaged: main weights hold an average.
-        closed: it was taken off its model.
-        loading: a state dict is being copied in.
-        retired: the engine was destroyed, or its model is being wrapped again.
+        accumulation, pending: micro-batches and gradients since the last step.
+        comm_streams: of each kind of traffic: "gather", "refresh", "reduce".
+        gather_contexts: open uses of GatheredParameters.
+        loss_scale, options: as given.
+        mode: levels of units that are not persistent.
         notes_calls: see :class:`zeropp.engine.hooks.HookHandler`.
-        trained_set: how many sets of parameters were trained before; each has backwards of its own.
+        parking: memory that is off the device.
+        phase: the running pass.
+        state: see :class:`EngineState`.
+        unit_of: the unit of each parameter, by the parameter's id.
     """
 
-    averaged = False
-    closed = False
-    loading = False
-    retired = False
+    state = EngineState.READY
     notes_calls = False
-    trained_set = 0
+    # How many sets of parameters were trained before; each has backwards of its own.
+    _trained_set = 0
     _backwards = 0
     _root_ran = False  # the model was called as a whole, with a graph
     # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
@@ -124,34 +106,32 @@ class Engine(GuardHandler):
         self.agreement = agreement
         self.comm = agreement.comm
         self.maker = maker
-        self.mode = maker.mode  # of units that are not persistent
+        self.mode = maker.mode
         self.units = tuple(units)
         self.persistent = [unit for unit in self.units if unit.persistent]
         self.device = device
         self.accumulation = accumulation
         self.options = options
-        self.issue_hash = IssueHash(self.comm.history)
-        self.hooks = ModuleHooks(self)
+        self.loss_scale = loss_scale
+        self._issue_hash = IssueHash(self.comm.history)
+        self._hooks = ModuleHooks(self)
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
-        self.gather_streams = self._make_comm_streams("gather")
-        refresh_streams = self._make_comm_streams("refresh")
-        self.reduce_streams = self._make_comm_streams("reduce")
-        self.reductions = Reductions(self.units, self.reduce_streams, agreement, self.issue_hash, loss_scale)
-        self.schedule = self._make_schedule()
-        self.refresh = self._make_refresh(refresh_streams)
+        self.comm_streams = {kind: self._make_comm_streams(kind) for kind in ("gather", "refresh", "reduce")}
+        self._reductions = Reductions(self.units, self.comm_streams["reduce"], agreement, self._issue_hash, loss_scale)
+        self._schedule = self._make_schedule()
+        self._refresh = self._make_refresh(self.comm_streams["refresh"])
         self.note_storages()
         self.phase = Phase.IDLE
         self.pending = PendingGradients(self.units, self._listener)
-        self.flipped_requires_grad: set[int] = (
-            set()
-        )  # ids of parameters whose requires_grad is another than graphs were made with
+        # Ids of parameters whose requires_grad is another than graphs were made with.
+        self._flipped: set[int] = set()
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
         self._outstanding: list[PhaseKey] = []
         self._since = 0
-        self._backward = BackwardUses(self.units, self.schedule, self.reductions)
-        self._touched = OutOfModuleUses(self.units, self.schedule)
-        self.pinned_units = PinnedUnits(self.schedule)
+        self._backward = BackwardUses(self.units, self._schedule, self._reductions)
+        self._touched = OutOfModuleUses(self.units, self._schedule)
+        self._pinned_units = PinnedUnits(self._schedule)
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
         self.gather_contexts = GatherContexts()
@@ -171,12 +151,12 @@ class Engine(GuardHandler):
     def _make_schedule(self) -> Schedule:
         return Schedule(
             self.units,
-            self.gather_streams,
-            self.reductions,
+            self.comm_streams["gather"],
+            self._reductions,
             self.agreement,
-            self.issue_hash,
+            self._issue_hash,
             self.options.limits,
-            self.hooks.reach,
+            self._hooks.reach,
             static=self.options.static_graph,
             log_relearning=self.options.log_relearning,
         )
@@ -185,9 +165,9 @@ class Engine(GuardHandler):
         return Refresh(
             self.units,
             comm_streams,
-            self.schedule,
+            self._schedule,
             self.agreement,
-            self.issue_hash,
+            self._issue_hash,
             partial(self.comm.largest, kind="refresh"),
             self.comm.ledger.count_event,
         )
@@ -200,12 +180,12 @@ class Engine(GuardHandler):
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
         changed = None
         self.notice_failed_backward()
-        if self.phase is not Phase.BACKWARD and self.hooks.was_interrupted(hooked):
+        if self.phase is not Phase.BACKWARD and self._hooks.was_interrupted(hooked):
             self.recover(known=False)
         running = self.running
         if not (running or self.gather_contexts.computing):
-            self.hooks.reset()  # of a forward inside GatheredParameters that Ctrl-C has ended
-        outermost = self.hooks.depth == 0
+            self._hooks.reset()  # of a forward inside GatheredParameters that Ctrl-C has ended
+        outermost = self._hooks.depth == 0
         if self.gather_contexts and self.gather_contexts.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.options.input_dtype) if outermost else None
         try:
@@ -214,7 +194,7 @@ class Engine(GuardHandler):
                 self.finish_load()
                 if (listener := self.listener) is not None:
                     listener.forward_begins()
-                self.refresh.start_put_off()
+                self._refresh.start_put_off()
                 self._begin_forward(hooked, training)
             if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
                 changed = cast_inputs(args, kwargs, self.options.input_dtype)
@@ -223,8 +203,8 @@ class Engine(GuardHandler):
             for unit in hooked.units:
                 unit.users += 1
                 unit.entered += 1
-                if not self.pinned_units.has(unit):
-                    self.schedule.use(unit, hooked.path if unit.entered == 1 else None)
+                if not self._pinned_units.has(unit):
+                    self._schedule.use(unit, hooked.path if unit.entered == 1 else None)
         except BaseException as error:
             if not running and self.phase is Phase.IDLE:
                 self.agreement.stopped(error, "the beginning of a forward")
@@ -238,23 +218,23 @@ class Engine(GuardHandler):
         if self.gather_contexts.computing:
             return None
         # A model may catch an inner module's error and go on; in backward, checkpointing ends a recomputation by one.
-        if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
+        if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self._hooks.depth == 0)):
             return self.recover()
         try:
             if returns is not BackwardReach.NEVER and self.phase is Phase.FORWARD:
                 self._backward.expect_in_backward(hooked.units, whole=returns is BackwardReach.UNHOOKED)
                 if returns is BackwardReach.AGAIN:
-                    self.schedule.note_unrecorded(hooked.path, hooked.units)
+                    self._schedule.note_unrecorded(hooked.path, hooked.units)
             elif returns is not BackwardReach.NEVER:
-                self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
+                self._schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
-                unit.users -= not self.pinned_units.keeps(unit)
+                unit.users -= not self._pinned_units.keeps(unit)
                 unit.entered -= 1
-                self.schedule.live_units.release_if_unused(unit)
-            if self.phase is Phase.FORWARD and self.hooks.depth == 0:
+                self._schedule.live_units.release_if_unused(unit)
+            if self.phase is Phase.FORWARD and self._hooks.depth == 0:
                 self._end_forward()
         except BaseException:
-            if self.hooks.depth == 0:
+            if self._hooks.depth == 0:
                 self.recover()
             raise
 
@@ -271,15 +251,15 @@ class Engine(GuardHandler):
             self._root_ran |= hooked.path == ""
             if self._root_ran:
                 # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
-                outstanding = [each for each in outstanding if not (each[1] and self.schedule.known.note_silent(each))]
-            self.schedule.repeats |= len(outstanding) > 1
+                outstanding = [each for each in outstanding if not (each[1] and self._schedule.known.note_silent(each))]
+            self._schedule.repeats |= len(outstanding) > 1
             if self._since:
-                self.schedule.unrecorded.clear()
+                self._schedule.unrecorded.clear()
             self._since = 0
             self._outstanding = outstanding[-TOLD_APART:]
-        self.schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
+        self._schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
-        self.notes_calls = self.schedule.repeats or self.schedule.learning
+        self.notes_calls = self._schedule.repeats or self._schedule.learning
         self._unshard_units(unit for unit in self.persistent if not unit.hooked)
 
     def _end_forward(self) -> None:
@@ -289,7 +269,7 @@ class Engine(GuardHandler):
         self._touched.let_go()
         if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1
-        self.schedule.end_phase()
+        self._schedule.end_phase()
         self._guard_all()
         self.phase = Phase.IDLE
 
@@ -328,8 +308,8 @@ class Engine(GuardHandler):
         self._begin_backward()
         self.pending.used[index][position] = self.pending.looks
         self._backward.last_gradient = index, position
-        if self.reductions.count_gradient(index, position):
-            self.reductions.send_complete()
+        if self._reductions.count_gradient(index, position):
+            self._reductions.send_complete()
             self._backward.complete.append(self.units[index])
 
     def _begin_backward(self, *, by_output: bool = False) -> None:
@@ -341,11 +321,11 @@ class Engine(GuardHandler):
         if self._trains and (listener := self.listener) is not None:
             listener.backward_begins()
         self._expect_boundary()
-        self.refresh.start_put_off()
+        self._refresh.start_put_off()
         self.phase = Phase.BACKWARD
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward, self._backward_dropped)
-        self.schedule.begin_phase(self._backward_key(self._outstanding), None)
+        self._schedule.begin_phase(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
         self._unshard_units(self.persistent)
@@ -356,7 +336,7 @@ class Engine(GuardHandler):
         self._backwards += 1
         self._touched.let_go()
         self._backward.give_up()
-        self.schedule.end_phase()
+        self._schedule.end_phase()
         self._guard_all()
         self.phase = Phase.IDLE
         trains = self._trains
@@ -375,14 +355,179 @@ class Engine(GuardHandler):
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
-        self.reductions.last = self._trains and (self.accumulation.closing or not self.mode.sums)
+        self._reductions.last = self._trains and (self.accumulation.closing or not self.mode.sums)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         # Which units a backward comes to follows from the forwards that it may go back through, and from how many
         # backwards have gone over them before.
-        holding = self.reductions.holding if self._trains else None
+        holding = self._reductions.holding if self._trains else None
         later = (min(self._since, TOLD_APART),) if self._since else ()
-        return ("backward", holding, self.trained_set, *outstanding, *later)
+        return ("backward", holding, self._trained_set, *outstanding, *later)
+
+    # What others ask of hooks, schedule, reductions and refresh.
+
+    @property
+    def closed(self) -> bool:
+        """True if it was taken off its model."""
+        return EngineState.CLOSED in self.state
+
+    @property
+    def retired(self) -> bool:
+        """True if the engine was destroyed, or its model is being wrapped again."""
+        return EngineState.RETIRED in self.state
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The wrapped model, unless it is gone."""
+        return self._hooks.root
+
+    def let_weights_be_read(self, reader: WeightReader) -> None:
+        """Let weights be read between passes where ``reader`` has them, as scripts of DeepSpeed do."""
+        self.readable_weights = reader
+
+    def keep_handle(self, handle: RemovableHandle) -> None:
+        """Remove a hook of the model together with the engine's own."""
+        self._hooks.keep(handle)
+
+    def install_hooks(self, module: nn.Module, path: str, units: tuple[Unit, ...]) -> None:
+        """Gather units for the forwards of a module; ``path`` is its name in the model."""
+        self._hooks.install(module, HookedModule(path, units))
+
+    def watch_gradients(self, unit: Unit, first: int = 0) -> None:
+        """Take the gradients of a unit's trainable parameters, from position ``first`` on."""
+        self._hooks.watch_gradients(unit, first)
+
+    def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
+        """Call ``function`` in place of a hooked module's forward."""
+        return self._hooks.run_as(module, function, *args)
+
+    def call_model(self, model: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call the model, whose forward may call it again; if Ctrl-C ends the call, the pass is over at once."""
+        self._hooks.open_calls += 1
+        try:
+            return model(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception) and self.running:
+                self.recover()
+            raise
+        finally:
+            self._hooks.open_calls -= 1
+
+    def pin_units(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, units that modules have used stay gathered; see :class:`zeropp.engine.backward.PinnedUnits`."""
+        return self._pinned_units.until_left()
+
+    def release_prefetched(self) -> None:
+        """Release units that are kept or fetched for a pass to come; the same on every rank."""
+        self._schedule.live_units.release_planned()
+
+    def wait_for_step(self) -> None:
+        """Wait until the host has stepped all units."""
+        self._refresh.wait_for_step()
+
+    def wait_for_refresh(self) -> None:
+        """Wait until no step writes and no refresh reads the main weights any more."""
+        self._refresh.wait_for_all()
+
+    def start_refresh(self) -> None:
+        """Start renewing all that is cached of older weights."""
+        self._refresh.start_refresh()
+
+    @property
+    def refresh_is_delayed(self) -> bool:
+        """True if something cached is of older weights, and its renewal waits for the next step or forward."""
+        return self._refresh.is_put_off
+
+    def start_delayed_refresh(self) -> None:
+        """Start such a renewal now."""
+        self._refresh.start_put_off()
+
+    # The step.
+
+    def begin_step(self) -> int:
+        """Begin a step; returns a number for its place in the sequence of passes, the same on every rank."""
+        return self._schedule.begin_step()
+
+    def units_in_forward_order(self) -> list[Unit]:
+        """All units as the next forward will want them."""
+        return self._schedule.in_forward_order()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True if the sums of the last backward wait on this rank for further ones."""
+        return self._reductions.holding
+
+    def set_no_sync(self, on: bool) -> bool:
+        """Hold the gradients of the backwards to come, or hold them no longer; returns the setting of before."""
+        before, self._reductions.no_sync = self._reductions.no_sync, on
+        return before
+
+    def send_unsent(self, index: int) -> None:
+        """Reduce the gradients of a unit that this rank or another one still holds. Collective."""
+        self._reductions.send_unsent(index)
+
+    @property
+    def sequence_hash(self) -> int:
+        """A hash of all collectives that were issued, 24 bits."""
+        return self._issue_hash.value
+
+    def note_issued(self, kind: int, unit: int, version: int) -> None:
+        """Take something into that hash that every rank has to do alike."""
+        self._issue_hash.add(kind, unit, version)
+
+    @property
+    def passed_over(self) -> bool:
+        """True if this rank has passed over units since the last step sync: all ranks are to know."""
+        return self._schedule.passed_over
+
+    def note_step_sync(self, *, passed_over: bool) -> None:
+        """Ranks have heard of each other; ``passed_over`` if any has passed over units."""
+        self._schedule.note_passed_over(passed_over)
+
+    def note_edited_gradients(self) -> None:
+        """Some rank has edited gradients before its step: such gradients must all be reduced by then."""
+        self._schedule.edits = True
+
+    def postpone_reductions(self, units: list[int], *, held: bool) -> None:
+        """Gradients of these units came after they had been sent, or were all ``held`` until the step."""
+        self._schedule.postpone(units, held=held)
+
+    def renew_caches(self) -> None:
+        """Renew what is cached from main weights alone: ranks have different bits of it."""
+        self._refresh.invalidate()
+
+    # Parameters that are trained.
+
+    @property
+    def requires_grad_changed(self) -> bool:
+        """True if the model has other trained parameters than the engine knows of."""
+        return bool(self._flipped)
+
+    def note_trained(self, number: int, units: Iterable[Unit], *, split: bool) -> None:
+        """Other parameters are trained from here on.
+
+        Args:
+            number: of the set of trained parameters.
+            units: those whose parameters have changed.
+            split: some have other buffers now.
+        """
+        self._flipped.clear()
+        self._trained_set = number
+        for unit in units:
+            unit.update_trained()
+        self._reductions.update_trained()
+        # New buffers have never been gathered, and plans know the sizes of old ones.
+        if split:
+            self.note_storages()
+            self._schedule.note_sizes()
+            self.pending.make_room()
+
+    def forget_learned(self, *, backwards: bool = False, forwards: bool = False) -> None:
+        """Learn the orders of passes anew: other parameters are trained."""
+        if backwards:
+            self._schedule.known.forget_backwards()
+        if forwards:
+            self._schedule.known.forget_forwards()
 
     # Parameters touched elsewhere, persistent ones, failures.
 
@@ -399,12 +544,12 @@ class Engine(GuardHandler):
 
     def fetched_by(self, parameter: nn.Parameter) -> list[str]:
         """The modules to call for a parameter; see :class:`zeropp.params.guard.GuardHandler`."""
-        return self.hooks.fetching(parameter, self.unit_of[id(parameter)])
+        return self._hooks.fetching(parameter, self.unit_of[id(parameter)])
 
     def _unshard_units(self, units: Iterable[Unit]) -> None:
         """Let the model see persistent weights."""
         for unit in units:
-            self.schedule.use(unit)
+            self._schedule.use(unit)
 
     def _guard_all(self) -> None:
         """Between passes nothing may be read or edited, not even what the plan keeps gathered for the next one."""
@@ -444,10 +589,13 @@ class Engine(GuardHandler):
             RuntimeError: a pass is running, parameters are gathered, averages applied, or the engine was closed.
         """
         self.notice_failed_backward()
-        check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
+        # Nearly always none of it is so, and this is asked several times a step.
+        if self.state or self.running or self.gather_contexts.open or self.parking.kinds:
+            check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
-            self.refresh.wait_for_step()
-            if what != "backward" and not self.loading and (listener := self.listener) is not None:
+            self._refresh.wait_for_step()
+            loading = EngineState.LOADING in self.state
+            if what != "backward" and not loading and (listener := self.listener) is not None:
                 listener.weights_wanted()
 
     def recover(self, *, known: bool = True) -> None:
@@ -457,7 +605,7 @@ class Engine(GuardHandler):
         that wait for this one. Nothing is lost but the pass: weights, optimizer states and the gradients of earlier
         backwards stay.
         """
-        if self.phase is not Phase.IDLE and self.schedule.needs_others:
+        if self.phase is not Phase.IDLE and self._schedule.needs_others:
             error = sys.exc_info()[1] if known else None
             if error is not None:
                 self.agreement.stopped(error)
@@ -465,8 +613,8 @@ class Engine(GuardHandler):
                 self.agreement.found_stopped("its forward was interrupted, as by Ctrl-C or sys.exit()")
             else:
                 self.agreement.found_stopped("an exception")
-        self.hooks.reset()
-        self.hooks.forget_graphs()
+        self._hooks.reset()
+        self._hooks.forget_graphs()
         self._backwards += 1
         self._backward.drop_uses()
         self._touched.drop_uses()
@@ -479,8 +627,8 @@ class Engine(GuardHandler):
             self.accumulation.note_failure()
         if self.agreement.lost is not None:
             return  # there is no next step, and nothing to wait for
-        self.schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
-        self.reductions.drop_reductions()
+        self._schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
+        self._reductions.drop_reductions()
         self._guard_all()
         if failed is Phase.BACKWARD:  # after a forward, those there are whole, of a backward before it
             self.pending.forget_stray()
@@ -488,7 +636,7 @@ class Engine(GuardHandler):
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
         self.require_idle("requires_grad_", inside_gather=True, needs=NOTHING)
-        self.flipped_requires_grad ^= {id(parameter)}
+        self._flipped ^= {id(parameter)}
         for buffer in self.unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
 
@@ -511,25 +659,41 @@ class Engine(GuardHandler):
         for buffer in buffers:
             buffer.note_change(stepped=stepped)
         self._backward.forget_graphs()
-        self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
-        self.schedule.live_units.release_planned()
+        self._hooks.forget_graphs()  # of older weights: see [Note: cached weights]
+        self._schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):
-            (self.refresh.put_off if for_now else self.refresh.start_refresh)()
+            (self._refresh.put_off if for_now else self._refresh.start_refresh)()
+
+    def begin_load(self) -> None:
+        """A state dict is about to be copied in: what torch copies into a parameter are new main weights."""
+        self.state |= EngineState.LOADING
 
     def finish_load(self) -> None:
-        """A load that failed half-way has changed weights, too."""
-        if self.loading:
-            self.loading = False
+        """Main weights are new, if a load has begun; one that failed half-way has changed some, too."""
+        if EngineState.LOADING in self.state:
+            self.state &= ~EngineState.LOADING
             self.weights_changed(self.buffers)
+
+    def begin_average(self) -> None:
+        """Main weights hold an average from here on."""
+        self.state |= EngineState.AVERAGED
+
+    def end_average(self) -> None:
+        """Main weights are the trained ones again."""
+        self.state &= ~EngineState.AVERAGED
+
+    def retire(self, *, undo: bool = False) -> None:
+        """Refuse to train from here on, as the model is destroyed or wrapped again; ``undo`` takes that back."""
+        self.state = self.state & ~EngineState.RETIRED if undo else self.state | EngineState.RETIRED
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Fetch a parameter's unit for the forwards of a module, too."""
         if (unit := self.unit_of[id(parameter)]).hooked:
-            self.hooks.extend(module, unit)
+            self._hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Take this rank's piece of a parameter's new values; see :class:`zeropp.params.guard.GuardHandler`."""
-        if not self.loading:
+        if EngineState.LOADING not in self.state:
             return False
         for buffer in self.unit_of[id(parameter)].buffers:
             buffer.load(parameter, values, keep_rounded=True)
@@ -543,13 +707,13 @@ class Engine(GuardHandler):
         """Take every hook off the model and end streams and groups. Parameters stay partitioned and guarded."""
         if self.closed:
             return
-        self.closed = True
-        self.hooks.remove()
+        self.state |= EngineState.CLOSED
+        self._hooks.remove()
         for action in reversed(self._closing):
             action()
         unused = None
         try:
-            for comm_streams in (self.gather_streams, self.refresh.comm_streams, self.reduce_streams):
+            for comm_streams in self.comm_streams.values():
                 comm_streams.close()
             # Before the watching ends: what never ends on a card is given up there.
             unused = self.agreement.meet_to_close()
@@ -594,7 +758,7 @@ class Engine(GuardHandler):
             return
         if self.pending.backward_ran or any(gradient.arrived for gradient in unit.gradients):
             self.parking.require("setting .grad to None", TRAINING)
-            self.refresh.wait_for_step()  # what the host is stepping with stays
+            self._refresh.wait_for_step()  # what the host is stepping with stays
             self.pending.forget_one(unit, parameter)
         if (listener := self.listener) is not None:
             listener.gradient_forgotten(parameter)

@@ -389,7 +389,11 @@ def _gradient_ready(ref: weakref.ref[HookHandler], index: int, position: int, pa
 
 
 class ModuleHooks:
-    """All hooks of one model; one call stack, since one thread runs forward."""
+    """All hooks of one model; one call stack, since one thread runs forward.
+
+    Attributes:
+        open_calls: how many calls of ``Engine.call_model()`` are running.
+    """
 
     def __init__(self, handler: HookHandler) -> None:
         # Weakly, or engine and hooks would be a circle. See [Note: ownership].
@@ -402,6 +406,7 @@ class ModuleHooks:
         self._reach: dict[str, Reach] = {}
         # Uses to add once nothing runs.
         self._later: list[tuple[nn.Module, Unit]] = []
+        self.open_calls = 0
 
     def extend(self, module: nn.Module, unit: Unit) -> None:
         """Let a module's forwards use one more unit."""
@@ -511,10 +516,11 @@ class ModuleHooks:
         """Tell whether a forward was interrupted, from the call of a module that is about to begin.
 
         A module that begins a forward is not called inside it. Should it be, the call around finds out in its hook.
+        Calls by `run_as` and `Engine.call_model` may do so: those see an interruption themselves.
         """
-        # `run_as` takes its own frame off, whatever happens, and may call the model inside.
         first = int(bool(self._stack) and self._stack[0].by_function)
-        hooked.reentered = len(self._stack) > first and (hooked.path == "" or self._stack[first].hooked is hooked)
+        begun = len(self._stack) > first and not self.open_calls
+        hooked.reentered = begun and (hooked.path == "" or self._stack[first].hooked is hooked)
         return hooked.reentered
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import compiles_backwards, storage_id, unguarded
+from zeropp.engine.engine_state import EngineState
 from zeropp.offload.parked import Parked
 from zeropp.order.known_orders import Phase
 from zeropp.params.guard import is_guarded, make_readable, make_unreadable
@@ -48,37 +49,28 @@ __all__ = [
 
 
 class EngineActivity(Protocol):
-    """The states of an engine that rule out calls.
+    """The parts of an engine that rule out calls.
 
     Attributes:
-        closed: it was taken off its model.
-        retired: it was destroyed, or the model is being wrapped again.
+        state: see :class:`EngineState`.
         phase: the running pass.
         gather_contexts: uses of GatheredParameters that are open.
-        averaged: main weights hold an average.
-        parking: what is off the device.
+        parking: memory that is off the device.
     """
 
-    closed: bool
-    retired: bool
+    state: EngineState
     phase: Phase
     gather_contexts: GatherContexts
-    averaged: bool
     parking: Parking
-
-    @property
-    def running(self) -> bool:
-        """True while a pass is running."""
-        ...
 
 
 def check_idle(
     engine: EngineActivity, what: str, *, inside_gather: bool, averaged: bool, needs: Collection[str]
 ) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
-    if engine.closed:
+    if EngineState.CLOSED in engine.state:
         raise _ended(what)
-    if engine.running:
+    if engine.phase is not Phase.IDLE:
         interrupted = (
             ". If Ctrl-C has ended that forward, call optimizer.engine.recover() first, on every rank"
             if engine.phase is Phase.FORWARD
@@ -90,7 +82,7 @@ def check_idle(
     if engine.gather_contexts and not inside_gather:
         also = ", or gather all of its parameters and call it under torch.no_grad()" if what == "the model" else ""
         raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first{also}")
-    if engine.averaged and not averaged:
+    if EngineState.AVERAGED in engine.state and not averaged:
         raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
     engine.parking.require(what, needs)
 
@@ -101,7 +93,7 @@ def refuse_retired(engine: EngineActivity, what: str) -> None:
     Raises:
         RuntimeError: it is retired.
     """
-    if engine.retired:
+    if EngineState.RETIRED in engine.state:
         raise _ended(what)
 
 
@@ -260,6 +252,7 @@ class GatherContexts:
     gather. So ranks may generate as many tokens as each of them has to, and no weight travels twice.
 
     Attributes:
+        open: the uses that are open.
         computed: values that are gathered to be read have the dtype that the model computes with. A training engine
             sets it, since its scripts send values on to others, and expect the dtype that parameters have outside.
     """
@@ -267,30 +260,30 @@ class GatherContexts:
     computed = False
 
     def __init__(self) -> None:
-        self._open: list[GatherContext] = []
+        self.open: list[GatherContext] = []
         self._computing = False
 
     def __bool__(self) -> bool:
-        return bool(self._open)
+        return bool(self.open)
 
     def enter_context(self, context: GatherContext) -> None:
         """Parameters have been gathered."""
-        self._open.append(context)
+        self.open.append(context)
         self._computing = False
 
     def leave_context(self, context: GatherContext) -> None:
         """Parameters are about to be partitioned again."""
-        self._open.remove(context)
+        self.open.remove(context)
         self._computing = False
 
     def has_gathered(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
         """Tell whether an open use has a parameter's values; see :meth:`GatherContext.has_gathered`."""
-        return any(context.has_gathered(parameter, modifier_rank) for context in self._open)
+        return any(context.has_gathered(parameter, modifier_rank) for context in self.open)
 
     @property
     def computing(self) -> bool:
         """True if the forward that is running, or ran last, computes with gathered values."""
-        return self._computing and bool(self._open)
+        return self._computing and bool(self.open)
 
     def serve(self, units: Iterable[Unit], *, outermost: bool) -> bool:
         """Tell whether a forward can run, or goes on, with gathered values.
@@ -302,7 +295,7 @@ class GatherContexts:
             # A graph would lead to values that go back, and through which no gradient is reduced.
             whole = not torch.is_grad_enabled() and not any(is_guarded(p) for unit in units for p in unit.parameters)
             if whole:
-                for context in self._open:
+                for context in self.open:
                     context.lower()
             self._computing = whole
         return self._computing

@@ -65,17 +65,12 @@ def rehearse(engine: Engine) -> None:
     if len(comm.communicators) == comm.rehearsed:
         return
     before = _outside(device)
-    comm_streams = {
-        "gather": engine.gather_streams,
-        "refresh": engine.refresh.comm_streams,
-        "reduce": engine.reduce_streams,
-    }
     for transfer in _transfers(engine):
         hop = transfer.hop
         members = name_ranks(comm.ranks[rank] for rank in hop.spec.ranks)
         levels = f"{hop.spec.outer} to {hop.spec.inner}"
         doing = f"the first {transfer.collective} of {members} ({hop.kind}, level {levels})"
-        stream = comm_streams[hop.kind].stream(hop.spec.link)
+        stream = engine.comm_streams[hop.kind].stream(hop.spec.link)
         # From here on: NCCL connects in the launch, which may not return.
         with engine.agreement.watching(doing), comm.launching(doing):
             event = stream.run(partial(_carry_out, transfer, device))

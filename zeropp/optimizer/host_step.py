@@ -44,7 +44,6 @@ from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.fused import CUT, Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.sharded_params import ShardedParams, Slice
-from zeropp.order.refresh import Refresh
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import FlatBuffer
 
@@ -82,7 +81,7 @@ class HostStep:
         self._states: dict[FlatBuffer, dict[str, storage_tiers.StoredTensor]] = {}
         engine.agreement.on_loss(self._stream.abandon)
         # Somebody may ask the wrapped optimizer itself for its states.
-        waits = partial(_wait, weakref.ref(engine), Refresh.wait_for_step)
+        waits = partial(_wait, weakref.ref(engine), Engine.wait_for_step)
         optimizer.register_state_dict_pre_hook(waits)
         optimizer.register_load_state_dict_pre_hook(waits)
         # Not methods of this object, by which the engine would hold itself.
@@ -130,7 +129,7 @@ class HostStep:
             jobs = self._decide(rule, slices, taken, divisor)
             events = []
         # The model waits for the first of them soonest, and while it computes with one the next are stepped.
-        for unit in engine.schedule.in_forward_order():
+        for unit in engine.units_in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]
             if own:
                 events.append(self._stream.run(partial(self._step, rule, own)))
@@ -141,7 +140,7 @@ class HostStep:
             for gradient in engine.gradients:
                 gradient.doubt()
         if waits or not self.lazy:
-            engine.refresh.wait_for_step()
+            engine.wait_for_step()
 
     def _step(self, rule: Rule, jobs: list[BufferStep]) -> None:
         """Step one unit's buffers; on the thread."""
@@ -225,13 +224,13 @@ def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
     since an edit that is noticed makes another refresh, and one that is not is refused.
     """
     counted = any(buffer.counts_escapes for unit in engine.units for buffer in unit.buffers)
-    wait = Refresh.wait_for_all if counted else Refresh.wait_for_step if engine.maker.tiers.steps_on_host else None
+    wait = Engine.wait_for_refresh if counted else Engine.wait_for_step if engine.maker.tiers.steps_on_host else None
     return wait and partial(_wait, weakref.ref(engine), wait)
 
 
-def _wait(ref: weakref.ref[Engine], wait: Callable[[Refresh], None], *_: object) -> None:
+def _wait(ref: weakref.ref[Engine], wait: Callable[[Engine], None], *_: object) -> None:
     if (engine := ref()) is not None and not engine.closed:
-        wait(engine.refresh)
+        wait(engine)
 
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:

@@ -51,11 +51,11 @@ def offload_states(
     engine.agreement.require_same_call(f"offload_states({sorted(kinds)})")
     # Nothing may be about to write, or to read; refreshes need main weights, and are started on all ranks or none.
     engine.finish_load()
-    engine.refresh.start_put_off()
-    engine.refresh.wait_for_all()
+    engine.start_delayed_refresh()
+    engine.wait_for_refresh()
     if kinds & COMPUTING:
         # Gathered for the next pass, or on its way: the latter reads what is about to go.
-        engine.schedule.live_units.release_planned()
+        engine.release_prefetched()
 
     # Page-locked memory is of use to a card alone, and without one torch refuses it.
     pinned = pin_memory and engine.device.type == "cuda"

@@ -145,12 +145,12 @@ def choose_chunks(engine: Engine, slices: Sequence[Slice], *, elementwise: bool)
     """
     # The first unit that forward wants goes alone: it travels while the others are stepped. Later ones have time, and
     # every chunk costs a call of step().
-    units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable_buffers]
+    units = [unit for unit in engine.units_in_forward_order() if unit.trainable_buffers]
     buffers = engine.trainable_buffers
     travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
     # Several calls of a fused step cost more than one: they pay only where something is hidden behind them.
     little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
-    if little or engine.refresh.is_put_off or not elementwise:
+    if little or engine.refresh_is_delayed or not elementwise:
         return [StepChunk(list(slices), engine.trainable_buffers)]
     by_unit: dict[int, list[Slice]] = {}
     for part in slices:

@@ -138,7 +138,7 @@ def take_weight_edits(engine: Engine, slices: ShardedParams) -> list[str]:
         engine.note_storages()
     edited = [buffer for buffer in slices.buffers if buffer.edited]
     by_groups = slices.edited_by_groups()
-    if engine.refresh.is_put_off:
+    if engine.refresh_is_delayed:
         # What is put off begins now, with weights as they are.
         known = True
     elif by_groups or (edited and not slices.divided):
@@ -170,7 +170,7 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
     """
     engine.require_idle(f"{name}() of the optimizer")
     # A refresh under way still reads the main weights, which the optimizer is about to edit.
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     before = _mode_of(optimizer)
     getattr(optimizer, name)()
     # Asked after the fact: only the optimizer knows whether a mode is on already, and such a call must cost nothing.

@@ -50,7 +50,7 @@ def describe_rank(engine: Engine) -> dict[str, Any]:
         "rank": engine.comm.rank,
         "world": engine.comm.world,
         "main_weights": _main_weights(engine),
-        "loss_scale": engine.reductions.loss_scale.state_dict(),
+        "loss_scale": engine.loss_scale.state_dict(),
     }
 
 
@@ -101,7 +101,7 @@ def check_state(
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != layout_id(engine))
     # Only if they do not fit as it is: the state may be from before the change.
-    if wrong and engine.flipped_requires_grad:
+    if wrong and engine.requires_grad_changed:
         apply_requires_grad()
         wrong = _misfits(engine, found != layout_id(engine))
     if wrong:

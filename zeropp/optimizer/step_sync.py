@@ -225,7 +225,8 @@ class StepSync:
             values = self._exchange()
             if values[_LATE] % _MISSED > 0:
                 return self._follow_late(values)
-            self.engine.schedule.edits |= values[_EDITED] > 0
+            if values[_EDITED] > 0:
+                self.engine.note_edited_gradients()
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
             # only once nothing is left to send.
             sent = False
@@ -237,9 +238,9 @@ class StepSync:
                     self._refuse_edited(unsent, held=values[self._stray] == 0)
                     self.spoiled = True
                 # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
-                self.engine.schedule.postpone(unsent, held=values[self._stray] == 0)
+                self.engine.postpone_reductions(unsent, held=values[self._stray] == 0)
                 for index in unsent:
-                    self.engine.reductions.send_unsent(index)
+                    self.engine.send_unsent(index)
                 sent = True
                 values = self._exchange()
             # The sum is the same everywhere, so all ranks go in here or none does.
@@ -252,7 +253,7 @@ class StepSync:
             if math.isfinite(values[0]) and self._clear_unused(values):
                 values = self._exchange()
             self._renew_differing_caches(values)
-            self.engine.schedule.note_passed_over(values[self._passed_over] % _REMOVED > 0)
+            self.engine.note_step_sync(passed_over=values[self._passed_over] % _REMOVED > 0)
             if self.spoiled and self._vector is not None:
                 values[0] = self._vector[0] = math.nan
             checked = self._checks or self.spoiled
@@ -282,7 +283,7 @@ class StepSync:
             self.reads_late
             and not self.spoiled
             and self._checks  # the device leaves out what is not finite
-            and (engine.comm.world == 1 or engine.schedule.static)
+            and (engine.comm.world == 1 or engine.options.static_graph)
             and not self.cache_checksum.due
             and not any(gradient.feedbacks for gradient in engine.gradients)
             and all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
@@ -293,7 +294,7 @@ class StepSync:
         engine = self.engine
         used = zip(engine.units, engine.pending.used, strict=True)
         return (
-            not engine.schedule.passed_over
+            not engine.passed_over
             and not self.missed
             and not any(gradient.has_unsent() for gradient in engine.gradients)
             # What is frozen by now has no gradient on any rank.
@@ -309,7 +310,7 @@ class StepSync:
 
     def _go_on_late(self) -> None:
         self.engine.agreement.unconfirmed = True
-        self.engine.schedule.note_passed_over(False)
+        self.engine.note_step_sync(passed_over=False)
         self.cache_checksum.count_step()
 
     def _follow_late(self, values: list[float]) -> StepStats:
@@ -412,7 +413,7 @@ class StepSync:
                 self.cache_checksum.every,
             )
             self.engine.comm.ledger.count_event("<boundary>", "cached weights differ between ranks")
-            self.engine.refresh.invalidate()
+            self.engine.renew_caches()
         self.cache_checksum.count_step()
 
     def _refuse_edited(self, unsent: list[int], *, held: bool) -> None:
@@ -507,19 +508,19 @@ class StepSync:
     def _assemble(self, edited: Tensor, exact: bool, late: bool) -> Tensor:
         engine = self.engine
         settings = self._settings.code()
-        flags: list[float] = [*encode_hash(engine.issue_hash.value)]
+        flags: list[float] = [*encode_hash(engine.sequence_hash)]
         flags += encode_hash(settings) if isinstance(settings, int) else [0.0] * 3
         flags.append(late + _MISSED * bool(self.missed))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
-        flags.append(engine.schedule.passed_over + _REMOVED * bool(engine.pending.untold()))
+        flags.append(engine.passed_over + _REMOVED * bool(engine.pending.untold()))
         flags += [float(used > 0) for unit_flags in engine.pending.used for used in unit_flags]
         # Pinned: the copy is queued and not waited for. torch's allocator keeps the block until it is done.
         host = torch.tensor(flags, dtype=torch.float64, device="cpu", pin_memory=engine.device.type == "cuda")
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]
         if self.cache_checksum.due:
             # A refresh under way is still writing what the checksums are of.
-            engine.refresh.wait_for_all()
+            engine.wait_for_refresh()
             parts.append(self.cache_checksum.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
@@ -539,7 +540,7 @@ class StepSync:
     def _check_in_step(self, values: list[float], *, late: bool = False) -> None:
         if self._disagree(values[_HASH]):
             raise self.engine.agreement.failure(
-                f"comparing what was gathered and reduced, hash {self.engine.issue_hash.value:x}", where="step()"
+                f"comparing what was gathered and reduced, hash {self.engine.sequence_hash:x}", where="step()"
             )
         if self._disagree(values[_SETTINGS]):
             raise self._settings.disagreement(late=late)

@@ -147,7 +147,7 @@ class ZeroOptimizer(Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._zero_by_inner))  # type: ignore[method-assign]
-        self.step_result = StepResult(self.step_sync, self.engine.reductions.loss_scale)
+        self.step_result = StepResult(self.step_sync, self.engine.loss_scale)
         self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
@@ -158,7 +158,7 @@ class ZeroOptimizer(Optimizer):
         """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
         # The last step may move it, and may not be known yet: on a card its sum is read late.
         self.step_result.wait_for_result()
-        return self.engine.reductions.loss_scale.value
+        return self.engine.loss_scale.value
 
     @property
     def overflow(self) -> bool:
@@ -180,7 +180,7 @@ class ZeroOptimizer(Optimizer):
             raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
         # Also in an unfinished window that step(now=True) ends: it is divided as if it were whole.
         steps = self.engine.accumulation.steps
-        return self.engine.reductions.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
+        return self.engine.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
 
     @uncompiled
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
@@ -223,7 +223,7 @@ class ZeroOptimizer(Optimizer):
     @uncompiled
     def state(self) -> Any:
         """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
-        self.engine.refresh.wait_for_step()
+        self.engine.wait_for_step()
         self.engine.parking.require("optimizer.state", ["optim_states"])
         return self.inner.state
 
@@ -268,13 +268,11 @@ class ZeroOptimizer(Optimizer):
         torch's GradScaler the last backward must be outside, since it unscales what has been sent by then.
         """
         self.engine.require_idle("no_sync", averaged=True, beside_step=True, needs=NOTHING)
-        reductions = self.engine.reductions
-        before = reductions.no_sync
-        reductions.no_sync = True
+        before = self.engine.set_no_sync(True)
         try:
             yield
         finally:
-            reductions.no_sync = before
+            self.engine.set_no_sync(before)
 
     @torch.no_grad()
     @uncompiled
@@ -383,7 +381,7 @@ class ZeroOptimizer(Optimizer):
         if not taken:
             self.step_result.pass_over()
             return loss
-        place = self.engine.schedule.begin_step()
+        place = self.engine.begin_step()
         with self.engine.agreement.reporting_errors("step()", step=place):
             found = self._take_step(closure)
         return loss if found is None else found
@@ -394,8 +392,8 @@ class ZeroOptimizer(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.require_idle("step", beside_step=True)
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
-        self.engine.refresh.wait_for_all()
-        self.engine.reductions.loss_scale.drop_losses()
+        self.engine.wait_for_refresh()
+        self.engine.loss_scale.drop_losses()
         self.slices.refuse_accumulated()
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
         self.weights_wanted()
@@ -507,7 +505,7 @@ class ZeroOptimizer(Optimizer):
         with self.slices.without_markers():
             check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
             saved = state_dict["zeropp"]
-            self.engine.refresh.wait_for_all()
+            self.engine.wait_for_refresh()
             self.zero_grad(now=True)
             load_main_weights(self.engine, saved)
             load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
@@ -570,7 +568,7 @@ class ZeroOptimizer(Optimizer):
         """Release weights that stay gathered between passes, for the next one. Collective; the next gathers them."""
         self.engine.require_idle("empty_partition_cache", needs=NOTHING)
         self.engine.agreement.require_same_call("empty_partition_cache()")
-        self.engine.schedule.live_units.release_planned()
+        self.engine.release_prefetched()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(
@@ -583,7 +581,7 @@ class ZeroOptimizer(Optimizer):
         if not self.engine.closed and self.engine.agreement.lost is None:
             # Slices and states may be read afterwards. What a step fails with now is nobody's any more.
             with contextlib.suppress(RuntimeError):
-                self.engine.refresh.wait_for_step()
+                self.engine.wait_for_step()
         self.engine.close()
 
     # What the engine tells; see `zeropp.engine.accumulation.Listener`.
@@ -611,7 +609,7 @@ class ZeroOptimizer(Optimizer):
         refuse_retired(self.engine, "backward")
         self.slices.refuse_accumulated()
         window = self.engine.accumulation
-        self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
+        self.engine.loss_scale.backward_begins(window.steps, first=window.count == 0)
         if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
             self._forget_removed()
         self.step_sync.take_early_edits()
@@ -624,7 +622,7 @@ class ZeroOptimizer(Optimizer):
         self.step_sync.invalidate()
         self.step_result.step_was_taken = self._groups_asked = False
         # Nothing was reduced, so the shards have nothing new to show.
-        if self.engine.reductions.holding:
+        if self.engine.holds_gradients:
             return
         shown = self.slices.show_arrived(self.engine.pending)
         # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
@@ -659,7 +657,7 @@ class ZeroOptimizer(Optimizer):
         if self.engine.accumulation.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.accumulation.restart()
-        self.engine.reductions.loss_scale.drop_losses()
+        self.engine.loss_scale.drop_losses()
         self.slices.show_zeros(self.engine.pending)
 
     @torch.no_grad()
@@ -667,7 +665,7 @@ class ZeroOptimizer(Optimizer):
         """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
         # In the steady state no message. A rank that alone has changed something meets ranks at something else, and all
         # are told.
-        if not self.engine.flipped_requires_grad:
+        if not self.engine.requires_grad_changed:
             return
         if self._trainability.apply():
             self.slices.assign()

@@ -27,6 +27,7 @@ from zeropp._extensions import extensions
 
 __all__ = [
     "GuardHandler",
+    "WeightReader",
     "guard",
     "handler_of",
     "is_guarded",

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeropp.comm.communicators import Ctas, Sharing
 from zeropp.config import Config
-from zeropp.engine.engine import EngineOptions
+from zeropp.engine.engine_state import EngineOptions
 from zeropp.offload.tier_choice import Staging, TierOptions, choose_staging, divide_steps
 from zeropp.params.buffer_maker import BufferKey, BufferOutline, UnitOutline, buffer_layouts
 from zeropp.params.dtypes import ComputedWith, DtypeOptions, computed_with

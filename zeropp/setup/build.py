@@ -34,7 +34,6 @@ from zeropp.config import Config
 from zeropp.config.base import notify_once
 from zeropp.engine.accumulation import Listener
 from zeropp.engine.engine import Engine
-from zeropp.engine.hooks import HookedModule
 from zeropp.engine.rehearsal import rehearse, require_room_on_all
 from zeropp.offload.tier_choice import Tiers, open_tiers
 from zeropp.params.buffer_maker import BufferMaker, UnitOutline
@@ -257,7 +256,7 @@ def _partition(
     refuse_until_loaded(model, engine, awaited)
     rehearse(engine)
     # What is cached between uses has never been filled.
-    engine.refresh.start_refresh()
+    engine.start_refresh()
     return engine
 
 
@@ -285,7 +284,7 @@ def _install(
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
     _hook_modules(model, parameters, engine, outlines)
     for unit in engine.units:
-        engine.hooks.watch_gradients(unit)
+        engine.watch_gradients(unit)
     modules = holding_tensors(model)
     install_state_hooks(modules, engine)
     refuse_changes(model, modules, engine)
@@ -524,7 +523,7 @@ def _hook_modules(
     for path, found in needs.items():
         # In one order on every rank: the units of a module are gathered in it.
         units = tuple(found[index] for index in sorted(found))
-        engine.hooks.install(modules[path], HookedModule(path, units))
+        engine.install_hooks(modules[path], path, units)
     for module in modules.values():
         # After all hooked modules are there, since these only add to them.
         for parameter in external_parameters(module):

@@ -9,7 +9,7 @@ import torch
 
 from zeropp.comm.communicators import Ctas, Sharing, choose_ctas
 from zeropp.config import Config, ConfigError
-from zeropp.engine.engine import EngineOptions
+from zeropp.engine.engine_state import EngineOptions
 from zeropp.offload.tier_choice import Offload, TierOptions
 from zeropp.offload.transfer import IoOptions
 from zeropp.order.prefetch import Limits

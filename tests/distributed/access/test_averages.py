@@ -25,7 +25,7 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
         optimizer.zero_grad()
         backward(model, step, None)
         optimizer.step()
-        optimizer.engine.refresh.wait_for_all()  # what the step sends is not the average's
+        optimizer.engine.wait_for_refresh()  # what the step sends is not the average's
         before = zeropp.comm_report(model).total_bytes
         average.update()
         sent = zeropp.comm_report(model).total_bytes - before
@@ -95,7 +95,7 @@ def only_saved(settings: dict[str, object]) -> list[int]:
     average = zeropp.ema(model)
 
     def sent() -> int:
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         return sum(row.calls for row in optimizer.engine.comm.ledger.rows if row.kind == "refresh")
 
     found = [sent()]

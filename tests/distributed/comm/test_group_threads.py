@@ -59,7 +59,7 @@ def threads_of_groups(settings: dict[str, object], local: int) -> tuple[list[int
             for route in (((0,), (1,), (2,)), None):
                 optimizer.backward(model(torch.full((2, 8), float(dist.get_rank())), route).square().mean())
             optimizer.step()
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
     return [len(threads) for threads in used.values()], len(set().union(*used.values()))
 
 

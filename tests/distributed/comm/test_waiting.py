@@ -296,7 +296,7 @@ def struck(names: list[str]) -> dict[str, str]:
     for name in names:
         use, settings, (cls, method), passing, _ = STRUCK[name]
         model, optimizer = wrapped(warn_after=None, **settings)
-        optimizer.engine.refresh.wait_for_all()  # it is under way on a comm stream
+        optimizer.engine.wait_for_refresh()  # it is under way on a comm stream
         working, calls = getattr(cls, method), itertools.count()
 
         def fail(*args: Any, working: Any = working, calls: Any = calls, passing: int = passing, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ def test_two_ways_in_one_window_are_refused() -> None:
 def by_hand() -> float:
     """With a ZeroOptimizer alone losses count as they are, as in plain torch."""
     engine, *_ = zeropp.initialize(model=model_of(), config=settings())
-    engine.core.reductions.loss_scale.divides_plain = False
+    engine.core.loss_scale.divides_plain = False
     for number in range(MICRO):
         loss_of(engine, number, dist.get_rank()).backward()
         engine.step()

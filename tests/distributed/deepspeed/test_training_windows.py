@@ -167,7 +167,7 @@ def held(managed: bool) -> list[list[bool]]:
         found.append([])
         for number in range(4):
             engine.backward(loss_of(engine, 4 * window + number, dist.get_rank()))
-            found[-1].append(engine.core.reductions.holding)
+            found[-1].append(engine.core._reductions.holding)
             if managed or number == 3:
                 engine.step()
     return found

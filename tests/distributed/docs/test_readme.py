@@ -55,7 +55,7 @@ def test_the_first_diff_adds_five_lines() -> None:
 
 def sent_between_nodes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Counter[str]:
     """Bytes that this rank has sent so far, by kind and codec, once nothing is on its way."""
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     found: Counter[str] = Counter()
     for row in zeropp.comm_report(model).rows:
         found[f"{row.kind} {row.codec}"] += row.bytes * (row.link == "cross")

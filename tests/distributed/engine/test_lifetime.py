@@ -96,7 +96,7 @@ def steps_then(end: str, settings: dict[str, object], automatic: bool) -> dict[s
     if end == "closed":
         optimizer.close()
     engine = optimizer.engine
-    refs = [weakref.ref(thing) for thing in (model, optimizer, engine, engine.schedule, engine.comm, *engine.units)]
+    refs = [weakref.ref(thing) for thing in (model, optimizer, engine, engine._schedule, engine.comm, *engine.units)]
     refs += [weakref.ref(buffer) for buffer in engine.buffers]
     refs += [weakref.ref(parameter) for parameter in model.parameters()]
     shards = [buffer.shard.untyped_storage()._weak_ref() for buffer in engine.buffers]

@@ -52,9 +52,9 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
         if when == "after a state dict":
             model.state_dict()
             zeropp.full_state(model)
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         if when == "after an eval":
-            optimizer.engine.schedule.live_units.release_planned()  # kept for reuse, within max_live_parameters
+            optimizer.engine.release_prefetched()  # kept for reuse, within max_live_parameters
         bytes_now = owned_bytes(optimizer)
         wanted = {**plan.terms, "held_gradients": 0, "gathered": 0}
         if bytes_now != wanted:
@@ -154,7 +154,7 @@ def under_way(small: int) -> int:
 
     def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
         nonlocal most
-        most = max(most, len(optimizer.engine.reductions._in_flight) + 1)
+        most = max(most, len(optimizer.engine._reductions._in_flight) + 1)
         return pack(gradient, scale, hold=hold)
 
     backwards_over_slow_links(model, packed, small, ("local", "cross"))
@@ -175,7 +175,7 @@ def onward() -> tuple[int, int, float]:
     """
     model = Routed(6)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
-    under_way, found, pack = optimizer.engine.reductions, [(0, 0, 0)], Gradient.pack
+    under_way, found, pack = optimizer.engine._reductions, [(0, 0, 0)], Gradient.pack
 
     def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
         message = pack(gradient, scale, hold=hold)
@@ -206,7 +206,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
     others = model.seen.nbytes + model.codes.nbytes
     optimizer = trained(model, config)
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     # A comm stream's thread tells that a message has arrived just before it lets go of it.
     until = time.monotonic() + 5
     while (found := sum(n for key, n in storages().items() if key not in before) - others) > plan.total + SHARED_NAN:

@@ -77,7 +77,7 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
         done = time.monotonic()
     finally:
         FlatBuffer.refresh = original  # type: ignore[method-assign]
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
     return stepped - start, done - stepped, [moment - stepped for moment in began]
 
 
@@ -123,7 +123,7 @@ def values_after_a_load(settings: dict[str, object]) -> tuple[Tensor, Tensor, li
     ledger = optimizer.engine.comm.ledger
 
     def refreshes() -> int:
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         return sum(row.calls for row in ledger.rows if row.kind == "refresh")
 
     wrapping = refreshes()
@@ -250,13 +250,13 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
     model = Stack().double()
     optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
     train(model, optimizer, 3)
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     done: list[str] = []
     update, refresh = torch.optim.AdamW.step, FlatBuffer.refresh
     inner = getattr(update, "__wrapped__", update)
 
     def step(own: torch.optim.Optimizer, *args: Any) -> None:
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         stepped = [p for group in own.param_groups for p in group["params"] if p.grad is not None]
         done.append(f"step {sum(p.numel() for p in stepped)}")
         inner(own, *args)
@@ -268,7 +268,7 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
     torch.optim.AdamW.step, FlatBuffer.refresh = step, renew  # type: ignore[method-assign]
     try:
         train(model, optimizer, 1)
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
     finally:
         torch.optim.AdamW.step, FlatBuffer.refresh = update, refresh  # type: ignore[method-assign]
     whole = all(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -32,12 +32,12 @@ def waited(kind: str, method: str, settings: dict[str, object], steps: int) -> d
             time.sleep(SLOW)
         return usual(self, first, *args, **kwargs)
 
-    optimizer.engine.refresh.wait_for_all()  # the first one began with wrapping
+    optimizer.engine.wait_for_refresh()  # the first one began with wrapping
     with mock.patch.object(Hop, method, slow):
         for _ in range(steps):
             optimizer.backward(model(torch.ones(2, 8)).square().mean())
             optimizer.step()
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
     assert slept
     found: Counter[tuple[str, str]] = Counter()
     for row in zeropp.comm_report(model).rows:
@@ -79,7 +79,7 @@ def profiled() -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(3, 8)).sum().backward()
         optimizer.step()
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     return {event.key for event in profile.key_averages() if event.key.startswith("zeropp::")}
 
 

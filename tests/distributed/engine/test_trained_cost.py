@@ -28,7 +28,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
         if late:
             model.blocks[3].requires_grad_(True)
             train(model, optimizer, 2)
-            optimizer.engine.refresh.wait_for_all()
+            optimizer.engine.wait_for_refresh()
             owned.append(owned_bytes(optimizer))
     return owned[0], owned[1], owned[2]
 
@@ -48,10 +48,10 @@ def planned_sizes() -> tuple[list[int], list[int], list[int]]:
     model.blocks.requires_grad_(False)
     optimizer = wrap(model)
     engine = optimizer.engine
-    before = list(engine.schedule.live_units.numel)
+    before = list(engine._schedule.live_units.numel)
     model.blocks[2].lin.bias.requires_grad_(True)
     model(batch(0, 0, 0))
-    return before, engine.schedule.live_units.numel, [unit.numel for unit in engine.units]
+    return before, engine._schedule.live_units.numel, [unit.numel for unit in engine.units]
 
 
 def test_plans_count_with_the_new_sizes() -> None:
@@ -69,7 +69,7 @@ def order(frozen: bool) -> list[tuple[tuple[int, int], ...]]:
         optimizer.zero_grad()
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
-    known = optimizer.engine.schedule.known._known
+    known = optimizer.engine._schedule.known._known
     return [variants.last.reductions for key, variants in known.items() if key[0] == "backward"]
 
 

@@ -65,7 +65,7 @@ def fail_and_go_on(how: str, where: int, at: int, settings: dict[str, object]) -
         pair.train(None)
         pair.check()
     units = pair.engine.units
-    assert live_numel(units) == sum(u.numel for u in units if u.index in pair.engine.schedule.live_units.planned)
+    assert live_numel(units) == sum(u.numel for u in units if u.index in pair.engine._schedule.live_units.planned)
 
 
 FAILURES = [("before", 2), ("inside", 0), ("inside", 3), ("backward", 3), ("backward", 1)]

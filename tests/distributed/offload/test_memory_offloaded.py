@@ -87,9 +87,9 @@ def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str)
                 optimizer.zero_grad()
                 model(torch.arange(4)).backward()
                 optimizer.step()
-            optimizer.engine.refresh.wait_for_step()
-            optimizer.engine.refresh.wait_for_all()
-            optimizer.engine.schedule.live_units.release_planned()
+            optimizer.engine.wait_for_step()
+            optimizer.engine.wait_for_refresh()
+            optimizer.engine.release_prefetched()
             wrong += [f"{when}: {each}" for each in differences(plan, optimizer, stepped=when != "fresh")]
         optimizer.close()
     # All of it was taken before there was anything to put there, and nothing more since.
@@ -281,11 +281,11 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
         def new_nbytes() -> int:
             return owned_bytes(optimizer).get("new_weights", 0)
 
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         stepped = True
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         optimizer.close()
     return most, plan.new_weights, dict(sums), {unit.name: unit.arriving for unit in plan.units}
 

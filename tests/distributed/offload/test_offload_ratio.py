@@ -47,7 +47,7 @@ def border(ratio: float) -> dict[str, Any]:
     with host_apart():
         model, optimizer = make(ratio)
         train(model, optimizer, range(2))
-        optimizer.engine.refresh.wait_for_step()
+        optimizer.engine.wait_for_step()
         here = [part for part in optimizer.slices.all if not part.on_host]
         there = [part for part in optimizer.slices.all if part.on_host]
         shards = sum(buffer.main.tensor.numel() for buffer in optimizer.engine.trainable_buffers)

@@ -84,7 +84,7 @@ class Pauses:
         self.seen: set[str] = set()
 
     def __call__(self, model: nn.Module, optimizer: zeropp.ZeroOptimizer, when: str) -> None:
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         before, places = owned(optimizer), pointers(optimizer)
         self.seen |= {term for term, nbytes in before.items() if nbytes}
         optimizer.offload_states()

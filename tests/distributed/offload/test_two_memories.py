@@ -207,7 +207,7 @@ def test_new_weights_are_in_use_where_they_are_sent_on(tmp_path: Path) -> None:
     ):
         training = Training(memories, SETTINGS["stage 1, bf16"], tmp_path)
         training.step()
-        training.optimizer.engine.refresh.wait_for_all()
+        training.optimizer.engine.wait_for_refresh()
         buffers = training.optimizer.engine.trainable_buffers
         assert sorted(named[-len(buffers) :]) == sorted(buffer.shard.numel() for buffer in buffers)
         training.optimizer.close()

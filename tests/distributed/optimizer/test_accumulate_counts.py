@@ -35,7 +35,7 @@ def calls(
     )
     ledger, found = optimizer.engine.comm.ledger, []
     for step in range(steps):
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         ledger.reset()
         if loop:
             for given, batch in pairs(recipe, step, micros):

@@ -127,7 +127,7 @@ def out_of_step(disturb: Callable[[zeropp.ZeroOptimizer], None], asks: bool) -> 
 
 
 def _issue(optimizer: zeropp.ZeroOptimizer) -> None:
-    optimizer.engine.issue_hash.add(0, 1, 2)
+    optimizer.engine._issue_hash.add(0, 1, 2)
 
 
 def _set_rate(optimizer: zeropp.ZeroOptimizer) -> None:

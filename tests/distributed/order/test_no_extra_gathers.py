@@ -90,7 +90,7 @@ def rounds(settings: dict[str, object], names: list[str]) -> tuple[list[Calls], 
             ledger.reset()
             for name in names:
                 PASSES[name](model, optimizer)
-            optimizer.engine.refresh.wait_for_all()
+            optimizer.engine.wait_for_refresh()
             calls.append(Counter({(row.kind, row.unit): row.calls for row in ledger.rows if row.kind != "control"}))
             agreed.append(sum(row.calls for row in ledger.rows if row.unit == "<agreement>"))
         return calls, agreed, messages

@@ -34,14 +34,14 @@ def one_step(settings: dict[str, object], warm: int, micro: int = 1) -> tuple[Tr
     )
     ledger = optimizer.engine.comm.ledger
     for _ in range(warm + 1):
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         dist.barrier()
         ledger.reset()
         optimizer.zero_grad()
         for _ in range(micro):
             optimizer.backward(model(torch.randn(2, 12)).square().mean())
         optimizer.step()
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     sizes = {unit.name: [p.numel() for p in unit.parameters] for unit in optimizer.engine.units}
     trainable = sum(len(buffer.parameters) for buffer in optimizer.engine.trainable_buffers)
     return traffic(ledger), sizes, [len(optimizer.engine.units), trainable]
@@ -242,7 +242,7 @@ def state_traffic() -> tuple[list[tuple[str, int]], int]:
     config = make_config(bf16={"enabled": True})
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
     ledger = optimizer.engine.comm.ledger
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     ledger.reset()
     zeropp.full_state(model)
     rows = [row for row in ledger.rows if row.kind == "gather"]

@@ -63,7 +63,7 @@ def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, 
 
 def flip_a_bit(engine: Engine) -> None:
     """Flip one in the middle of what the last rank caches of a parameter."""
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     if engine.comm.rank == engine.comm.world - 1:
         buffer = next(buffer for buffer in engine.buffers if buffer.base is not None)
         level = buffer.placement.mode.cached
@@ -74,7 +74,7 @@ def flip_a_bit(engine: Engine) -> None:
 
 def refreshes(engine: Engine) -> dict[str, int]:
     """How what is kept was renewed, by manner."""
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     found: Counter[str] = Counter()
     for (_, what), times in engine.comm.ledger.events.items():
         found[what] += times
@@ -264,11 +264,11 @@ def sent(settings: dict[str, object]) -> tuple[dict[tuple[str, str, str], float]
     model, optimizer = wrapped(settings, lr=1e-4)
     engine = optimizer.engine
     for step in range(4):
-        engine.refresh.wait_for_all()
+        engine.wait_for_refresh()
         dist.barrier()
         engine.comm.ledger.reset()
         train(model, optimizer, step)
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     rows = {(r.unit, r.hop, r.codec): r.bytes / r.calls for r in engine.comm.ledger.rows if r.kind == "refresh"}
     return rows, {unit.name: unit.numel for unit in engine.units}
 

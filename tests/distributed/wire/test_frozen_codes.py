@@ -84,8 +84,8 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     plan = zeropp.plan.memory(lora(), make_config(**{**CODED, **settings}), dist.get_world_size(), 2)
     model, optimizer = wrapped(settings)
     train(model, optimizer, 0)
-    optimizer.engine.refresh.wait_for_all()
-    optimizer.engine.schedule.live_units.release_planned()
+    optimizer.engine.wait_for_refresh()
+    optimizer.engine.release_prefetched()
     return owned_bytes(optimizer), plan.terms
 
 

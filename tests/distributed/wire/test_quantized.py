@@ -222,8 +222,8 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
         optimizer.zero_grad()
         model(tokens(step, dist.get_rank())).backward()
         optimizer.step()
-    optimizer.engine.refresh.wait_for_all()
-    optimizer.engine.schedule.live_units.release_planned()
+    optimizer.engine.wait_for_refresh()
+    optimizer.engine.release_prefetched()
     return owned_bytes(optimizer), plan.terms
 
 
@@ -256,13 +256,13 @@ def one_step(settings: dict[str, object]) -> tuple[Sent, dict[str, int]]:
     model, optimizer = wrapped(make_config(reuse=0, **settings), lr=0.1)
     ledger = optimizer.engine.comm.ledger
     for step in range(3):
-        optimizer.engine.refresh.wait_for_all()
+        optimizer.engine.wait_for_refresh()
         dist.barrier()
         ledger.reset()
         optimizer.zero_grad()
         model(tokens(step, dist.get_rank())).backward()
         optimizer.step()
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     sent = {(r.unit, r.kind, r.hop): (r.calls, r.bytes / r.calls) for r in ledger.rows if r.kind != "control"}
     return sent, {unit.name: unit.numel for unit in optimizer.engine.units}
 

@@ -57,14 +57,14 @@ def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
     optimizer = zeropp.ZeroOptimizer(inner, model, config)
     engine = optimizer.engine
     for _ in range(3):
-        engine.refresh.wait_for_all()
+        engine.wait_for_refresh()
         dist.barrier()
         engine.comm.ledger.reset()
         optimizer.zero_grad()
         for _ in range(plan.micro_batches):
             optimizer.backward(model(torch.randn(2, 12)).float().square().mean())
         optimizer.step()
-    engine.refresh.wait_for_all()
+    engine.wait_for_refresh()
     rows = engine.comm.ledger.rows
     sent = [row for row in rows if row.link != "all"]
     found = {TrafficKey(*(getattr(r, field) for field in TrafficKey._fields)): (r.calls, r.bytes) for r in sent}

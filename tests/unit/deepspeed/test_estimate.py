@@ -109,7 +109,7 @@ def test_an_engine_owns_it(stage: int) -> None:
     model(tokens, tokens).backward()
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.engine.refresh.wait_for_all()
+    optimizer.engine.wait_for_refresh()
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1)
     owned = sum(owned_bytes(optimizer).values()) + states
     plain = {"cpu_offload": False, "additional_buffer_factor": 1}

@@ -29,7 +29,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     except BaseException:
         # What could not be wrapped once more is trained as before.
         for core in former:
-            core.retired = False
+            core.retire(undo=True)
         raise
     engine = made[0]
     engine.writes_module_states = True
@@ -44,5 +44,5 @@ def _let_go(model: nn.Module) -> list[Core]:
     # One for inference is taken over as it is; a step that the host is at is waited for by the new one.
     found = [core for core in cores.values() if isinstance(core.listener, ZeroOptimizer) and not core.retired]
     for core in found:
-        core.retired = True
+        core.retire()
     return found
