@@ -22,7 +22,7 @@ from zeropp.comm.streams import CommStreams, InlineStream
 from zeropp.config import Config
 from zeropp.offload.storage_tiers import MemoryTensor
 from zeropp.offload.tier_choice import at_device
-from zeropp.optimizer.rank_state import ErrorFeedback
+from zeropp.optimizer.optimizer_step import ErrorFeedback
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import BufferLayout, HopSpec

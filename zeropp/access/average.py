@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeropp.access.state import lacks_values
 from zeropp.engine.engine import Engine, engine_of
+from zeropp.engine.engine_state import EngineState
 from zeropp.params.unit import FlatBuffer
 
 __all__ = ["Average", "ema"]
@@ -83,11 +84,11 @@ class Average:
         self._engine.agreement.require_same_call("applied() of an average")
         self._join()
         self._swap()
-        self._engine.begin_average()
+        self._engine.set_state(EngineState.AVERAGED)
         try:
             yield
         finally:
-            self._engine.end_average()
+            self._engine.set_state(EngineState.AVERAGED, on=False)
             self._swap()
 
     @torch.no_grad()

@@ -47,11 +47,11 @@ from zeropp.checkpoint.save_plan import (
     restore_random_state,
     unfreeze,
 )
-from zeropp.checkpoint.saving import wait_together
+from zeropp.checkpoint.saving import backgrounds, wait_together
 from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, TensorReader, Verify
 from zeropp.config.base import notify_once, warn_user
 from zeropp.engine.engine import Engine, engine_of
-from zeropp.optimizer.rank_state import layout_id, load_carried, load_optimizer
+from zeropp.optimizer.optimizer_step import load_carried, load_optimizer
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -210,7 +210,7 @@ class Restore:
                 )
             if first:
                 warn_user(told)
-        for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
+        for number, (group, saved) in enumerate(zip(self.optimizer.inner.param_groups, self.groups, strict=True)):
             for key, value in saved.items():
                 switches = isinstance(value, bool) and isinstance(group.get(key), bool)
                 if first and switches and group[key] != value:
@@ -322,7 +322,7 @@ class Restore:
             }
             found["groups"] = self.groups
             # Of another layout they are of other slices.
-            found["carried"] = own.get("carried") if own.get("layout") == layout_id(self.engine) else None
+            found["carried"] = own.get("carried") if own.get("layout") == self.engine.layout_id() else None
         if "random" in self.kinds:
             found["random"] = (own or self.metadata.ranks[0])["random"]
         if "extra" in self.kinds:
@@ -557,7 +557,8 @@ def load(
     # What was given: nodes may have other links to one disk. As save() has it, "a/../b" is b, whether or not there is
     # an a.
     folder = Path(os.path.realpath(common_path(engine, path, "checkpoint.load()")))
-    wait_together(engine, "nothing was changed")
+    if engine in backgrounds:
+        wait_together(engine, "nothing was changed")
     unfreeze(engine, optimizer)
     shown = Progress(f"loading {folder.name}", progress and engine.comm.rank == 0)
 

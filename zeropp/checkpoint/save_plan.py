@@ -473,7 +473,7 @@ def _add_number(found: SavePlan, numbers: dict[str, dict[str, Any]], name: str, 
 
 def _groups(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) -> Iterator[dict[str, Any]]:
     names = {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
-    for index, (group, given) in enumerate(zip(optimizer.param_groups, optimizer.slices.given, strict=True)):
+    for index, (group, given) in enumerate(zip(optimizer.inner.param_groups, optimizer.slices.given, strict=True)):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         tensors: dict[str, Tensor] = {}
         encoded = encode(settings, f"optimizer.group.{index}", tensors)

@@ -62,7 +62,6 @@ from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import HOST, gather_pickled, gather_rows
 from zeropp.comm.threads import at_exit
 from zeropp.engine.engine import Engine, engine_of
-from zeropp.optimizer.rank_state import layout_id
 from zeropp_kernels import __version__
 
 __all__ = [
@@ -760,7 +759,7 @@ def _prepare(
             )
         owner = require_ours(engine, optimizer)
         found = collect(optimizer=owner)
-        found.own["layout"] = layout_id(engine)
+        found.own["layout"] = engine.layout_id()
         found.values["config"] = owner.config.model_dump(mode="json") if owner is not None else {}
         return found
 

@@ -31,7 +31,7 @@ from zeropp.checkpoint.boxes import (
 from zeropp.checkpoint.save_plan import model_names, require_ours, unfreeze
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.checks import Twin
-from zeropp.optimizer.rank_state import load_carried
+from zeropp.optimizer.optimizer_step import load_carried
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
@@ -195,7 +195,7 @@ class _State(Stateful):
     def _settings(self, optimizer: ZeroOptimizer) -> dict[str, Any]:
         names = names_of(self._engine)
         found: dict[str, Any] = {}
-        for group, given in zip(optimizer.param_groups, optimizer.slices.given, strict=True):
+        for group, given in zip(optimizer.inner.param_groups, optimizer.slices.given, strict=True):
             for name in (names[id(parameter)] for parameter in given if id(parameter) in names):
                 for key, value in group.items():
                     if key not in ("params", "param_names"):
@@ -234,7 +234,7 @@ class _State(Stateful):
 
     def _take_settings(self, optimizer: ZeroOptimizer, loaded: dict[str, Any]) -> None:
         names = names_of(self._engine)
-        for number, (group, given) in enumerate(zip(optimizer.param_groups, optimizer.slices.given, strict=True)):
+        for number, (group, given) in enumerate(zip(optimizer.inner.param_groups, optimizer.slices.given, strict=True)):
             for key in [key for key in group if key not in ("params", "param_names")]:
                 found = [loaded.get(f"param_groups.{names[id(p)]}.{key}", group[key]) for p in given if id(p) in names]
                 if any(not _same(value, found[0]) for value in found[1:]):

@@ -4,27 +4,34 @@ In the steady state a pass exchanges nothing beside weights and gradients: every
 together with the others. Messages here are sent while an order is learned, where known orders part, at the end of
 passes that vary, after errors, and when a rank gives up waiting; and between passes, where all ranks must come to the
 same call, such as ``state_dict()``, or bring the same settings to a step.
+
+`Watch` warns long before waiting becomes an error. The thread that waits may be inside a call of torch and cannot
+speak. So another one looks at it now and then, puts the rank's account into the store once it has waited for long,
+reads the others' and logs them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 
+import zeropp.comm.watch as status
 from zeropp.comm.hops import Comm, make_stalls
-from zeropp.comm.process_groups import CollectiveError, what_ended
+from zeropp.comm.process_groups import CollectiveError, name_ranks, what_ended
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.watch import RankStatus, Watch, board_of, code_of, explain, make_monitor
+from zeropp.comm.timers import Patrol
+from zeropp.comm.watch import RankStatus, StatusBoard, board_of, by_text, code_of, explain, likely_cause, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
@@ -220,7 +227,9 @@ class Agreement:
         """
         if self.lost is None and (met or not self._step_stopped):
             self._step_stopped = False
-            self.board.go_on(self._code)
+            # Nearly always this rank has nothing to take back.
+            if self.board.ends:
+                self.board.go_on(self._code)
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
@@ -471,3 +480,130 @@ def _in_a_line(error: BaseException) -> str:
     with contextlib.suppress(Exception):
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return type(error).__name__
+
+
+# A thread that looks at this rank's waiting.
+
+_LOOKS_WHILE_WAITING = 4  # before waiting is long
+_LATER = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
+
+
+class Watch:
+    """Watches one rank's waiting in one engine.
+
+    Args:
+        board: with the statuses of the engine's ranks.
+        engine: its code there.
+        rank: this rank in the engine's group.
+        world: how many there are.
+        after: seconds, or None never to say anything.
+        when_failed: called on the watching thread while this rank waits for others, one of which has failed.
+        alone: there is nobody to wait for.
+    """
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        engine: str,
+        rank: int,
+        world: int,
+        after: float | None,
+        when_failed: Callable[[], None] = lambda: None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        self._board = board
+        self._engine = engine
+        self._rank = rank
+        self._world = world
+        self._when_failed = when_failed
+        self._after = None if alone else math.inf if after is None else after
+        self._current: _Wait | None = None
+        self._asked = 0.0  # when it was last asked whether a rank has failed
+        self._patrol = Patrol("watch", self.look, self.end)
+
+    @contextlib.contextmanager
+    def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:
+        """Inside, this rank may wait for others; ``account`` says where."""
+        if self._after is None:
+            yield
+            return
+        # At the first wait: a rank that never waits for others needs no thread.
+        if not self._patrol.started:
+            self._patrol.start(min(self._after / _LOOKS_WHILE_WAITING, status.PERIOD))
+        # Waits nest, as an exchange does inside a call of the user. The other thread reads ``_current`` without a
+        # lock: one reference replaces another.
+        before = self._current
+        wait = _Wait(account, time.monotonic())
+        self._current = wait
+        try:
+            yield
+        finally:
+            self._current = before
+            if wait.told:
+                self._board.post_waiting(self._engine, None)
+
+    def end(self) -> None:
+        """Write a status that has not been written yet, as the program ends; on the watching thread."""
+        # Without a limit: Python does not start threads any more by then.
+        self._board.write_status(limit=False)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._after = None
+        self._patrol.stopped.set()
+
+    def look(self) -> None:
+        """Speak if the wait of this moment has become long; on the watching thread."""
+        # Read once: the main thread may begin or end a wait at any moment.
+        wait = self._current
+        now = time.monotonic()
+        self._board.tell_stop()
+        if wait is None or self._after is None:
+            return
+        waited = now - wait.start
+        if waited >= status.ASKING and now - self._asked >= status.ASKING:
+            self._asked = now
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                if self._board.some_rank_failed(self._engine) and self._current is wait:
+                    self._when_failed()
+        if wait.told or waited < self._after:
+            return
+        # Before the account goes out, so that a wait that ends meanwhile withdraws it.
+        wait.told = True
+        account = wait.account()
+        try:
+            self._board.post_waiting(self._engine, account)
+            # On the event and not in sleep, so that the end of the program need not wait for this.
+            self._patrol.stopped.wait(min(_LATER, self._after / _LOOKS_WHILE_WAITING))
+            words = self._words({**self._board.accounts(self._engine), self._rank: account})
+        except (RuntimeError, TimeoutError) as error:
+            words = (
+                f"rank {self._rank} has been waiting for {self._after:g} s, {account}; the others cannot be asked, "
+                f"since the job's store, which rank 0 keeps, or the launcher, does not answer ({error})"
+            )
+        if self._current is wait:
+            _log.warning("%s", words)
+        else:
+            # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
+            self._board.post_waiting(self._engine, None)
+
+    def _words(self, accounts: dict[int, RankStatus]) -> str:
+        said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})
+        others = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}" for text, ranks in said.items()]
+        silent = [rank for rank in range(self._world) if rank not in accounts]
+        if silent:
+            others.append(f"{name_ranks(silent)} {'waits' if len(silent) == 1 else 'wait'} for nobody")
+        return (
+            f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
+            f"Perhaps {likely_cause(accounts, self._world)}"
+        )
+
+
+@dataclass(eq=False)
+class _Wait:
+    """One wait of the rank's main thread."""
+
+    account: Callable[[], RankStatus]
+    start: float
+    told: bool = False

@@ -433,6 +433,7 @@ class Comm:
         """
         self.job = job
         self.chain = chain
+        self.world = chain.world
         self.rank = rank
         self.ranks = ranks = members.ranks
         self.local = members.local
@@ -477,11 +478,6 @@ class Comm:
     def communicates(self) -> bool:
         """True if weights and gradients travel over communicators that ranks make and destroy together."""
         return self.world > 1 and self.backend not in ("gloo", "fake")
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.chain.world
 
     @property
     def uses_users_group(self) -> bool:

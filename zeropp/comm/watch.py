@@ -1,12 +1,8 @@
-"""Who waits where: the status of each rank in the job's store, and two threads that look at this rank's waiting.
+"""Who waits where: the status of each rank in the job's store, and a thread that watches the work of a card.
 
 A `RankStatus` is one rank's status in words; `explain` tells the likely cause from the status of all ranks. A
 `StatusBoard` writes this rank's status into the store and reads those of others: whether an exception has stopped it,
 and what it waits for.
-
-`Watch` warns long before waiting becomes an error. The thread that waits may be inside a call of torch and cannot
-speak. So another one looks at it now and then, puts the rank's account into the store once it has waited for long,
-reads the others' and logs them.
 
 `Monitor` ends waits on a card, where the host only queues work and goes on. If another rank is missing, a collective on
 the card never ends, and neither does the work behind it. The host notices where it reads a number, or when the queue is
@@ -41,12 +37,11 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -60,11 +55,12 @@ from zeropp.comm.streams import Event
 from zeropp.comm.timers import Patrol, within
 
 __all__ = [
+    "ASKING",
     "BLIND",
+    "PERIOD",
     "Monitor",
     "RankStatus",
     "StatusBoard",
-    "Watch",
     "board_of",
     "by_text",
     "code_of",
@@ -83,10 +79,8 @@ _GOING_ON = 3.0  # seconds in which a rank that has stopped may go on
 _REMEMBERED = 64  # places at which this rank has stopped
 _PAGE = 2  # lines for each rank in one list
 _LONGEST = 300  # characters of what went wrong on a rank
-_PERIOD = 1.0  # seconds between looks, at most; the events of finished work are kept until then
-_ASKING = 5.0  # seconds of waiting after which a rank asks whether another one has failed, and between two questions
-_LOOKS_WHILE_WAITING = 4  # before waiting is long
-_GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
+PERIOD = 1.0  # seconds between looks, at most; the events of finished work are kept until then
+ASKING = 5.0  # seconds of waiting after which a rank asks whether another one has failed, and between two questions
 _LOOKS_BEFORE_LOSS = 8  # in ``hang_timeout``, at least
 BLIND = frozenset({"cuda"})
 """Types of devices whose work the host does not wait for."""
@@ -218,6 +212,7 @@ class StatusBoard:
 
     Attributes:
         stopped_by: this rank's account of an exception that has ended its last pass or step, until it goes on.
+        ends: stops and losses of this rank, by engine. Other threads read it, so each change replaces the whole.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
@@ -225,9 +220,8 @@ class StatusBoard:
         self._name = f"zeropp-{code_of(repr(ranks))}"
         self._rank = rank
         self.stopped_by: RankStatus | None = None
-        # This rank's, by engine. Other threads read these dictionaries, so each change replaces the whole.
-        self._ends: dict[str, _End] = {}
-        self._waits: dict[str, str] = {}  # texts of accounts
+        self.ends: dict[str, _End] = {}
+        self._waits: dict[str, str] = {}  # texts of accounts, by engine; replaced as a whole, too
         self._places: dict[str, int] = {}  # where this rank has stopped, the latest last: how often
         self._stopped = self._told = -_OFTEN  # when it last stopped, and when that was told at once
         self._said_ends = _Lines(f"{self._name}/ends", rank, len(ranks))
@@ -243,7 +237,7 @@ class StatusBoard:
     def join(self) -> None:
         """Withdraw what this rank has said, since it makes another engine."""
         self.stopped_by = None
-        self._ends = {}
+        self.ends = {}
         self._waits = {}
         self._heard = (0, {})
         # An error here would end the wrap; one that matters comes up again where the store is needed.
@@ -259,7 +253,7 @@ class StatusBoard:
             account: with the exception as its ``failure``.
             at_once: write to the store now, and wait for it. Otherwise :meth:`tell_stop` writes, on another thread.
         """
-        before = self._ends.get(engine)
+        before = self.ends.get(engine)
         now = time.monotonic()
         code = code_of(f"{engine} {place}")
         # The same stop may be noted twice: the second account says more.
@@ -278,16 +272,13 @@ class StatusBoard:
 
     def is_stopped(self, engine: str) -> bool:
         """Tell whether this rank has stopped in an engine, and has begun nothing since then."""
-        return engine in self._ends and self._ends[engine].idle
+        return engine in self.ends and self.ends[engine].idle
 
     def go_on(self, engine: str) -> None:
         """Note that this rank begins something with other ranks in an engine, after an exception perhaps."""
-        if self._ends:
-            self.stopped_by = None
-            self._ends = {
-                other: replace(end, idle=False) for other, end in self._ends.items() if other != engine or end.lost
-            }
-            self.write_status()
+        self.stopped_by = None
+        self.ends = {other: replace(end, idle=False) for other, end in self.ends.items() if other != engine or end.lost}
+        self.write_status()
 
     def lose(self, engine: str, account: RankStatus, *, closed: bool = False) -> None:
         """Tell the others that this rank cannot go on in an engine, whoever has failed.
@@ -299,15 +290,15 @@ class StatusBoard:
         """
         self._waits = {other: text for other, text in self._waits.items() if other != engine}
         # An exception that has stopped this rank before is the cause, unless it has stopped others there, too.
-        before = next((end for end in self._ends.values() if end.idle), None)
+        before = next((end for end in self.ends.values() if end.idle), None)
         place = ""
         text = _text(engine, account)
         if before is not None and before.place and self.stopped_by is not None and (closed or not account.failure):
             place = before.place
             text = _text(engine, replace(account, failure=self.stopped_by.failure))
         if closed:
-            idle = before is not None and before is self._ends.get(engine)
-            self._ends = {**self._ends, engine: _End(place, text, idle=idle, lost=True)}
+            idle = before is not None and before is self.ends.get(engine)
+            self.ends = {**self.ends, engine: _End(place, text, idle=idle, lost=True)}
         else:
             self._end(engine, _End(place, text, idle=True, lost=True))
             self.stopped_by = account
@@ -352,8 +343,8 @@ class StatusBoard:
         return within(_ANSWER, partial(self._find_accounts, engine), "reading the accounts of ranks")
 
     def _end(self, engine: str, end: _End) -> None:
-        others = {other: replace(each, idle=False) for other, each in self._ends.items()}
-        self._ends = {**others, engine: end}
+        others = {other: replace(each, idle=False) for other, each in self.ends.items()}
+        self.ends = {**others, engine: end}
 
     def _begin_lines(self) -> None:
         with self._writing:
@@ -366,7 +357,7 @@ class StatusBoard:
         # The status is read under the lock: a call that was held up in the store does not overwrite a newer status.
         with self._writing:
             store = default_store()
-            ends = self._ends
+            ends = self.ends
             waits = self._waits
             for key, text in (*map(self._account, ends.items()), *((code_of(text), text) for text in waits.values())):
                 if self._stored.get(key) != text:
@@ -378,7 +369,7 @@ class StatusBoard:
 
     def _words(self, ends: dict[str, _End] | None = None, waits: dict[str, str] | None = None) -> tuple[str, str]:
         """This rank's two lines: "engine:place:key" for each end, marked "!" if idle and "x" if lost; "engine:key"."""
-        ends = self._ends if ends is None else ends
+        ends = self.ends if ends is None else ends
         waits = self._waits if waits is None else waits
         return (
             " ".join(
@@ -413,7 +404,7 @@ class StatusBoard:
 
     def _has_ended(self, engine: str, end: _End) -> bool:
         """Tell whether this rank, too, has stopped there, or has lost the engine."""
-        own = self._ends.get(engine)
+        own = self.ends.get(engine)
         return own is not None and own.lost if end.lost else self._has_stopped(end.place)
 
     def _has_stopped(self, place: str) -> bool:
@@ -558,128 +549,7 @@ def _text(engine: str, account: RankStatus) -> str:
     return json.dumps([engine, replace(account, failure=account.failure[:_LONGEST]).packed()])
 
 
-# Threads that look at this rank's waiting.
-
-
-class Watch:
-    """Watches one rank's waiting in one engine.
-
-    Args:
-        board: with the statuses of the engine's ranks.
-        engine: its code there.
-        rank: this rank in the engine's group.
-        world: how many there are.
-        after: seconds, or None never to say anything.
-        when_failed: called on the watching thread while this rank waits for others, one of which has failed.
-        alone: there is nobody to wait for.
-    """
-
-    def __init__(
-        self,
-        board: StatusBoard,
-        engine: str,
-        rank: int,
-        world: int,
-        after: float | None,
-        when_failed: Callable[[], None] = lambda: None,
-        *,
-        alone: bool = False,
-    ) -> None:
-        self._board = board
-        self._engine = engine
-        self._rank = rank
-        self._world = world
-        self._when_failed = when_failed
-        self._after = None if alone else math.inf if after is None else after
-        self._current: _Wait | None = None
-        self._asked = 0.0  # when it was last asked whether a rank has failed
-        self._patrol = Patrol("watch", self.look, self.end)
-
-    @contextlib.contextmanager
-    def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:
-        """Inside, this rank may wait for others; ``account`` says where."""
-        if self._after is None:
-            yield
-            return
-        # At the first wait: a rank that never waits for others needs no thread.
-        if not self._patrol.started:
-            self._patrol.start(min(self._after / _LOOKS_WHILE_WAITING, _PERIOD))
-        # Waits nest, as an exchange does inside a call of the user. The other thread reads ``_current`` without a
-        # lock: one reference replaces another.
-        before = self._current
-        wait = _Wait(account, time.monotonic())
-        self._current = wait
-        try:
-            yield
-        finally:
-            self._current = before
-            if wait.told:
-                self._board.post_waiting(self._engine, None)
-
-    def end(self) -> None:
-        """Write a status that has not been written yet, as the program ends; on the watching thread."""
-        # Without a limit: Python does not start threads any more by then.
-        self._board.write_status(limit=False)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._after = None
-        self._patrol.stopped.set()
-
-    def look(self) -> None:
-        """Speak if the wait of this moment has become long; on the watching thread."""
-        # Read once: the main thread may begin or end a wait at any moment.
-        wait = self._current
-        now = time.monotonic()
-        self._board.tell_stop()
-        if wait is None or self._after is None:
-            return
-        waited = now - wait.start
-        if waited >= _ASKING and now - self._asked >= _ASKING:
-            self._asked = now
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                if self._board.some_rank_failed(self._engine) and self._current is wait:
-                    self._when_failed()
-        if wait.told or waited < self._after:
-            return
-        # Before the account goes out, so that a wait that ends meanwhile withdraws it.
-        wait.told = True
-        account = wait.account()
-        try:
-            self._board.post_waiting(self._engine, account)
-            # On the event and not in sleep, so that the end of the program need not wait for this.
-            self._patrol.stopped.wait(min(_GRACE, self._after / _LOOKS_WHILE_WAITING))
-            words = self._words({**self._board.accounts(self._engine), self._rank: account})
-        except (RuntimeError, TimeoutError) as error:
-            words = (
-                f"rank {self._rank} has been waiting for {self._after:g} s, {account}; the others cannot be asked, "
-                f"since the job's store, which rank 0 keeps, or the launcher, does not answer ({error})"
-            )
-        if self._current is wait:
-            _log.warning("%s", words)
-        else:
-            # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
-            self._board.post_waiting(self._engine, None)
-
-    def _words(self, accounts: dict[int, RankStatus]) -> str:
-        said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})
-        others = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}" for text, ranks in said.items()]
-        silent = [rank for rank in range(self._world) if rank not in accounts]
-        if silent:
-            others.append(f"{name_ranks(silent)} {'waits' if len(silent) == 1 else 'wait'} for nobody")
-        return (
-            f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
-            f"Perhaps {likely_cause(accounts, self._world)}"
-        )
-
-
-@dataclass(eq=False)
-class _Wait:
-    """One wait of the rank's main thread."""
-
-    account: Callable[[], RankStatus]
-    start: float
-    told: bool = False
+# A thread that watches the work of a card.
 
 
 def make_monitor(
@@ -719,7 +589,7 @@ class Monitor:
     def watch_event(self, event: Event, doing: str) -> None:
         """Work was queued that ends with ``event``; ``doing`` says what it is, after "waiting for"."""
         if not self._patrol.started:  # at the first: a rank that sends nothing needs no thread
-            self._patrol.start(min(self._hang_timeout / _LOOKS_BEFORE_LOSS, _PERIOD))
+            self._patrol.start(min(self._hang_timeout / _LOOKS_BEFORE_LOSS, PERIOD))
         self._queued.append((event, doing, time.monotonic()))
 
     def _look(self) -> None:
@@ -747,7 +617,7 @@ class Monitor:
 
     def _is_in_vain(self, waited: float, now: float) -> bool:
         """Tell, every few seconds of a wait, whether another rank has failed."""
-        if waited < _ASKING or now - self._asked < _ASKING:
+        if waited < ASKING or now - self._asked < ASKING:
             return False
         self._asked = now
         # A store that does not answer is the business of whoever waits for it.

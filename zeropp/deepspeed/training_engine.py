@@ -33,6 +33,7 @@ from zeropp.deepspeed.zero_inference import thaw
 from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
 from zeropp.engine.engine import Engine as Core
 from zeropp.engine.engine import engine_of
+from zeropp.engine.engine_state import EngineState
 from zeropp.engine.preconditions import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.gradient import LossScaleError
@@ -474,7 +475,9 @@ class Engine(nn.Module):
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
             unshard_parameters(weights)
-        self.core.retire()  # where it is not closed, the model's modules have it until somebody takes it over
+        self.core.set_state(
+            EngineState.RETIRED
+        )  # where it is not closed, the model's modules have it until somebody takes it over
         self.core.loss_scale.drop_losses()
         # Last: a warning of it may be an error.
         thaw(self.core, self.module)

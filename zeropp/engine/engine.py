@@ -39,6 +39,7 @@ from zeropp.engine.preconditions import (
     check_idle,
     of_a_forward,
     refuse_compiled_autograd,
+    refuse_retired,
 )
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
 from zeropp.order.reductions import Reductions
@@ -47,7 +48,7 @@ from zeropp.order.schedule import Schedule
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.gradient import Gradient, LossScale
 from zeropp.params.guard import GuardHandler, WeightReader, handler_of
-from zeropp.params.unit import FlatBuffer, Unit, UnitState
+from zeropp.params.unit import FlatBuffer, Unit, UnitState, layout_id
 
 __all__ = ["Engine", "engine_of"]
 
@@ -89,6 +90,7 @@ class Engine(GuardHandler):
     _trained_set = 0
     _backwards = 0
     _root_ran = False  # the model was called as a whole, with a graph
+    _graphs_outdated = False  # weights have changed since the last pass
     # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
     _trains = True
 
@@ -192,6 +194,7 @@ class Engine(GuardHandler):
             if not running:
                 self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
                 self.finish_load()
+                self._forget_outdated_graphs()
                 if (listener := self.listener) is not None:
                     listener.forward_begins()
                 self._refresh.start_put_off()
@@ -260,7 +263,9 @@ class Engine(GuardHandler):
         self._schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self.notes_calls = self._schedule.repeats or self._schedule.learning
-        self._unshard_units(unit for unit in self.persistent if not unit.hooked)
+        for unit in self.persistent:
+            if not unit.hooked:
+                self._schedule.use(unit)
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
@@ -317,6 +322,7 @@ class Engine(GuardHandler):
         if self.running:
             return
         self.require_idle("backward", needs=TRAINING)
+        self._forget_outdated_graphs()
         self._trains = not by_output or self._backward.accumulates()
         if self._trains and (listener := self.listener) is not None:
             listener.backward_begins()
@@ -328,7 +334,8 @@ class Engine(GuardHandler):
         self._schedule.begin_phase(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
-        self._unshard_units(self.persistent)
+        for unit in self.persistent:
+            self._schedule.use(unit)
         self._backward.fetch_known_uses()
 
     @uncompiled
@@ -416,6 +423,10 @@ class Engine(GuardHandler):
     def pin_units(self) -> contextlib.AbstractContextManager[None]:
         """Inside, units that modules have used stay gathered; see :class:`zeropp.engine.backward.PinnedUnits`."""
         return self._pinned_units.until_left()
+
+    def layout_id(self) -> str:
+        """Fingerprint of this rank's slices of the model; equal exactly when they are the same."""
+        return layout_id(self.units, self.mode, self.comm.rank)
 
     def release_prefetched(self) -> None:
         """Release units that are kept or fetched for a pass to come; the same on every rank."""
@@ -546,11 +557,6 @@ class Engine(GuardHandler):
         """The modules to call for a parameter; see :class:`zeropp.params.guard.GuardHandler`."""
         return self._hooks.fetching(parameter, self.unit_of[id(parameter)])
 
-    def _unshard_units(self, units: Iterable[Unit]) -> None:
-        """Let the model see persistent weights."""
-        for unit in units:
-            self._schedule.use(unit)
-
     def _guard_all(self) -> None:
         """Between passes nothing may be read or edited, not even what the plan keeps gathered for the next one."""
         for unit in self.units:
@@ -577,10 +583,13 @@ class Engine(GuardHandler):
         inside_gather: bool = False,
         averaged: bool = False,
         beside_step: bool = False,
+        trains: bool = False,
         needs: Collection[str] = EVERYTHING,
     ) -> None:
         """Refuse a call in the middle of a pass; unless ``inside_gather``, inside GatheredParameters. Wait for the
         host's step.
+
+        If it ``trains``, refuse it also of an engine that is retired.
 
         And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume;
         and while anything that it ``needs`` is off the device: see [Note: states off the device].
@@ -591,6 +600,8 @@ class Engine(GuardHandler):
         self.notice_failed_backward()
         # Nearly always none of it is so, and this is asked several times a step.
         if self.state or self.running or self.gather_contexts.open or self.parking.kinds:
+            if trains:
+                refuse_retired(self, what)
             check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
             self._refresh.wait_for_step()
@@ -658,11 +669,17 @@ class Engine(GuardHandler):
         self.finish_load()
         for buffer in buffers:
             buffer.note_change(stepped=stepped)
-        self._backward.forget_graphs()
-        self._hooks.forget_graphs()  # of older weights: see [Note: cached weights]
+        # Of older weights: see [Note: cached weights]. The next pass forgets them.
+        self._graphs_outdated = True
         self._schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):
             (self._refresh.put_off if for_now else self._refresh.start_refresh)()
+
+    def _forget_outdated_graphs(self) -> None:
+        if self._graphs_outdated:
+            self._graphs_outdated = False
+            self._backward.forget_graphs()
+            self._hooks.forget_graphs()
 
     def begin_load(self) -> None:
         """A state dict is about to be copied in: what torch copies into a parameter are new main weights."""
@@ -674,17 +691,9 @@ class Engine(GuardHandler):
             self.state &= ~EngineState.LOADING
             self.weights_changed(self.buffers)
 
-    def begin_average(self) -> None:
-        """Main weights hold an average from here on."""
-        self.state |= EngineState.AVERAGED
-
-    def end_average(self) -> None:
-        """Main weights are the trained ones again."""
-        self.state &= ~EngineState.AVERAGED
-
-    def retire(self, *, undo: bool = False) -> None:
-        """Refuse to train from here on, as the model is destroyed or wrapped again; ``undo`` takes that back."""
-        self.state = self.state & ~EngineState.RETIRED if undo else self.state | EngineState.RETIRED
+    def set_state(self, state: EngineState, *, on: bool = True) -> None:
+        """Main weights hold an average, or the engine is retired; or, unless ``on``, no longer."""
+        self.state = self.state | state if on else self.state & ~state
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Fetch a parameter's unit for the forwards of a module, too."""

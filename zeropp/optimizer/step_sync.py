@@ -196,7 +196,7 @@ class StepSync:
         for gradient in gradients:
             gradient.measure()
         # A NaN survives the sum and the addition, and zero changes nothing: no branch, so the host need not know.
-        bad = Report.total([gradient.report for gradient in gradients], self.engine.device)[1]
+        bad = total_of([gradient.report for gradient in gradients], self.engine.device)[1]
         flag = torch.where(bad == 0, 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)
@@ -395,12 +395,12 @@ class StepSync:
         """Measure gradients again; returns whether their squares or flags are others than before."""
         gradients = self._arrived()
         reports = [gradient.report for gradient in gradients]
-        before = Report.total(reports, self.engine.device)
+        before = total_of(reports, self.engine.device)
         for gradient in gradients:
             gradient.doubt()
             gradient.measure()
         # NaN is no number, so it is never within the bound.
-        same = (Report.total(reports, self.engine.device) - before).abs() <= _ROUNDING * before
+        same = (total_of(reports, self.engine.device) - before).abs() <= _ROUNDING * before
         return not bool(same.all())
 
     def _renew_differing_caches(self, values: list[float]) -> None:
@@ -489,18 +489,18 @@ class StepSync:
         # A version that has risen is a proof. Without one only scaling is looked for, which is GradScaler's.
         edited = any(gradient.edited for gradient in doubted)
         reports = [gradient.report for gradient in doubted]
-        before = Report.total(reports, self.engine.device)[0]
+        before = total_of(reports, self.engine.device)[0]
         for gradient in doubted:
             gradient.measure()
         # A kernel and a pass of its own may add in another order.
-        scaled = (Report.total(reports, self.engine.device)[0] - before).abs() > _ROUNDING * before
+        scaled = (total_of(reports, self.engine.device)[0] - before).abs() > _ROUNDING * before
         return early + torch.where(scaled, 1.0, float(edited)).to(torch.float64)[None]
 
     def _measure(self, exact: bool) -> Tensor:
         """float64 [2]: the square of this rank's part of the norm, and how many of its shards are not finite."""
         # Replicas hold the same sums; the first one's count.
         gradients = [gradient for gradient in self._arrived() if gradient.placement.replica == 0]
-        found = Report.total([gradient.report for gradient in gradients], self.engine.device)
+        found = total_of([gradient.report for gradient in gradients], self.engine.device)
         if exact and gradients:
             found[0] = square_over([gradient.shard for gradient in gradients], self.engine.device)
         return found
@@ -583,6 +583,17 @@ class StepSync:
         """For each unit, which parameters any rank has used."""
         flags = iter(values[self._used :])
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
+
+
+def total_of(reports: Sequence[Report], device: torch.device) -> Tensor:
+    """float64 [2]: the sum of all squares of gradient shards, and how many of the shards are not finite."""
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    squares = [report.squares[None] for report in reports if report.squares is not None]
+    blocks = [report.norms for report in reports if report.squares is None]
+    # Few launches, whatever the number of units.
+    measured = torch.cat(blocks).sum(dtype=torch.float64)[None] if blocks else zero
+    flags = torch.cat([report.flag for report in reports]).sum().to(torch.float64)[None] if reports else zero
+    return torch.cat([torch.cat([*squares, measured]).sum()[None], flags])
 
 
 # Numbers on their way from the device to the host.

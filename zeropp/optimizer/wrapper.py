@@ -39,21 +39,29 @@ from zeropp.optimizer.checks import (
 )
 from zeropp.optimizer.host_step import waits_for_weights
 from zeropp.optimizer.offload_states import chosen_kinds, offload_states, reload_states
-from zeropp.optimizer.optimizer_step import GradientNorms, OptimizerStep, gradient_norms, scale_gradients, unscale
-from zeropp.optimizer.param_groups import GroupSettings, add_group, switch_mode, take_weight_edits
-from zeropp.optimizer.rank_state import (
+from zeropp.optimizer.optimizer_step import (
     ErrorFeedback,
+    GradientNorms,
+    GroupSettings,
+    OptimizerStep,
     StepResult,
+    from_step_result,
+    gradient_norms,
+    load_carried,
+    load_optimizer,
+    scale_gradients,
+    unscale,
+)
+from zeropp.optimizer.param_groups import add_group, switch_mode
+from zeropp.optimizer.rank_state import (
     check_state,
     describe_rank,
-    from_step_result,
-    load_carried,
     load_main_weights,
-    load_optimizer,
     warn_if_alone,
 )
 from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.optimizer.step_sync import StepStats, StepSync
+from zeropp.params.unit import FlatBuffer, UnitState
 from zeropp.plan.memory import plan_space
 from zeropp.setup.build import build_engine
 
@@ -372,8 +380,7 @@ class ZeroOptimizer(Optimizer):
         if closure is not None and not window.every_step_acts:  # hooks must not run before it is known that it acts
             loss = torch.enable_grad()(closure)()
             closure = None
-        refuse_retired(self.engine, "step")
-        self.engine.require_idle("step", beside_step=True)
+        self.engine.require_idle("step", beside_step=True, trains=True)
         taken = window.note_step_call(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
@@ -671,3 +678,39 @@ class ZeroOptimizer(Optimizer):
             self.slices.assign()
             self.step_sync.invalidate()
         self.slices.show_trained()
+
+
+@torch.no_grad()
+def take_weight_edits(engine: Engine, slices: ShardedParams) -> list[str]:
+    """Let a forward that begins compute with weights that the user has edited in the groups since the last one.
+
+    Nothing travels where nothing was edited. See [Note: edits of slices].
+
+    Returns:
+        Names of parameters; some were edited in a way that other ranks may not know of, and the forward misses that.
+    """
+    if slices.take_replaced():
+        engine.note_storages()
+    edited = [buffer for buffer in slices.buffers if buffer.edited]
+    by_groups = slices.edited_by_groups()
+    if engine.refresh_is_delayed:
+        # What is put off begins now, with weights as they are.
+        known = True
+    elif by_groups or (edited and not slices.divided):
+        engine.agreement.require_same_call("a forward after an edit of weights in optimizer.param_groups")
+        engine.weights_changed(engine.trainable_buffers)
+        known = True
+    else:
+        known = False
+    if by_groups:
+        slices.accept_edits()
+    for buffer in edited:
+        buffer.accept_edits()
+    return [] if known else [name for buffer in edited if _keeps_old_weights(engine, buffer) for name in buffer.names]
+
+
+def _keeps_old_weights(engine: Engine, buffer: FlatBuffer) -> bool:
+    """Tell whether the next forward computes with a copy of the weights, and gathers no new ones."""
+    source = buffer.wire_copy
+    kept = buffer.paths.refresh is not None or (source is not None and source.follows)
+    return kept or engine.unit_of[id(buffer.parameters[0])].state is not UnitState.SHARDED

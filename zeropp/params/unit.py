@@ -15,7 +15,8 @@ optimizer step, is refused by autograd instead of read. A counter at any other v
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -30,11 +31,11 @@ from zeropp.offload.tier_choice import Tiers
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.wire_copy import WireCopy
-from zeropp.partition.levels import BufferLayout, Fragment
+from zeropp.partition.levels import BufferLayout, Fragment, Mode
 from zeropp.wire.differences import DifferencePath
 from zeropp.wire.paths import CodedGatherPath, GatherPath, StoredShard
 
-__all__ = ["TERMS", "FlatBuffer", "Unit", "UnitState", "WeightPaths", "make_wire_copy"]
+__all__ = ["TERMS", "FlatBuffer", "Unit", "UnitState", "WeightPaths", "layout_id", "make_wire_copy"]
 
 
 @dataclass(frozen=True)
@@ -764,3 +765,16 @@ def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, StoredTensor]]:
     source = buffer.wire_copy
     if source is not None and source.row is not None and source.follows:
         yield "wire_weights", source.row
+
+
+def layout_id(units: Iterable[Unit], mode: Mode, rank: int) -> str:
+    """Fingerprint of one rank's slices; equal exactly when they are the same."""
+    # The rank is in it: every slice fits one rank alone.
+    digest = hashlib.sha256(f"{mode.chain.levels} {mode.states} {rank}".encode())
+    for buffer in (buffer for unit in units for buffer in unit.buffers):
+        dtypes = f"{buffer.main_dtype} {buffer.compute_dtype}"
+        digest.update(f"{buffer.unit} {buffer.trainable} {dtypes} {buffer.layout}".encode())
+        # The device and the host step slices of their own, and a parameter may be cut between them.
+        if buffer.trainable and 0 < buffer.tiers.device_numel < buffer.main.tensor.numel():
+            digest.update(f"{buffer.tiers.device_numel}".encode())
+    return digest.hexdigest()[:16]

@@ -216,7 +216,7 @@ class Placement:
         """Levels of the run."""
         return self.mode.chain
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The number of the replica of the whole that this rank belongs to."""
         # The low digits of a rank say where in its shard group it stands, so a replica is a run of consecutive ranks.

@@ -495,6 +495,7 @@ class Report:
     Attributes:
         norms: [numel / 256] of the blocks, float32 or float64: sums of squares by a kernel, else their roots.
         flag: int32 [1], 1 if a value is Inf or NaN.
+        squares: float64 scalar, their sum where no kernel has measured; else None.
     """
 
     def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
@@ -502,7 +503,7 @@ class Report:
         device = shard.device if device is None else device
         self.norms = torch.zeros(shard.numel() // BLOCK, dtype=_measured_in(shard.dtype), device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._squares: Tensor | None = None  # float64, where no kernel has measured
+        self.squares: Tensor | None = None
         self._rooted = False  # whether ``norms`` are roots
 
     @property
@@ -512,7 +513,7 @@ class Report:
 
     def outputs(self) -> dict[str, Tensor]:
         """Keyword arguments for the one call of a kernel that sums and measures."""
-        self._squares = None
+        self.squares = None
         # Kernels only ever set it.
         self.flag.zero_()
         return {"norms": self.norms, "flag": self.flag}
@@ -536,7 +537,7 @@ class Report:
 
     def add_up(self) -> None:
         """All parts have been measured, in one way."""
-        self._squares = self.norms.to(torch.float64).square().sum() if self._rooted else None
+        self.squares = self.norms.to(torch.float64).square().sum() if self._rooted else None
         self._rooted = False
 
     def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
@@ -557,17 +558,6 @@ class Report:
             values.add_(staged.to(values.device))
         self.measure_part(values, start)
         staged.copy_(values)
-
-    @staticmethod
-    def total(reports: Sequence[Report], device: torch.device) -> Tensor:
-        """float64 [2]: sum of all squares, and how many of the shards are not finite."""
-        zero = torch.zeros(1, dtype=torch.float64, device=device)
-        squares = [report._squares[None] for report in reports if report._squares is not None]
-        blocks = [report.norms for report in reports if report._squares is None]
-        # Few launches, whatever the number of units.
-        measured = torch.cat(blocks).sum(dtype=torch.float64)[None] if blocks else zero
-        flags = torch.cat([report.flag for report in reports]).sum().to(torch.float64)[None] if reports else zero
-        return torch.cat([torch.cat([*squares, measured]).sum()[None], flags])
 
 
 def report_nbytes(numel: int, dtype: torch.dtype) -> int:

@@ -27,7 +27,7 @@ SLOW = 6.0
 @contextlib.contextmanager
 def asking_often() -> Iterator[None]:
     """Ranks that wait ask the others each second."""
-    with mock.patch.object(watch, "_ASKING", 1.0):
+    with mock.patch.object(watch, "ASKING", 1.0):
         yield
 
 

@@ -15,7 +15,7 @@ import zeropp
 from tests.support.branching_models import Routed, make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.optimizer import param_groups
-from zeropp.optimizer.param_groups import fold
+from zeropp.optimizer.optimizer_step import fold
 
 Group = dict[str, Any]
 

@@ -258,7 +258,7 @@ def too_large() -> tuple[list[bool], int]:
         backward(optimizer, step, 1e25 if step else 1.0)
         # As a card's kernel measures: in float32.
         for gradient in optimizer.engine.gradients:
-            gradient.report._squares = gradient.shard.square().sum().double()
+            gradient.report.squares = gradient.shard.square().sum().double()
         optimizer.step()
         found.append(optimizer.step_was_skipped)
         optimizer.zero_grad()

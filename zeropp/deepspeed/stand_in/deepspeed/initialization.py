@@ -10,6 +10,7 @@ from torch import nn
 
 from zeropp.deepspeed.initialization import initialize as zeropp_initialize
 from zeropp.engine.engine import Engine as Core
+from zeropp.engine.engine_state import EngineState
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.guard import handler_of
 
@@ -29,7 +30,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     except BaseException:
         # What could not be wrapped once more is trained as before.
         for core in former:
-            core.retire(undo=True)
+            core.set_state(EngineState.RETIRED, on=False)
         raise
     engine = made[0]
     engine.writes_module_states = True
@@ -44,5 +45,5 @@ def _let_go(model: nn.Module) -> list[Core]:
     # One for inference is taken over as it is; a step that the host is at is waited for by the new one.
     found = [core for core in cores.values() if isinstance(core.listener, ZeroOptimizer) and not core.retired]
     for core in found:
-        core.retire()
+        core.set_state(EngineState.RETIRED)
     return found
