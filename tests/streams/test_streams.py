@@ -102,6 +102,7 @@ REDUNDANT = {
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
     "access/state.py cached_values 1": "called by zeropp.deepspeed alone while a step may be under way",
+    "comm/agreement.py Watch.look 1": "a thread that touches no memory",
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
     "comm/streams.py _serve 1": "for comm streams on a CPU; LaunchedStream waits before",
     "offload/read_ahead.py GdsReader.read_row 1": "needs kvikio",

@@ -475,9 +475,8 @@ class Engine(nn.Module):
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
             unshard_parameters(weights)
-        self.core.set_state(
-            EngineState.RETIRED
-        )  # where it is not closed, the model's modules have it until somebody takes it over
+        # Where it is not closed, the model's modules have it until somebody takes it over.
+        self.core.set_state(EngineState.RETIRED)
         self.core.loss_scale.drop_losses()
         # Last: a warning of it may be an error.
         thaw(self.core, self.module)
