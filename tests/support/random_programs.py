@@ -99,8 +99,7 @@ class Program:
         self.plain_average: dict[str, Tensor] = {}
         self.saved: Any = None
         self.stored: Any = None
-        self.owned = self.steps == 1 or not self.managed  # every step() is taken
-        self.ever_asked = False  # step() inside a window; see [Note: who owns the boundary]
+        self.every_step_acts = self.steps == 1 or not self.managed
         self.norms: dict[str, float] = {}
         self.skipped = 0
         self.thawed = False  # a parameter has been unfrozen since the last forward, with which it joins
@@ -108,7 +107,7 @@ class Program:
 
     def begin_window(self) -> None:
         self.count = 0  # micro-batches of the running window
-        self.poisoned = self.left_out = self.asked = self.held = False
+        self.poisoned = self.held = False
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         named = [(name, p) for name, p in model.named_parameters() if name not in self.late]
@@ -203,10 +202,6 @@ class Program:
         if not self.sixteen and not poison:
             for one, two in zip(found_grads, grads, strict=True):
                 self.same("gradient of an input", one, two * self.world)
-        if self.count and not self.asked:
-            self.left_out = True
-            self.owned |= not self.ever_asked
-        self.asked = False
         self.count += 1
         self.poisoned |= poison
 
@@ -253,7 +248,7 @@ class Program:
 
     @property
     def unfinished(self) -> bool:
-        return not self.owned and not self.left_out and self.count < self.steps
+        return not self.every_step_acts and self.count < self.steps
 
     # Steps.
 
@@ -263,8 +258,8 @@ class Program:
             self.close_window()
             return
         draw = self.draw
-        each = not self.owned and draw.random() < 0.5
-        count = self.steps if not self.owned else draw.choice([self.steps, 1, 2])
+        each = not self.every_step_acts and draw.random() < 0.5
+        count = draw.choice([self.steps, 1, 2]) if self.every_step_acts else self.steps
         hold = draw.choice(["", "", "", "all but the last", "all"]) if not each else ""
         poison = draw.randrange(count) if draw.random() < 0.1 else -1
         for number in range(count):
@@ -287,7 +282,6 @@ class Program:
         self.optimizer.step()
         self.optimizer.zero_grad()
         assert not self.optimizer.step_was_taken and repr(self.optimizer.grad_norm) == before  # or both NaN
-        self.asked = self.ever_asked = True
 
     def close_window(self) -> None:
         """The step, after norms, edits and clipping in any choice of them."""

@@ -226,7 +226,7 @@ class Engine(nn.Module):
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        # A caller who owns the boundary may have had more or fewer micro-batches than the file says.
+        # A caller who says where windows end may have had more or fewer micro-batches than the file says.
         micro = self.train_micro_batch_size_per_gpu() or 0
         self.global_samples += (self.train_batch_size() or 0) if self._managed else micro * count * self.world_size
 
