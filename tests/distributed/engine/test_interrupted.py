@@ -160,7 +160,7 @@ class Nested(nn.Module):
         return x
 
 
-def nested(how: str, wrapped: bool) -> list[float]:
+def nested(how: str, wrapped: bool, by_engine: bool = False) -> list[float]:
     """Losses of three steps."""
     torch.manual_seed(0)
     model = Nested(how)
@@ -169,7 +169,8 @@ def nested(how: str, wrapped: bool) -> list[float]:
         optimizer = zeropp.ZeroOptimizer(optimizer, model, make_config())
     losses = []
     for number in range(3):
-        loss = model(batch(number)).square().mean()
+        output = optimizer.engine.call_model(model, batch(number)) if by_engine else model(batch(number))
+        loss = output.square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -184,3 +185,31 @@ def test_a_model_that_calls_itself_is_told_of_forward() -> None:
     (found,) = run_ranks(1, nested, "forward", True)
     (plain,) = run_ranks(1, nested, "forward", False)
     assert found == plain
+
+
+def test_a_model_that_the_engine_calls_may_call_itself() -> None:
+    """As Lightning's does: the engine of `zeropp.initialize` calls its model so."""
+    (found,) = run_ranks(1, nested, "call", True, True)
+    (plain,) = run_ranks(1, nested, "call", False)
+    assert found == plain
+
+
+def interrupted_call() -> list[str]:
+    """What is refused after Ctrl-C in a call that the engine makes: nothing, since it has seen the interruption."""
+    model = Routed(4)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, make_config())
+    step(model, optimizer, 0)
+    before = zeropp.full_state(model)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[2].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.engine.call_model(model, batch(1))
+    handle.remove()
+    return [name for name, value in zeropp.full_state(model).items() if not torch.equal(value, before[name])]
+
+
+def test_a_call_by_the_engine_is_over_at_once() -> None:
+    assert run_ranks(2, interrupted_call) == [[], []]
