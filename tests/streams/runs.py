@@ -133,6 +133,12 @@ def asked(t: Training) -> None:
     t.optimizer.load_state_dict(t.optimizer.state_dict())
 
 
+def cached_read(t: Training) -> None:
+    """Persistent weights are read between passes, where they are to be read."""
+    t.step()
+    t.model[0].norm.weight.clone()
+
+
 def edited(t: Training) -> None:
     """Weights are edited, and gradients taken away, while a step is under way; a block is frozen."""
     parameters = list(t.model.parameters())
@@ -291,6 +297,7 @@ RUNS: dict[str, Run | Sharded] = {
     "abandoned": Run(Recipe(zero={"stage3_max_reuse_distance": 0}, dtype=torch.float32), [abandoned]),
     "failed": Run(GOLDEN["stage 3"], [failed]),
     "asked, hpZ": Run(GOLDEN["hpZ, bf16"], [asked]),
+    "cached are read": Run(GOLDEN["stage 2, overlapped"], [cached_read]),
     "edited, hpZ": Run(GOLDEN["hpZ, bf16"], [edited]),
     "averaged": Run(GOLDEN["hpZ, bf16"], [averaged]),
     "unfrozen": Run(GOLDEN["hpZ, bf16"], [unfrozen], frozen=True),

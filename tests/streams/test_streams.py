@@ -70,6 +70,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "optimizer/wrapper.py ZeroOptimizer.state 1",
     ],
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
+    "cached are read": ["engine/engine.py Engine.cached_values 1"],
     "files": [
         "offload/read_ahead.py Arriving.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
         "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
@@ -101,7 +102,6 @@ REDUNDANT = {
 }
 # Places that no run comes to, or where no memory is waited for.
 ELSEWHERE = {
-    "access/state.py cached_values 1": "called by zeropp.deepspeed alone while a step may be under way",
     "comm/agreement.py Watch.look 1": "a thread that touches no memory",
     "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
     "comm/streams.py _serve 1": "for comm streams on a CPU; LaunchedStream waits before",

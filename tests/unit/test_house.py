@@ -326,6 +326,40 @@ def test_other_rooms_use_what_the_engine_hands_out() -> None:
     assert found == []
 
 
+# How tensor operations are intercepted, and the files that may: the guard, gradients that refuse norms of a part, the
+# optimizer's tensors that wait for a step, and graphs that begin inside GatheredParameters.
+INTERCEPTING = {
+    "sets a class": {"params/guard.py"},
+    "makes tensors of a subclass": {"params/guard.py", "optimizer/partial_gradient.py"},
+    "defines __torch_function__": {
+        "access/gathered.py", "optimizer/partial_gradient.py", "optimizer/sharded_params.py", "params/guard.py",
+    },
+    "has a TorchFunctionMode": {"access/gathered.py"},
+}  # fmt: skip
+
+
+def intercepts(node: ast.AST) -> str:
+    """The way in which a piece of code intercepts operations of tensors; "" if it does not."""
+    if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
+        return "sets a class"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "as_subclass":
+        return "" if ast.unparse(node.args[0]).endswith("Tensor") else "makes tensors of a subclass"
+    if isinstance(node, ast.Dict) and any(ast.unparse(key) == "'__torch_function__'" for key in node.keys if key):
+        return "defines __torch_function__"
+    if isinstance(node, ast.FunctionDef) and node.name == "__torch_function__":
+        return "defines __torch_function__"
+    bases = map(ast.unparse, node.bases) if isinstance(node, ast.ClassDef) else ()
+    return "has a TorchFunctionMode" if any(base.endswith("TorchFunctionMode") for base in bases) else ""
+
+
+def test_one_way_to_intercept() -> None:
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for how in filter(None, map(intercepts, walk(path))):
+            found.setdefault(how, set()).add(short(path).removeprefix("zeropp/"))
+    assert found == INTERCEPTING
+
+
 def test_one_file_looks_at_stack_frames() -> None:
     """For the line of the user in a message. No behaviour may depend on who has called."""
     frames = re.compile(r"_getframe|currentframe|_current_frames|\.f_back\b")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeropp._extensions import extensions
 from zeropp.access.refusals import replace_in
-from zeropp.access.state import cached_values, gather_codes, gather_main
+from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.hops import Comm
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
@@ -54,7 +54,7 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
         engine.start_delayed_refresh()
         found = dict[nn.Parameter, Tensor]()
         for parameter in (parameter for unit in engine.units for parameter in unit.parameters):
-            values = cached_values(engine, parameter)
+            values = engine.cached_values(parameter)
             if values is None:
                 return {}
             found[parameter] = values

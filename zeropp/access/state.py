@@ -265,32 +265,16 @@ def _is_local(engine: Engine, module: nn.Module) -> bool:
         return True
     # Differences may leave the cache apart from the main weights, which a state is made of.
     exact = all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
-    return readable_weights is not None and exact and all(map(readable_weights.has, module.parameters()))
-
-
-def cached_values(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
-    """A parameter's whole values in the dtype that the model computes in, where every rank caches them between passes.
-
-    Local. None where they are not cached, or not the newest.
-    """
-    if engine.closed or engine.gather_contexts:
-        return None
-    unit = engine.unit_of[id(parameter)]
-    if not unit.persistent or unit.stale:
-        return None
-    # The step queues the refresh on every rank, so it ends without a call of anyone else.
-    engine.wait_for_refresh()
-    buffer, index = unit.place_of(parameter)
-    if buffer.coded or engine.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes():
-        return None
-    return buffer.layout.views(buffer.flat)[index]
+    if readable_weights is None or not exact:
+        return False
+    return all(id(p) not in engine.unit_of or engine.cached_values(p) is not None for p in module.parameters())
 
 
 def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
     """A copy of what this rank has of a parameter, if that is all of it; else the parameter, with its shape alone."""
     if not is_guarded(parameter):
         return parameter.detach().clone()
-    values = None if engine.readable_weights is None else engine.readable_weights(parameter)
+    values = engine.cached_values(parameter)
     return parameter if values is None else values.detach().clone()
 
 

@@ -126,8 +126,8 @@ class Engine(nn.Module):
         core.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
         core.gather_contexts.computed = optimizer is not None
-        # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
-        core.let_weights_be_read(ReadableWeights(core))
+        # Scripts of DeepSpeed's read and edit weights that every rank caches, at any time.
+        core.let_weights_be_read(ReadableWeights())
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank = core.comm.rank
         self.world_size = core.comm.world

@@ -389,8 +389,19 @@ class Engine(GuardHandler):
         return self._hooks.root
 
     def let_weights_be_read(self, reader: WeightReader) -> None:
-        """Let weights be read between passes where ``reader`` has them, as scripts of DeepSpeed do."""
+        """Let small weights of stage 3 be read between passes, too, and frozen ones be edited where they are whole."""
         self.readable_weights = reader
+
+    def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
+        """Whole values to read between passes; see :class:`zeropp.params.guard.GuardHandler`. Local."""
+        unit = self.unit_of[id(parameter)]
+        readable = self.mode.stays_whole or self.readable_weights is not None
+        if not readable or self.closed or self.gather_contexts or not unit.persistent or unit.stale:
+            return None
+        self._refresh.wait_for_all()  # the step has queued it on every rank, so it ends without a call of anyone else
+        buffer, index = unit.place_of(parameter)
+        away = buffer.coded or self.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes()
+        return None if away else buffer.layout.views(buffer.flat)[index]
 
     def keep_handle(self, handle: RemovableHandle) -> None:
         """Remove a hook of the model together with the engine's own."""

@@ -83,7 +83,7 @@ def prepare(
             )
     wrapped = ZeroOptimizer(optimizer, model, _fitting(accelerator, config), device=accelerator.device)
     # Scripts of Accelerate's DeepSpeed plugin read weights, and merge adapters, between steps of stages 0 to 2.
-    wrapped.engine.let_weights_be_read(ReadableWeights(wrapped.engine))
+    wrapped.engine.let_weights_be_read(ReadableWeights())
     # So Accelerate, and whoever prepares everything once more, leaves both as they are.
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # torch's modules take anything
     # It looks for this in accumulate(), and takes models without it for ones that need none.

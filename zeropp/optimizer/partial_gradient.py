@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import storage_id, uncompiled, unguarded
+from zeropp.params.guard import set_class
 
 __all__ = ["MARKER_GRADIENT", "NOTHING", "as_partial"]
 
@@ -165,7 +166,7 @@ def _mark_target(name: str, args: tuple[Any, ...]) -> None:
     for target in args[0] if isinstance(args[0], (tuple, list)) else args[:1]:
         # Not a weight, nor a view of one.
         if type(target) is Tensor and target.ndim and target._base is None and not target.requires_grad:
-            target.__class__ = PartialGradient
+            set_class(target, PartialGradient)
 
 
 def _marked(found: Tensor, in_columns: bool) -> Tensor:

@@ -1,9 +1,16 @@
-"""Guards on tensors whose values are elsewhere: released parameters, and states that were sent off the device.
+"""The guard: what happens when somebody uses a parameter, or another tensor of the engine, that has no values there.
 
 A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of
-its own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and
-otherwise raises with the remedy. The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and
-``vmap`` among them, find NaN: the parameter's data is then a single NaN seen at every index.
+its own class, whose ``__torch_function__`` gives one of four answers:
+
+- *metadata*: shape, dtype and the like are answered from the stand-in;
+- *fetch*: inside a pass the unit is gathered, and the operation runs on the parameter itself;
+- *read*: between passes the operation runs on the whole values, where every rank caches them and they are the newest
+  (:class:`ShownWeights`): in stages 0 to 2. An edit is refused, and so is a backward that comes to what was read;
+- *refuse*: anything else raises with the remedy.
+
+The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and ``vmap`` among them, find NaN: the
+parameter's data is then a single NaN seen at every index.
 
 Slices, gradients and optimizer states are objects that the user holds. While their memory is off the device, torch
 would read from address 0 and end the process. So they take on a subclass too (:func:`make_unreadable`), which raises
@@ -16,17 +23,19 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeropp._compat import break_graph, makes_graph, uncompiled, unguarded
+from zeropp._compat import break_graph, makes_graph, storage_id, uncompiled, unguarded
 from zeropp._extensions import extensions
 
 __all__ = [
+    "EditTarget",
     "GuardHandler",
+    "ShownWeights",
     "WeightReader",
     "guard",
     "handler_of",
@@ -37,6 +46,8 @@ __all__ = [
     "nothing",
     "own_dtype",
     "register",
+    "set_class",
+    "show",
     "unguard",
     "unregister",
 ]
@@ -84,10 +95,30 @@ _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _COPY = torch.Tensor.copy_
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# These read a parameter, and no graph begins at what they give.
+_UNTRACKED = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
+# Operations in place whose names do not end in "_".
+_WRITING = {
+    "__setitem__", "__set__", "__delete__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+
+
+class EditTarget(Protocol):
+    """The main weights behind shown ones, for weights whose edits are kept."""
+
+    def take_edit(self, written: Tensor) -> None:
+        """Take over an edit; ``written`` is a view of shown weights that has been written to."""
+        ...
+
+    def replace(self, weights: Tensor, new: Tensor) -> None:
+        """Give shown weights the values of ``new``, which were assigned to their ``.data``."""
+        ...
 
 
 class WeightReader(Protocol):
-    """Read access to whole weights between passes, for engines that allow it.
+    """More access to weights between passes than the core gives: DeepSpeed's engine lets its scripts edit frozen ones.
 
     Attributes:
         alone: ``state_dict()`` takes no other rank, whatever is not here.
@@ -95,22 +126,8 @@ class WeightReader(Protocol):
 
     alone: bool
 
-    def __call__(self, parameter: nn.Parameter) -> Tensor | None:
-        """The whole values of a parameter; None if they are not on this rank."""
-        ...
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Tell whether the parameter's values are there."""
-        ...
-
-    def values_for(self, func: Callable[..., Any], parameter: nn.Parameter) -> Tensor | None:
-        """Values that take the place of a released parameter in a call of ``func``; None if the call is refused."""
-        ...
-
-    def call(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[int, Tensor]
-    ) -> Any:
-        """Call a function; ``values`` are those of :meth:`values_for`, by the ids of released parameters."""
+    def edits(self, parameter: nn.Parameter) -> EditTarget | None:
+        """The target of edits of a parameter; None if they are refused."""
         ...
 
 
@@ -118,10 +135,17 @@ class GuardHandler(Protocol):
     """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece.
 
     Attributes:
-        readable_weights: read access to whole values between passes; None where they are not to be read.
+        readable_weights: more access between passes than the core gives; None for none.
     """
 
     readable_weights: WeightReader | None = None
+
+    def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
+        """Whole values to read between passes, in the dtype that the model computes in.
+
+        None if the mode or the engine allows no reading, or they are not on this rank, or not the newest.
+        """
+        return None
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """Make the values present if the model is running; False otherwise."""
@@ -241,6 +265,11 @@ def is_guarded(parameter: torch.Tensor) -> bool:
     return hasattr(type(parameter), "_zeropp_own_class")
 
 
+def set_class(tensor: Tensor, cls: type[Tensor]) -> None:
+    """Let a tensor be of a subclass of its class, so that whoever holds the object meets what that refuses."""
+    tensor.__class__ = cls
+
+
 def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(cls, "_zeropp_own_class"):
         return cls
@@ -257,8 +286,12 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
         }
         for extension in extensions():
             namespace |= extension.released
-        _GUARDS[cls] = types.new_class(f"Released{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
+        _GUARDS[cls] = _subclass(cls, "Released", namespace)
     return _GUARDS[cls]
+
+
+def _subclass(cls: type[Any], prefix: str, namespace: dict[str, Any]) -> type[Any]:
+    return types.new_class(f"{prefix}{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
 
 
 def _describe(parameter: nn.Parameter) -> str:
@@ -282,15 +315,22 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     return copied
 
 
+def _flattened(values: Iterable[object]) -> Iterator[object]:
+    """All values, with those of lists and dicts in place of these."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flattened(value)
+        elif isinstance(value, dict):
+            yield from _flattened(value.values())
+        else:
+            yield value
+
+
 def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
-    """Guarded parameters among arguments, lists and dicts included."""
-    for arg in args:
+    """Guarded parameters among arguments."""
+    for arg in _flattened(args):
         if hasattr(type(arg), "_zeropp_own_class"):
             yield arg  # type: ignore[misc]
-        elif isinstance(arg, (list, tuple)):
-            yield from _released(arg)
-        elif isinstance(arg, dict):
-            yield from _released(arg.values())
 
 
 @uncompiled
@@ -311,8 +351,7 @@ def _intercept(
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
-        readable_weights: dict[int, Tensor] = {}
-        reader: WeightReader | None = None
+        read: dict[int, ShownWeights] = {}
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
             if func in LAYOUT:
@@ -339,12 +378,12 @@ def _intercept(
             if handler.fetch_touched(parameter):
                 touched.append(handler)
                 continue
-            reader = handler.readable_weights
-            readable_weights[id(parameter)] = _values_between_passes(func, tag.name, parameter, handler)
-        if reader is not None:
-            return reader.call(func, args, kwargs, readable_weights)
-        # Every released argument has been fetched, and has its own class and values by now.
+            read[id(parameter)] = _shown_between_passes(func, tag.name, parameter, handler)
+        # Every released argument has been fetched by now, and has its own class and values; or its values are in
+        # ``read``.
         try:
+            if read:
+                return show(func, _replaced(args, read), _replaced(kwargs, read))
             return func(*args, **kwargs)
         finally:
             for handler in touched:
@@ -409,16 +448,6 @@ def _edge_of(parameter: nn.Parameter) -> GradientEdge:
         return get_gradient_edge(parameter)
 
 
-def _values_between_passes(
-    func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler
-) -> Tensor:
-    values = None if handler.readable_weights is None else handler.readable_weights.values_for(func, parameter)
-    if values is None:
-        # Outside a pass no other rank knows of this use, and a gather would wait for them.
-        raise _refusal(func, name, parameter, handler.fetched_by(parameter))
-    return values
-
-
 def _gradient_access(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, handler: GuardHandler
 ) -> object:
@@ -441,20 +470,168 @@ def _gradient_access(
     return func(*args, **kwargs)
 
 
-def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter, fetched_by: Collection[str]) -> RuntimeError:
-    what = getattr(func, "__name__", str(func))
-    if what in ("__get__", "__set__"):
-        what = f".{getattr(getattr(func, '__self__', None), '__name__', what)}"
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return str(name)
+
+
+def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler) -> RuntimeError:
+    fetched_by = handler.fetched_by(parameter)
     names = " or ".join(f"module {path!r}" if path else "the model" for path in fetched_by) or "the model"
     around = ", or one around it" if fetched_by and "" not in fetched_by else ""
     return RuntimeError(
-        f"{what} on parameter {name!r}: zeropp keeps its values elsewhere between passes, shape "
+        f"{_name_of(func)} on parameter {name!r}: zeropp keeps its values elsewhere between passes, shape "
         f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
         f"compute with it call {names}, which fetches it{around}; a module inside it, called alone, does not. To read "
         "or edit values use, on every rank, zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a "
         "rank), model.state_dict(), zeropp.full_state(model) or model.load_state_dict(...)"
     )
 
+
+# Reading between passes.
+
+
+class ShownWeights(torch.Tensor):
+    """A view of weights that every rank caches. Its views are such, too; what is computed of it is a plain tensor.
+
+    Attributes:
+        parameter_name: of the parameter in the model.
+        edits: the target of edits; None if they are refused.
+    """
+
+    parameter_name = ""
+    edits: EditTarget | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return show(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain copy, whose memory is its own."""
+        copied = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor: a file that names this class could not be read without zeropp."""
+        with unguarded():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class _LookedAt(torch.autograd.Function):
+    """The weights; a backward that comes to them has no way on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "backward came to weights that were looked at between passes, and no gradient of these would be reduced; "
+            "compute a penalty on weights inside the model's forward, or take them by .detach() to read them alone"
+        )
+
+
+def _shown_between_passes(
+    func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler
+) -> ShownWeights:
+    """Whole values in the place of a released parameter.
+
+    Raises:
+        RuntimeError: they may not be read, or are not here.
+    """
+    values = handler.cached_values(parameter)
+    if values is None:
+        # Outside a pass no other rank knows of this use, and a gather would wait for them.
+        raise _refusal(func, name, parameter, handler)
+    if parameter.requires_grad and torch.is_grad_enabled() and func not in _UNTRACKED:
+        # Scripts log norms without no_grad(). A graph may begin here; what must not be is that it ends in silence.
+        values = _LookedAt.apply(values.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    reader = handler.readable_weights
+    return _shown_as(values, name, None if reader is None else reader.edits(parameter))
+
+
+def _shown_as(values: Tensor, name: str, edits: EditTarget | None) -> ShownWeights:
+    found = values.as_subclass(ShownWeights)
+    found.parameter_name = name
+    found.edits = edits
+    return found
+
+
+def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of shown weights.
+
+    Raises:
+        RuntimeError: it would write to them.
+    """
+    edited = list(_shown(_written(func, args, kwargs)))
+    for each in edited:
+        if each.edits is None:
+            raise RuntimeError(
+                f"{_name_of(func)} on parameter {each.parameter_name!r}: between passes its values can be read and not "
+                "edited: the edit would reach neither the main weights nor other ranks. To edit it use, on every rank, "
+                "zeropp.zero.GatheredParameters(parameters, modifier_rank=a rank) or model.load_state_dict(...); to "
+                "change a copy alone, .clone() it first"
+            )
+    # All of it: to ask shown weights for their storage is a function of theirs, too.
+    with unguarded():
+        if func == _SET_DATA and edited:
+            assert edited[0].edits is not None  # asked above
+            return edited[0].edits.replace(edited[0], args[1])
+        result = func(*args, **kwargs)
+        for each in edited:
+            assert each.edits is not None
+            with torch.no_grad():
+                each.edits.take_edit(each)
+        return _marked(result, {storage_id(each): each for each in _shown((args, kwargs))})
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+    """The arguments that a function writes to."""
+    written = [kwargs.get("out")]
+    name = getattr(func, "__name__", "")
+    if name in _WRITING or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
+        # torch's operations in place write to their first argument, whatever its name.
+        written += args[:1] or kwargs.values()
+    return written
+
+
+def _shown(values: Iterable[object]) -> Iterator[ShownWeights]:
+    for each in _flattened(values):
+        if isinstance(each, ShownWeights):
+            yield each
+
+
+def _marked(result: Any, sources: dict[int, ShownWeights]) -> Any:
+    """The result, with views of shown weights among it shown as they are."""
+    if isinstance(result, Tensor):
+        # Also what an operation hands through as it is, as contiguous() does.
+        source = sources.get(storage_id(result))
+        return result if source is None else _shown_as(result, source.parameter_name, source.edits)
+    if isinstance(result, list | tuple) and not hasattr(result, "_fields"):
+        return type(result)(_marked(each, sources) for each in result)
+    return result
+
+
+def _replaced(value: Any, shown: dict[int, ShownWeights]) -> Any:
+    """Arguments with values in place of released parameters."""
+    if isinstance(value, dict):
+        return {key: _replaced(each, shown) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, shown) for each in value)
+    return shown.get(id(value), value)
+
+
+# Memory off the device.
 
 # A slice keeps its gradient, whatever has become of either, so that ``zero_grad`` may drop it.
 _ANSWERED = METADATA.union(LAYOUT, (Tensor.untyped_storage, Tensor.grad.__get__, Tensor.grad.__set__, Tensor.__hash__))  # type: ignore[union-attr]
@@ -463,12 +640,12 @@ _ANSWERED = METADATA.union(LAYOUT, (Tensor.untyped_storage, Tensor.grad.__get__,
 def make_unreadable(tensor: Tensor, why: str) -> None:
     """Refuse every use of a tensor; ``why`` goes on after its shape in the error."""
     # As the guard does for parameters: whoever holds the object meets it, whatever they call with it.
-    tensor.__class__ = _refusing(type(tensor), why)
+    set_class(tensor, _refusing(type(tensor), why))
 
 
 def make_readable(tensor: Tensor) -> None:
     """Take that back."""
-    tensor.__class__ = getattr(type(tensor), "_zeropp_readable_class", type(tensor))
+    set_class(tensor, getattr(type(tensor), "_zeropp_readable_class", type(tensor)))
 
 
 # One class for each class and reason, which are few, however many tensors there are.
@@ -493,4 +670,4 @@ def _refusing(cls: type[Tensor], why: str) -> type[Tensor]:
         "__repr__": describe,
         "__format__": lambda tensor, spec: format(describe(tensor), spec),
     }
-    return types.new_class(f"Unreadable{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
+    return _subclass(cls, "Unreadable", namespace)

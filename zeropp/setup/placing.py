@@ -200,11 +200,9 @@ def _move(tensor: Tensor, device: torch.device) -> None:
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
     """Let a tensor be another one, and stay the object it is: modules, ties and the optimizer know it."""
-    if isinstance(tensor, nn.Parameter):
-        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     # torch exchanges class and attributes, too, and these are to stay.
     try:
-        other.__class__ = type(tensor)
+        other = Tensor._make_subclass(type(tensor), other, tensor.requires_grad)
         other.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, other)
     except (RuntimeError, TypeError) as error:

@@ -159,17 +159,17 @@ def test_only_what_is_there_and_newest() -> None:
 
 
 def alone() -> str:
-    """With a ZeroOptimizer, whose users nobody has told otherwise, weights between passes stay closed."""
+    """With a ZeroOptimizer, whose users nobody has told otherwise, small weights of stage 3 stay closed."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    wrapped = zeropp.ZeroOptimizer(optimizer, model, zero3(zero={"stage": 2}))
+    wrapped = zeropp.ZeroOptimizer(optimizer, model, zero3(zero=WHOLE["stage 3, small ones"]))
     with pytest.raises(RuntimeError) as caught:
         model.head.weight.data.sum()
     assert wrapped is not None
     return str(caught.value)
 
 
-def test_it_is_the_training_engine_that_shows_them() -> None:
+def test_it_is_the_training_engine_that_shows_small_ones() -> None:
     assert all("Outside forward and backward" in said for said in run_ranks(2, alone))
 
 

@@ -308,7 +308,7 @@ def explained_while_managed(stage: int) -> tuple[list[str], nn.Parameter]:
     x = torch.ones(2, 4).double().requires_grad_()
     model(x).sum().backward()
     uses: list[Callable[[], object]] = [
-        lambda: model.weight.sum(),
+        (lambda: model.weight.sum()) if stage == 3 else (lambda: model.weight.zero_()),
         lambda: model.weight.grad,
         lambda: setattr(model.weight, "grad", torch.ones(4, 4).double()),
         lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True),

@@ -17,7 +17,6 @@ from zeropp.deepspeed.parameter_values import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from zeropp.deepspeed.readable_weights import ReadableWeights
 
 
 def parts_are_read(t: Training) -> None:
@@ -26,13 +25,6 @@ def parts_are_read(t: Training) -> None:
     for value in tree_leaves([parameter.ds_tensor.data for parameter in t.model.parameters()]):
         if isinstance(value, Tensor):
             value.clone()
-
-
-def weights_are_read(t: Training) -> None:
-    """Persistent weights are read between passes, as the training engine lets them be."""
-    t.optimizer.engine.readable_weights = ReadableWeights(t.optimizer.engine)
-    t.step()
-    t.model[0].norm.weight.clone()
 
 
 def weights_are_set(t: Training) -> None:
@@ -50,11 +42,9 @@ RUNS: dict[str, Run] = {
     "parts are read, hpZ": Run(CASES["hpZ, bf16"], [parts_are_read]),
     "parts are read, offloaded": offloaded(BOTH, ways=[parts_are_read]),
     "weights are set": Run(CASES["hpZ, bf16"], [weights_are_set]),
-    "weights are read": Run(CASES["stage 2, overlapped"], [weights_are_read]),
 }
 # The run that shows the need of each wait.
 SHOWN = {
-    "access/state.py cached_values 1": "weights are read",
     "deepspeed/extension.py LocalPart._place 1": "parts are read, offloaded",
     "deepspeed/parameter_values.py safe_set_full_fp32_param 1": "weights are set",
     "deepspeed/parameter_values.py safe_set_local_fp32_param 1": "weights are set",
@@ -66,7 +56,7 @@ ELSEWHERE = {
     "deepspeed/training_optimizer.py LossScaler.cur_iter 1": "PendingSum.read_sum waits for a step's result",
     "deepspeed/training_optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
 }
-BY_NAME: dict[str, Seam] = {seam.name: seam for seam in seams("access/state.py", "deepspeed/**/*.py")}
+BY_NAME: dict[str, Seam] = {seam.name: seam for seam in seams("deepspeed/**/*.py")}
 
 
 @pytest.mark.every(2)
