@@ -571,9 +571,25 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Call a function of shown weights.
 
     Raises:
-        RuntimeError: it would write to them.
+        RuntimeError: it would write to them, or their memory has been given back.
     """
-    edited = list(_shown(_written(func, args, kwargs)))
+    # All of it: to ask shown weights for their storage is a function of theirs, too.
+    with unguarded():
+        involved = list(_shown((args, kwargs)))
+        edited = list(_shown(_written(func, args, kwargs)))
+        _refuse_edits(func, edited)
+        _refuse_freed(func, involved)
+        if func == _SET_DATA and edited and edited[0].edits is not None:
+            return edited[0].edits.replace(edited[0], args[1])
+        result = func(*args, **kwargs)
+        for each in edited:
+            if each.edits is not None:
+                with torch.no_grad():
+                    each.edits.take_edit(each)
+        return _marked(result, {storage_id(each): each for each in involved})
+
+
+def _refuse_edits(func: Callable[..., Any], edited: Iterable[ShownWeights]) -> None:
     for each in edited:
         if each.edits is None:
             raise RuntimeError(
@@ -582,17 +598,17 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 "zeropp.zero.GatheredParameters(parameters, modifier_rank=a rank) or model.load_state_dict(...); to "
                 "change a copy alone, .clone() it first"
             )
-    # All of it: to ask shown weights for their storage is a function of theirs, too.
-    with unguarded():
-        if func == _SET_DATA and edited:
-            assert edited[0].edits is not None  # asked above
-            return edited[0].edits.replace(edited[0], args[1])
-        result = func(*args, **kwargs)
-        for each in edited:
-            assert each.edits is not None
-            with torch.no_grad():
-                each.edits.take_edit(each)
-        return _marked(result, {storage_id(each): each for each in _shown((args, kwargs))})
+
+
+def _refuse_freed(func: Callable[..., Any], involved: Iterable[ShownWeights]) -> None:
+    for each in involved:
+        # torch would read from address 0, and end the process.
+        if each.numel() and not each.untyped_storage().nbytes() and func not in METADATA:
+            raise RuntimeError(
+                f"{_name_of(func)} on values that were read of parameter {each.parameter_name!r} before their memory "
+                "was given back, as by optimizer.offload_states(); call optimizer.reload_states() first, on every "
+                "rank, or keep a copy, .clone()"
+            )
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:

@@ -20,6 +20,14 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 
 Use = Callable[[nn.Parameter], Any]
+
+
+def averages(lerp: Callable[..., object], p: nn.Parameter) -> list[Tensor]:
+    kept = [torch.zeros(p.shape, dtype=p.dtype)]
+    lerp(kept, [p], 0.5)
+    return kept
+
+
 PRECISIONS: dict[str, tuple[dict[str, object], torch.dtype]] = {
     "float32": ({}, torch.float32),
     "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16),
@@ -68,12 +76,6 @@ EDITS: dict[str, Use] = {
     "relu": lambda p: F.relu(p, inplace=True),
     "unvector": lambda p: nn.utils.vector_to_parameters(torch.zeros(p.numel()), [p]),
 }
-
-
-def averages(lerp: Callable[..., object], p: nn.Parameter) -> list[Tensor]:
-    kept = [torch.zeros(p.shape, dtype=p.dtype)]
-    lerp(kept, [p], 0.5)
-    return kept
 
 
 class Trained:
@@ -146,7 +148,7 @@ def operations(stage: int) -> list[str]:
     """Reads, on one rank alone, that gave something else than they give of a plain parameter."""
     trained = Trained(stage)
     trained.step()
-    whole = zeropp.full_state(trained.model)
+    whole, read = zeropp.full_state(trained.model), trained.read()
     wrong = []
     if dist.get_rank() == 1:
         for name, use in READS.items():
@@ -154,8 +156,8 @@ def operations(stage: int) -> list[str]:
                 plain = nn.Parameter(whole[path].clone())
                 with torch.no_grad():
                     wrong += [] if same(use(trained.model.get_parameter(path)), use(plain)) else [f"{name} of {path}"]
-    before = zeropp.full_state(trained.model)
-    wrong += [] if same(before, whole) else ["weights have changed"]
+    now = zeropp.full_state(trained.model), trained.read()
+    wrong += [] if same(now, (whole, read)) else ["weights have changed"]
     trained.step()
     return wrong
 
@@ -233,9 +235,14 @@ def refused() -> list[str]:
 
     with zeropp.zero.GatheredParameters([trained.model[0].weight]):
         look("beside what is gathered")
+    held = trained.model[2].weight.data
     trained.optimizer.offload_states()
     look("off the device")
+    with pytest.raises(RuntimeError, match=r"'2.weight' before their memory was given back.*reload_states"):
+        held[0].sum()
+    assert held.shape == (5, 8)
     trained.optimizer.reload_states()
+    wrong += [] if same(held, trained.model[2].weight.data) else ["other values than before"]
     # Hooks may edit the main weights, so what is cached is renewed with the next forward.
     handle = trained.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     trained.step()
