@@ -47,7 +47,7 @@ from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
 from zeropp.params.buffer_maker import BufferMaker
 from zeropp.params.gradient import Gradient, LossScale
-from zeropp.params.guard import GuardHandler, WeightReader, handler_of
+from zeropp.params.guard import GuardHandler, handler_of
 from zeropp.params.unit import FlatBuffer, Unit, UnitState, layout_id
 
 __all__ = ["Engine", "engine_of"]
@@ -346,8 +346,7 @@ class Engine(GuardHandler):
         self._schedule.end_phase()
         self._guard_all()
         self.phase = Phase.IDLE
-        trains = self._trains
-        self._trains = True
+        trains, self._trains = self._trains, True
         if not trains:
             return
         self._since += 1
@@ -388,20 +387,12 @@ class Engine(GuardHandler):
         """The wrapped model, unless it is gone."""
         return self._hooks.root
 
-    def let_weights_be_read(self, reader: WeightReader) -> None:
-        """Let small weights of stage 3 be read between passes, too, and frozen ones be edited where they are whole."""
-        self.readable_weights = reader
-
     def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
         """Whole values to read between passes; see :class:`zeropp.params.guard.GuardHandler`. Local."""
-        unit = self.unit_of[id(parameter)]
-        readable = self.mode.stays_whole or self.readable_weights is not None
-        if not readable or self.closed or self.gather_contexts or not unit.persistent or unit.stale:
+        if self.closed or self.gather_contexts or not (self.mode.stays_whole or self.readable_weights):
             return None
         self._refresh.wait_for_all()  # the step has queued it on every rank, so it ends without a call of anyone else
-        buffer, index = unit.place_of(parameter)
-        away = buffer.coded or self.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes()
-        return None if away else buffer.layout.views(buffer.flat)[index]
+        return self.unit_of[id(parameter)].cached_values(parameter)
 
     def keep_handle(self, handle: RemovableHandle) -> None:
         """Remove a hook of the model together with the engine's own."""
@@ -642,8 +633,7 @@ class Engine(GuardHandler):
         self._touched.drop_uses()
         self._outstanding = []
         self._since = 0
-        failed = self.phase
-        self.phase = Phase.IDLE
+        failed, self.phase = self.phase, Phase.IDLE
         self._trains = True
         if failed is Phase.BACKWARD:
             self.accumulation.note_failure()

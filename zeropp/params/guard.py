@@ -140,6 +140,10 @@ class GuardHandler(Protocol):
 
     readable_weights: WeightReader | None = None
 
+    def let_weights_be_read(self, reader: WeightReader) -> None:
+        """Let small weights of stage 3 be read between passes, too, and edits be made that ``reader`` takes."""
+        self.readable_weights = reader
+
     def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
         """Whole values to read between passes, in the dtype that the model computes in.
 
@@ -266,7 +270,11 @@ def is_guarded(parameter: torch.Tensor) -> bool:
 
 
 def set_class(tensor: Tensor, cls: type[Tensor]) -> None:
-    """Let a tensor be of a subclass of its class, so that whoever holds the object meets what that refuses."""
+    """Let a tensor be of another class with the same layout; whoever holds the object meets what that class does.
+
+    Raises:
+        TypeError: the layout is another one, as with ``__slots__``.
+    """
     tensor.__class__ = cls
 
 

@@ -639,6 +639,15 @@ class Unit:
         """True if weights that are cached between uses are of an older version."""
         return any(buffer.stale for buffer in self.buffers)
 
+    def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
+        """A view of a parameter's whole values; None if they are not cached between uses, or not of this version."""
+        if not self.persistent or self.stale:
+            return None
+        buffer, index = self.place_of(parameter)
+        # Without memory while it is off the device, and before the first refresh.
+        there = not buffer.coded and buffer.flat.untyped_storage().nbytes() > 0
+        return buffer.layout.views(buffer.flat)[index] if there else None
+
     def _check_cached(self) -> None:
         # See [Note: cached weights].
         if self.stale:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.engine.hooks import tensors_in
-from zeropp.params.guard import is_managed
+from zeropp.params.guard import is_managed, set_class
 from zeropp.params.sharded_build import is_whole
 
 __all__ = ["find_device", "give_memory", "place", "require_values", "without_weak_weights"]
@@ -200,9 +200,11 @@ def _move(tensor: Tensor, device: torch.device) -> None:
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
     """Let a tensor be another one, and stay the object it is: modules, ties and the optimizer know it."""
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     # torch exchanges class and attributes, too, and these are to stay.
     try:
-        other = Tensor._make_subclass(type(tensor), other, tensor.requires_grad)
+        set_class(other, type(tensor))
         other.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, other)
     except (RuntimeError, TypeError) as error:
