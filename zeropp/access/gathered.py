@@ -4,7 +4,8 @@ It works before an engine manages the parameters, too: :class:`BuildGather` gath
 
 Outside a pass, a graph through a whole value leads nowhere: the value is released, and no gradient is reduced.
 Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`GraphTracker`
-can tell at the end of the ``with`` block which graphs outlive it.
+can tell at the end of the ``with`` block which graphs outlive it. Without the hook, a backward after the block would
+give the right gradient for some operations (a sum), and NaN for those that saved the weight (a square).
 
 ``register_external_parameter`` declares parameters that a module's forward uses although other modules own them.
 """
