@@ -92,8 +92,11 @@ that did nothing, nor steps that were skipped for a gradient that is not finite 
 
 `optimizer.backward(loss)` divides by N, also in a short window; `loss.backward()` leaves that to you. Inside an
 unfinished window a closure runs and step hooks do not. `clip_grad_norm_` and `grad_norms` return those of the last step
-and touch nothing. Backwards inside `no_sync()` count. torch's `GradScaler` belongs after the last backward of a window:
-`GradScaler.step()` raises before, and so it does if a backward has run since `unscale_()`.
+and touch nothing. Backwards inside `no_sync()` count. A training forward is one with gradients enabled.
+
+torch's `GradScaler` belongs after the last backward of a whole window, outside of `no_sync()`: `GradScaler.step()`
+raises elsewhere, also with `now=True`. Where windows differ in length leave `gradient_accumulation_steps` out. If you
+call `unscale_()`, do not read `optimizer.param_groups` between the backwards of a step.
 """
 
 

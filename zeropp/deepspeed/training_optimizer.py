@@ -144,6 +144,15 @@ class CalledWindows(GradAccumulation):
         self._forced = is_boundary
         self._counts_calls = True
 
+    def warning(self) -> str | None:
+        """A warning for the caller of the optimizer's own ``step()``, where it did nothing; else None."""
+        if self._counts_calls and self.keeps_gradients:
+            return (
+                "step() of the optimizer did nothing: engine.step() counts the micro-batches of a window here, and "
+                "steps at its end; call that alone"
+            )
+        return super().warning()
+
     def resize(self, steps: int) -> None:
         """Let windows have another number of micro-batches from here on; every rank decides alike.
 

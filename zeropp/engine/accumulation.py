@@ -6,7 +6,8 @@
 [Note: when a step acts] With ``managed_gradient_accumulation`` true, the default, ``step()`` acts when at least
 ``gradient_accumulation_steps`` micro-batches have been taken since the last step, or with ``now=True``; otherwise it
 does nothing. With false every ``step()`` acts. A micro-batch is all backwards since the last training forward of the
-model. No earlier call changes this rule, and every rank makes the same calls, so ranks agree without an exchange.
+model, that is, one with gradients enabled. No earlier call changes this rule. Every rank makes the same calls, so ranks
+agree without an exchange.
 
 [Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
 later backward uses it. Here only ranks with a slice of the parameter see the None, and others may have used it before.
@@ -53,7 +54,7 @@ class GradAccumulation:
         self.divided = False
         # The next backward begins a micro-batch.
         self._fresh = True
-        # The model itself was called since the last step, and not only parts of it.
+        # The model itself was called, and not only modules inside it.
         self._model_ran = False
         # step() did nothing, and no backward has run or failed since.
         self._ignored = False
@@ -121,13 +122,14 @@ class GradAccumulation:
             parts = ""
             if not self._model_ran:
                 parts = (
-                    " Micro-batches begin with forwards of the wrapped model, which has not been called since the last "
-                    "step, only modules inside it."
+                    " Micro-batches begin with forwards of the wrapped model, which has never been called with "
+                    "gradients enabled, only modules inside it."
                 )
             return (
                 f"step() did nothing after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, and "
                 f"so will the zero_grad() after it; every later step() before micro-batch {self.steps} does the same "
-                f"without a warning.{parts} step(now=True) steps with what is there, as at the end of the data; "
+                f"without a warning.{parts} step(now=True) steps with what is there, as at the end of the data, "
+                "and clip_grad_norm_(max_norm, now=True) clips that before; "
                 '{"managed_gradient_accumulation": false} lets every step() act. optimizer.step_was_taken tells a '
                 "scheduler whether to go on"
             )
@@ -145,7 +147,7 @@ class GradAccumulation:
         """A step was taken or skipped, or gradients were discarded."""
         self.count = 0
         self._fresh = True
-        self._model_ran = self._ignored = self.divided = False
+        self._ignored = self.divided = False
 
 
 class Listener(Protocol):

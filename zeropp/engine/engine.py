@@ -86,8 +86,7 @@ class Engine(GuardHandler):
 
     state = EngineState.READY
     notes_calls = False
-    # How many sets of parameters were trained before; each has backwards of its own.
-    _trained_set = 0
+    _trained_set = 0  # sets of parameters that were trained before; each has backwards of its own
     _backwards = 0
     _root_ran = False  # the model was called as a whole, with a graph
     _graphs_outdated = False  # weights have changed since the last pass
@@ -412,11 +411,14 @@ class Engine(GuardHandler):
 
     def call_model(self, model: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call the model, whose forward may call it again; if Ctrl-C ends the call, the pass is over at once."""
+        # From outside of the model: a forward that is still open was ended by Ctrl-C.
+        if self.phase is Phase.FORWARD and not self._hooks.open_calls:
+            self.recover(known=False)
         self._hooks.open_calls += 1
         try:
             return model(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception) and self.running:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            if self.running:
                 self.recover()
             raise
         finally:
@@ -614,9 +616,8 @@ class Engine(GuardHandler):
     def recover(self, *, known: bool = True) -> None:
         """End a pass that an error has ended, being handled if ``known``, and release its units.
 
-        A forward that Ctrl-C has ended stays open until the next forward of the model, or this call. It tells the ranks
-        that wait for this one. Nothing is lost but the pass: weights, optimizer states and the gradients of earlier
-        backwards stay.
+        A forward that Ctrl-C has ended stays open until the model's next one, or this call, which tells the ranks that
+        wait. Weights, optimizer states and the gradients of earlier backwards stay.
         """
         if self.phase is not Phase.IDLE and self._schedule.needs_others:
             error = sys.exc_info()[1] if known else None

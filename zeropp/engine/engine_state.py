@@ -40,7 +40,7 @@ class EngineOptions:
 
 
 class EngineState(Flag):
-    """What holds of an engine between passes; several of these may, and usually none."""
+    """The state of an engine between passes: usually READY, else one or several of the others."""
 
     READY = 0
     LOADING = auto()

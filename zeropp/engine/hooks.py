@@ -515,8 +515,8 @@ class ModuleHooks:
     def was_interrupted(self, hooked: HookedModule) -> bool:
         """Tell whether a forward was interrupted, from the call of a module that is about to begin.
 
-        A module that begins a forward is not called inside it. Should it be, the call around finds out in its hook.
-        Calls by `run_as` and `Engine.call_model` may do so: those see an interruption themselves.
+        A module that begins a forward must not be called inside it: `_require_no_recursion` refuses that when the outer
+        call ends. Inside calls by `run_as` and `Engine.call_model` it may: those see an interruption themselves.
         """
         first = int(bool(self._stack) and self._stack[0].by_function)
         begun = len(self._stack) > first and not self.open_calls

@@ -368,19 +368,23 @@ class UnusedParameterError(RuntimeError, AssertionError):
 
 
 def refusal_of_scaler(window: GradAccumulation) -> RuntimeError:
-    """The error of a ``GradScaler.step()`` that comes before the last micro-batch of a window."""
+    """The error of a ``GradScaler.step()`` before all gradients are shown on every rank."""
     return RuntimeError(
         f"GradScaler.step() was called after {window.count} of gradient_accumulation_steps {window.steps} "
-        "micro-batches, where the optimizer does not step yet; call unscale_(), step() and update() after the last "
-        'backward of the window, or set {"managed_gradient_accumulation": false} to step whenever you say so'
+        "micro-batches, or after a backward inside no_sync(): some gradients wait for further ones, and GradScaler "
+        "would not see them. Call unscale_(), step() and update() after the last backward of a whole window, and run "
+        "that outside of no_sync(). Where windows differ in length, leave gradient_accumulation_steps out of the "
+        "configuration, divide losses yourself and call step() where a window ends"
     )
 
 
 def refusal_of_early_unscale() -> RuntimeError:
-    """The error of a ``GradScaler.step()`` with gradients of which only the first were unscaled."""
+    """The error of a ``GradScaler.step()`` after ``unscale_()``, where that may have been called too early."""
     return RuntimeError(
-        "GradScaler.step() was called, and a backward has run since GradScaler.unscale_(): its gradients are still "
-        "multiplied by the scale, and those before it are not. Call unscale_() once, after the last backward of a step"
+        "GradScaler.step() was called after unscale_(), and optimizer.param_groups was read before the last backward, "
+        "as unscale_() does: if it was unscale_(), later gradients are still multiplied by the scale. Call unscale_() "
+        "once, after the last backward of a step; read learning rates between the backwards of a step from "
+        "optimizer.inner.param_groups"
     )
 
 

@@ -96,7 +96,10 @@ class ZeroOptimizer(Optimizer):
     found_inf: Tensor
 
     _steps = False  # the wrapped optimizer's step runs
-    _groups_asked = False  # param_groups was read since the last backward
+    # Of torch's GradScaler: the groups show all gradients, and whether any rank's are not finite; and the groups were
+    # read since the last backward, or before it, which is all that is seen of ``unscale_()``.
+    _all_shown = True
+    _groups_read = _read_between = False
     _zero_after: bool | None = None  # that has called zero_grad, with this set_to_none
 
     def __init__(
@@ -224,7 +227,7 @@ class ZeroOptimizer(Optimizer):
         """The wrapped optimizer's groups."""
         # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
         self.step_sync.doubt()
-        self._groups_asked = True
+        self._groups_read = True
         return self.inner.param_groups
 
     @property
@@ -340,7 +343,7 @@ class ZeroOptimizer(Optimizer):
         With ``managed_gradient_accumulation`` true (the default) it acts when at least ``gradient_accumulation_steps``
         micro-batches have been taken since the last step, or with ``now=True``; otherwise it does nothing but run the
         closure. With false every call acts. A micro-batch is all backwards since the last training forward of the
-        model. Step hooks run around steps that are taken, and that the device leaves out.
+        model, that is, one with gradients enabled. Step hooks run around steps that act.
 
         Args:
             closure: computes the loss and its backward; called once, before step hooks where it may be one of several.
@@ -362,16 +365,16 @@ class ZeroOptimizer(Optimizer):
 
     def _step_for_scaler(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
         """A step that torch's GradScaler calls; see [Note: GradScaler]."""
-        if self.engine.accumulation.unfinished and not now:
+        if not self._all_shown:
             raise refusal_of_scaler(self.engine.accumulation)
+        if self.grad_scale is None and self._read_between:
+            raise refusal_of_early_unscale()
         # GradScaler calls no step then where an optimizer leaves unscaling to it.
         if float(self.found_inf):
             return None
         if self.grad_scale is not None:
             unscale(self.inner, self.grad_scale)
             self.step_sync.doubt()
-        elif not self._groups_asked:
-            raise refusal_of_early_unscale()
         return self._step(closure, now=now)
 
     def _step(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
@@ -615,6 +618,7 @@ class ZeroOptimizer(Optimizer):
         """Gradients may have been edited since the last one."""
         refuse_retired(self.engine, "backward")
         self.slices.refuse_accumulated()
+        self._read_between |= self._groups_read and self.engine.pending.backward_ran
         window = self.engine.accumulation
         self.engine.loss_scale.backward_begins(window.steps, first=window.count == 0)
         if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
@@ -627,13 +631,14 @@ class ZeroOptimizer(Optimizer):
         """Show gradients in the groups."""
         self.slices.refuse_accumulated()
         self.step_sync.invalidate()
-        self.step_result.step_was_taken = self._groups_asked = False
+        self.step_result.step_was_taken = self._groups_read = False
+        self._all_shown = not (self.engine.holds_gradients or self.engine.accumulation.unfinished)
         # Nothing was reduced, so the shards have nothing new to show.
         if self.engine.holds_gradients:
             return
         shown = self.slices.show_arrived(self.engine.pending)
-        # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
-        if not self.engine.accumulation.unfinished:
+        # Whether all is finite is asked where a step may follow: GradScaler.step() is refused elsewhere.
+        if self._all_shown:
             self.step_sync.spread_overflow(shown.gradient, shown.source)
 
     def _forget_removed(self) -> None:
@@ -664,6 +669,7 @@ class ZeroOptimizer(Optimizer):
         if self.engine.accumulation.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.accumulation.restart()
+        self._all_shown, self._read_between = True, False
         self.engine.loss_scale.drop_losses()
         self.slices.show_zeros(self.engine.pending)
 

@@ -382,7 +382,48 @@ def test_grad_scaler_steps_where_a_window_ends() -> None:
 @pytest.mark.parametrize("managed", [True, False])
 def test_gradients_that_were_unscaled_in_part_are_refused(managed: bool) -> None:
     for refused, *_ in run_ranks(2, scaled, managed, "unscale_"):
-        assert "a backward has run since GradScaler.unscale_()" in refused
+        assert "optimizer.param_groups was read before the last backward" in refused
+
+
+def scaled_where_gradients_wait(settings: dict[str, Any], how: str) -> tuple[str, bool, float]:
+    """What GradScaler hears where a window is short, or held by no_sync(); whether weights stay; and a later scale.
+
+    In the short window one rank alone has a gradient that is not finite.
+    """
+    loop = Loop(settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    before = zeropp.full_state(loop.model)
+    for number in range(STEPS if how == "no_sync" else 1):
+        factor = float("inf") if how == "short" and loop.rank == 1 else 1.0
+        with loop.optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            scaler.scale(sum(loop.model(batch(number, loop.rank))) * factor).backward()
+    try:
+        scaler.step(loop.optimizer, **({"now": True} if how == "short" else {}))
+    except RuntimeError as error:
+        refused = str(error)
+    else:
+        refused = "stepped"
+    same = all(torch.equal(value, before[name]) for name, value in zeropp.full_state(loop.model).items())
+    loop.optimizer.zero_grad(now=True)
+    for number in range(STEPS):
+        scaler.scale(sum(loop.model(batch(number, loop.rank)))).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    return refused, same, scaler.get_scale()
+
+
+WAITING: dict[str, tuple[dict[str, Any], str]] = {
+    "stage 3, short": ({}, "short"),
+    "stage 1, short, unmanaged": ({"stage": 1, "managed_gradient_accumulation": False}, "unmanaged"),
+    "no_sync": ({}, "no_sync"),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_grad_scaler_is_refused_where_gradients_wait(name: str) -> None:
+    """It would not see them, or not on every rank: a step with gradients times the scale, or ranks that part."""
+    for refused, same, scale in run_ranks(2, scaled_where_gradients_wait, *WAITING[name], timeout=60):
+        assert "some gradients wait for further ones" in refused and same and scale == 8.0
 
 
 def skipped_by_scaler() -> list[bool]:
