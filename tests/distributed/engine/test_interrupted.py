@@ -212,6 +212,7 @@ def interrupted_call() -> list[str]:
         if call is model:
             # A forward of the model's own is over with the engine's next call.
             optimizer.engine.call_model(model, batch(2))
+            zeropp.full_state(model)
     return [name for name, value in zeropp.full_state(model).items() if not torch.equal(value, before[name])]
 
 
