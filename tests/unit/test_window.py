@@ -27,8 +27,8 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
             if taken:
                 window.restart()
         elif call == "z":
-            said += "." if window.keeps_gradients else "z"
-            if not window.keeps_gradients:
+            said += "." if window.ignores_zero_grad else "z"
+            if not window.ignores_zero_grad:
                 window.restart()
     return said
 

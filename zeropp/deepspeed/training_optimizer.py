@@ -121,7 +121,7 @@ class CalledWindows(GradAccumulation):
     def unfinished(self) -> bool:
         """True if gradients are not those that the engine's next optimizer step takes."""
         # Between a step() and the backward that follows, more is to come.
-        return self.keeps_gradients or not self.at_boundary if self._counts_calls else super().unfinished
+        return self.ignores_zero_grad or not self.at_boundary if self._counts_calls else super().unfinished
 
     @property
     def closing(self) -> bool:
@@ -146,7 +146,7 @@ class CalledWindows(GradAccumulation):
 
     def warning(self) -> str | None:
         """A warning for the caller of the optimizer's own ``step()``, where it did nothing; else None."""
-        if self._counts_calls and self.keeps_gradients:
+        if self._counts_calls and self.ignores_zero_grad:
             return (
                 "step() of the optimizer did nothing: engine.step() counts the micro-batches of a window here, and "
                 "steps at its end; call that alone"

@@ -58,7 +58,7 @@ class GradAccumulation:
         self._model_ran = False
         # step() did nothing, and no backward has run or failed since.
         self._ignored = False
-        self._ignored_before = self._long_before = False  # warnings that were given
+        self._warned_of_ignored = self._warned_of_long = False  # warnings that were given
 
     @property
     def every_step_acts(self) -> bool:
@@ -71,7 +71,7 @@ class GradAccumulation:
         return not self.every_step_acts and self.count < self.steps
 
     @property
-    def keeps_gradients(self) -> bool:
+    def ignores_zero_grad(self) -> bool:
         """True if ``zero_grad()`` does nothing, since the ``step()`` before it did nothing."""
         return self._ignored
 
@@ -117,8 +117,8 @@ class GradAccumulation:
 
     def warning(self) -> str | None:
         """A warning for the caller of ``step()``, the first time that it did nothing or came too late; else None."""
-        if self._ignored and not self._ignored_before:
-            self._ignored_before = True
+        if self._ignored and not self._warned_of_ignored:
+            self._warned_of_ignored = True
             parts = ""
             if not self._model_ran:
                 parts = (
@@ -133,8 +133,8 @@ class GradAccumulation:
                 '{"managed_gradient_accumulation": false} lets every step() act. optimizer.step_was_taken tells a '
                 "scheduler whether to go on"
             )
-        if self.divided and self.count > self.steps > 1 and not self._long_before:
-            self._long_before = True
+        if self.divided and self.count > self.steps > 1 and not self._warned_of_long:
+            self._warned_of_long = True
             return (
                 f"step() acts after {self.count} micro-batches, and gradient_accumulation_steps is {self.steps}. "
                 f"optimizer.backward() divides each loss by {self.steps}, which makes the gradient "

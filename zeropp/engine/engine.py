@@ -754,7 +754,7 @@ class Engine(GuardHandler):
 
     def zero_grad(self, *, set_to_none: bool = True, now: bool = False) -> None:
         """Forget gradients or set them to zero; unless ``now``, not in a window whose ``step()`` did nothing."""
-        if now or not self.accumulation.keeps_gradients:
+        if now or not self.accumulation.ignores_zero_grad:
             if not set_to_none:  # the host may be stepping with them, and they may be off the device
                 self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=["lp_grads"])
                 if (listener := self.listener) is not None:

@@ -475,7 +475,7 @@ class ZeroOptimizer(Optimizer):
         if self._steps:  # a class may call it at the end of its step, which runs for a part of the slices at a time
             self._zero_after = set_to_none
             return False
-        if self.engine.accumulation.keeps_gradients:
+        if self.engine.accumulation.ignores_zero_grad:
             return False
         self.zero_grad(set_to_none=set_to_none)
         return True
