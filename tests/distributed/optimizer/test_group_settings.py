@@ -14,7 +14,7 @@ from torch import nn
 import zeropp
 from tests.support.branching_models import Routed, make_config
 from tests.support.rank_pool import run_ranks
-from zeropp.optimizer import param_groups
+from zeropp.optimizer import optimizer_step
 from zeropp.optimizer.optimizer_step import fold
 
 Group = dict[str, Any]
@@ -142,16 +142,16 @@ def test_a_plateau_on_one_rank() -> None:
 
 def stepped_as_on_a_card(name: str) -> tuple[str, bool, bool]:
     """The host does not look at settings that are tensors."""
-    plain = param_groups._numbers_in
+    plain = optimizer_step._numbers_in
 
     def numbers_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
         return iter([(name, value)]) if isinstance(value, torch.Tensor) else plain(name, value)
 
-    param_groups._numbers_in = numbers_in
+    optimizer_step._numbers_in = numbers_in
     try:
         return stepped(CHANGES[name][0] if name in CHANGES else SAME[name])
     finally:
-        param_groups._numbers_in = plain
+        optimizer_step._numbers_in = plain
 
 
 def test_tensors_that_the_host_does_not_read() -> None:
