@@ -618,8 +618,8 @@ class ZeroOptimizer(Optimizer):
         """Gradients may have been edited since the last one."""
         refuse_retired(self.engine, "backward")
         self.slices.refuse_accumulated()
-        self._read_between |= self._groups_read and self.engine.pending.backward_ran
         window = self.engine.accumulation
+        self._read_between = window.count > 0 and (self._read_between or self._groups_read)
         self.engine.loss_scale.backward_begins(window.steps, first=window.count == 0)
         if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
             self._forget_removed()
@@ -669,7 +669,7 @@ class ZeroOptimizer(Optimizer):
         if self.engine.accumulation.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.accumulation.restart()
-        self._all_shown, self._read_between = True, False
+        self._all_shown = True
         self.engine.loss_scale.drop_losses()
         self.slices.show_zeros(self.engine.pending)
 

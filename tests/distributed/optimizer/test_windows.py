@@ -385,6 +385,26 @@ def test_gradients_that_were_unscaled_in_part_are_refused(managed: bool) -> None
         assert "optimizer.param_groups was read before the last backward" in refused
 
 
+def unscaled_with_a_scheduler() -> float:
+    """The scale after steps whose gradients are set to None by hand, and whose scheduler reads the groups."""
+    loop = Loop({"managed_gradient_accumulation": False})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1)
+    for number in range(3):
+        scaler.scale(sum(loop.model(batch(number, loop.rank)))).backward()
+        scaler.unscale_(loop.optimizer)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        scheduler.step()
+        for parameter in loop.model.parameters():
+            parameter.grad = None
+    return float(scaler.get_scale())
+
+
+def test_groups_that_are_read_between_steps_are_not_taken_for_an_early_unscale() -> None:
+    assert run_ranks(2, unscaled_with_a_scheduler) == [32.0, 32.0]
+
+
 def scaled_where_gradients_wait(settings: dict[str, Any], how: str) -> tuple[str, bool, float]:
     """What GradScaler hears where a window is short, or held by no_sync(); whether weights stay; and a later scale.
 
