@@ -1,7 +1,7 @@
 """The documentation: an index of all pages, a recipe that works at the top of each, and links that lead somewhere.
 
-The first Python blocks of concepts.md, design/README.md, models.md and kernels/README.md run here and print what they should.
-Those of using.md, checkpoints.md, fsdp2.md and training.md need ranks and names of the reader's:
+The first Python blocks of concepts.md, design/README.md, models.md and kernels/README.md run here, and their output is
+compared. Those of using.md, checkpoints.md, fsdp2.md and training.md need ranks and names of the reader's:
 tests/distributed/comm/test_process_groups.py and the files test_docs_recipes.py run them. That of lightning.md is
 compiled alone.
 """
