@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/offload.md anew, from what the code computes: ``python -m docs.sizing``."""
+"""Writes the numbers of docs/sizing.md anew, from what the code computes: ``python -m docs.sizing``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeropp.plan import MemoryPlan
 
 __all__ = ["DOCUMENT", "LADDER", "SHAPES", "Decoder", "Shape", "build", "device_bytes", "render"]
 
-DOCUMENT = Path(__file__).with_name("offload.md")
+DOCUMENT = Path(__file__).with_suffix(".md")
 _MARKS = "<!-- tables of python -m docs.sizing -->", "<!-- end of tables -->"
 _EXECUTED = re.compile(r"(<!-- executed -->\n```python\n)(.*?)(```\n```text\n)(.*?)(```\n)", re.DOTALL)
 _GB = 10**9

@@ -1,4 +1,4 @@
-"""docs/offload.md: its formulas hold, and its settings are accepted; tests/unit/deepspeed has its printed numbers."""
+"""docs/sizing.md and offload.md: formulas hold, and its settings are accepted; tests/unit/deepspeed has its printed numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeropp.config.describe import blocks
 from zeropp.config.top import Config
 from zeropp.plan import MemoryPlan
 
-TEXT = DOCUMENT.read_text()
+TEXT = DOCUMENT.with_name("offload.md").read_text()
 
 
 def plan(name: str, setting: str, ranks: int) -> MemoryPlan:

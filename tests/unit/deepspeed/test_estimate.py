@@ -204,7 +204,7 @@ def test_a_layer_larger_than_the_model(function: Callable[..., object]) -> None:
         function(1000, 2000)
 
 
-def test_the_numbers_of_offload_md_are_current() -> None:
+def test_the_numbers_of_the_sizing_page_are_current() -> None:
     """Its program calls an estimator. Else run ``python -m docs.sizing``. An old one is noticed."""
     text = DOCUMENT.read_text()
     old = text.replace("| 7B, nothing | 1", "| 7B, nothing | 2", 1)
