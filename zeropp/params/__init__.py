@@ -1,8 +1,10 @@
-"""One rank's parts of a model: units of flat buffers, their gradients, and the guard on released parameters.
+"""One rank's parts of a model: units of flat buffers, their gradients, and the guard of released parameters.
 
-Knows how a unit is gathered, released and reduced; not when.
-Start with `unit`: its flat buffers allocate, empty and swap the storage of parameters, and paths of `zeropp.wire` fill
-it. Before the model is cut, `zeropp.setup.placing` brings parameters to their device; between phases,
-`zeropp.offload.parked` takes storage off it. The optimizer's slices, loads and averages write main weights, too.
-`guard` answers for released parameters.
+This package implements how a unit is gathered, released and reduced. `order` decides when. Start with `unit`: flat
+buffers allocate, free and replace the storage of parameters, and the paths of `zeropp.wire` fill that storage. `guard`
+handles each access to a released parameter.
+
+Other packages touch the same memory: `zeropp.setup.placing` moves parameters to their device before the model is cut
+into units, `zeropp.offload.parked` moves storages off the device between phases, and optimizer steps, loads and
+averages write main weights.
 """
