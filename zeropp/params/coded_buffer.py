@@ -1,7 +1,7 @@
-"""A flat buffer of frozen weights that exist only as 8-bit codes: the shard is the message that a gather sends.
+"""A flat buffer of frozen weights stored only as 8-bit codes: the shard is the message that a gather sends.
 
-They are encoded once, when the model is wrapped, or when other values are loaded. Whatever moves them afterwards moves
-codes and scales: to encode decoded values again would change some of them.
+Weights are encoded once, when the model is wrapped or when other values are loaded. Afterwards only codes and scales
+are copied or moved. Decoding and encoding again would change some of the values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["CodedBuffer"]
 
 
 class CodedBuffer(FlatBuffer):
-    """Frozen parameters in codes.
+    """A flat buffer of frozen parameters whose shard is an 8-bit codec message.
 
     Attributes:
-        shard: uint8, one message of this rank's piece.
-        codec: of the message.
-        codes: path of whole messages, for what moves them.
+        shard: uint8 message with the codes and scales of this rank's slice.
+        codec: codec of the message.
+        codes: path that gathers the messages of all ranks without decoding them, for moving codes to another buffer.
     """
 
     coded = True
@@ -44,57 +44,64 @@ class CodedBuffer(FlatBuffer):
         codes: CodedGatherPath,
         tiers: Tiers,
     ) -> None:
-        # No gradient: a parameter that is to be trained leaves for a buffer of its own, see Trainability.
+        # Coded buffers have no gradient. When a parameter becomes trained, `Trainability` moves it to a plain buffer.
         super().__init__(unit, parameters, layout, main_dtype, device, paths, None, tiers)
         self.codes = codes
         self.codec = codes.codec
-        # The shard's own size says nothing of it: that is bytes of codes and scales.
+        # ``shard.numel()`` counts bytes of codes and scales, so the number of weights is stored here.
         self._piece_numel = layout.numel // self.placement.mode.states
 
     def _take_piece(self, whole: Tensor) -> StoredTensor:
+        """Encode this rank's slice of whole values as the shard."""
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
         shard = self.codec.empty(stop - start, 1, self.device)
         self.codec.encode_(shard, whole[start:stop])
         return self._keep(shard)
 
     def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
-        """Encode new values of a part of a parameter; blocks that say just these values already stay as they are."""
+        """Encode new values of a part of a parameter, except blocks that already decode to these values.
+
+        Args:
+            fragment: part of a parameter in this rank's shard.
+            values: [numel of the fragment] new values in the main dtype, on the device.
+            given: dtype that the user's values had before they were cast to the main dtype.
+        """
         numel = values.numel()
         message = self.codec.empty(numel, 1, self.device)
         now = torch.empty_like(values)
         own = _Blocks(self.shard, self._piece_numel)
         part = _Blocks(message, numel)
         places = torch.arange(part.count, device=self.device)
-        # Parameters start on a block and pieces are whole blocks, so a fragment does, too.
+        # A fragment starts on a block, because parameters start on a block and every shard is a whole number of blocks.
         part.copy_from(places, own, places + fragment.offset // BLOCK)
         self.codec.decode_(message, now, count=1)
         differs = torch.zeros(part.count * BLOCK, dtype=torch.bool, device=self.device)
-        # Compared in the dtype that was given: a state dict in bf16 has decoded values rounded, and loading it back
-        # must change nothing. What is missing of the last block counts as equal.
+        # Compare in the dtype of the given values. A bf16 state dict holds decoded values rounded to bf16, and loading
+        # it back must not change the codes. The missing end of the last block counts as equal.
         differs[:numel] = now.to(given) != values.to(given)
         places = places[differs.view(-1, BLOCK).any(1)]
         self.codec.encode_(message, values)
         own.copy_from(places + fragment.offset // BLOCK, part, places)
 
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """This rank's codes, uint8 [blocks, 256], and scales, bfloat16 [blocks]: views of the shard."""
+        """Return views of the shard: this rank's codes, uint8 [blocks, 256], and scales, bfloat16 [blocks]."""
         return _Blocks(self.shard, self._piece_numel).of_message(0)
 
     def decoded(self) -> Tensor:
-        """This rank's values, [numel / states] in the main dtype."""
+        """Return the values of this rank's slice, [layout.numel / states] in the main dtype, on the device."""
         values = torch.empty(self._piece_numel, dtype=self.main_dtype, device=self.device)
         self.codec.decode_(self.shard.to(self.device), values, count=1)
         return values
 
     def adopt_codes(self, source: FlatBuffer, messages: Tensor) -> None:
-        """Take over parameters that another buffer has, too.
+        """Copy the codes of all parameters that this buffer shares with another coded buffer.
 
         Args:
-            source: the other buffer, in codes like this.
-            messages: whole, as its ``codes`` path brings them together.
+            source: coded buffer to copy from.
+            messages: messages of all ranks of ``source``, as gathered by its ``codes`` path.
         """
         piece = source.layout.numel // source.placement.mode.states
-        # The model may train on another device than before.
+        # The new engine may train on another device than the one that gathered ``messages``.
         own = _Blocks(self.shard, self._piece_numel)
         whole = _Blocks(messages.to(self.device), piece)
         slots = zip(source.parameters, source.layout.slots, strict=True)
@@ -103,18 +110,19 @@ class CodedBuffer(FlatBuffer):
             parameter = self.parameters[fragment.slot]
             if id(parameter) not in offsets:
                 continue
-            # By block: the parameter lies at another place in either layout, and perhaps in another rank's piece.
+            # Copy block by block, because the parameter has another offset in each layout and may belong to another
+            # rank's slice.
             places = torch.arange(-(-(fragment.stop - fragment.start) // BLOCK), device=self.device)
             there = offsets[id(parameter)] + fragment.start
             own.copy_from(places + fragment.offset // BLOCK, whole, places + there // BLOCK)
 
 
 class _Blocks:
-    """Codes and scales of messages of [numel] 8-bit codes each, by number of the block."""
+    """Access by block number to the codes and scales in messages of [numel] 8-bit codes each."""
 
     def __init__(self, messages: Tensor, numel: int) -> None:
         layout = message_layout(numel, 8)
-        # Blocks in one message. 8-bit codes have groups of one block, so a block has one scale, of two bytes.
+        # Blocks in one message. 8-bit codes have one scale of two bytes per block.
         self.each = layout.groups
         self.count = layout.groups * (messages.numel() // layout.nbytes)
         rows = messages.view(-1, layout.nbytes)
@@ -123,14 +131,14 @@ class _Blocks:
         self._scales = scales.unflatten(1, (layout.groups, 2))
 
     def of_message(self, index: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of one message."""
+        """Return the codes, uint8 [blocks, 256], and scales, bfloat16 [blocks], of one message."""
         return self._codes[index], self._scales[index].view(torch.bfloat16)[:, 0]
 
     def copy_from(self, here: Tensor, source: _Blocks, there: Tensor) -> None:
-        """Take the blocks ``there`` of a source to the places ``here``."""
+        """Copy the source's blocks number ``there`` to this object's blocks number ``here``."""
         for own, other in ((self._codes, source._codes), (self._scales, source._scales)):
-            # Codes and scales lie apart in a message, so a block is moved in two parts: [message, place in it].
-            # A message may be the host's, and is told then with the host's numbers.
+            # A message stores codes and scales in separate sections, so each block is copied in two parts. The indices
+            # are moved to the device of the tensor that they index, because a message may be in host memory.
             take = there.to(other.device)
             put = here.to(own.device)
             found = other[take // source.each, take % source.each].to(own.device)
