@@ -1,8 +1,12 @@
-"""The offloaded copy that gathers and refreshes start from when the shard is not on the device.
+"""The offloaded copy of a shard that gathers and refreshes start from when the shard is not in device memory.
 
-It is a second copy, in the form in which it travels: values in the dtype that is computed with, or a message of codes.
-Where each use gathers from it, it is kept between uses, in a tier of its own. Where weights are only sent on after a
-step, to what caches them, it lasts until they have been.
+The copy has the form in which weights travel: values in the compute dtype, or one codec message. There are two cases:
+
+- Weights are gathered from the shards at each use. The copy is kept between uses, in the storage tier for gather
+  sources (`Tiers.weights`), and each step writes new weights to it. If the main weights can be gathered as they are,
+  they serve as the copy.
+- Weights are cached between uses (hpZ, persistent parameters). No copy is kept. New main weights stay on the device
+  from the step until the refresh has sent them.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ __all__ = ["WireCopy"]
 
 
 class WireCopy:
-    """One buffer's.
+    """The offloaded source of one flat buffer's gathers and refreshes.
 
     Attributes:
-        row: what is kept; it may be the row of the main weights. None where nothing is kept.
-        dtype: of new weights that are sent on, or kept as values.
+        row: stored tensor that gathers read, kept between uses; the row of the main weights if they serve as the copy.
+            None if no copy is kept because only refreshes read this source.
+        dtype: dtype of the new main weights that a step hands over with :meth:`take_new_weights`.
     """
 
     def __init__(
@@ -35,15 +40,16 @@ class WireCopy:
         device: torch.device,
         reader: ReadAhead | None,
     ) -> None:
-        """Know where everything lies.
+        """Store where the main weights and the kept copy are. No values are copied yet.
 
         Args:
-            main: weights.
-            row: what is kept between uses.
-            dtype: in which weights are sent on where nothing is kept.
-            codec: of the message that is kept; None for values.
-            device: that trains.
-            reader: brings what is kept to the device; None if it is there.
+            main: this rank's shard of the main weights.
+            row: stored tensor kept between uses for gathers; ``main`` if it serves as the copy, None if no copy is
+                kept.
+            dtype: dtype of new weights if no codec is given. With a codec they have the dtype of ``main``.
+            codec: codec of the message in ``row``; None if ``row`` holds plain values.
+            device: device that trains.
+            reader: read-ahead thread that copies ``row`` to the device; None if ``row`` is on the device or is None.
         """
         self.row = row
         self._main = main
@@ -51,84 +57,93 @@ class WireCopy:
         self._codec = codec
         self._device = device
         self._reader = reader
-        # New values: until they are sent on, or encoded.
+        # New main weights on the device, kept until a refresh has sent them or until they are encoded into ``row``.
         self._new: Tensor | None = None
-        self._seen: int | None = None  # version of the main weights, while they may be edited
+        self._seen: int | None = None  # autograd version of the main weights when edits were first allowed
 
     @property
     def follows(self) -> bool:
-        """True if the source has to be told of new main weights, since it is another copy of them."""
+        """True if this source is a copy apart from the main weights, so that each step must pass new weights to it."""
         return self.row is not self._main
 
     @property
     def encodes(self) -> bool:
-        """True if a message of codes is kept in place of values."""
+        """True if ``row`` holds a codec message instead of plain values."""
         return self._codec is not None
 
     @property
     def new_nbytes(self) -> int:
-        """Bytes of new values that have not been sent on."""
+        """Bytes on the device of new main weights that no refresh has sent yet."""
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
     def begin_gather(self, after: Event | None) -> Tensor | Arriving | GdsTensor:
-        """The tensor that each gather starts from; it is read now, or when weights are stepped ``after`` an event."""
+        """Return the source of one gather, and start reading it if it is off the device.
+
+        Args:
+            after: event at which the step that writes the row has ended; the read waits for it. None to read at once.
+
+        Returns:
+            The row's tensor if it is on the device, else a handle that delivers the row once it has been read.
+        """
         assert self.row is not None
         return self.row.tensor if self._reader is None else self._reader.begin_read(self.row, after)
 
     def new(self) -> Tensor:
-        """New main weights in the device's memory, for what caches them."""
-        # After a load or an edit nobody has brought them here.
+        """Return the new main weights on the device, [numel of the shard] in ``dtype``, for a refresh."""
+        # After a load or an edit, no step has brought the new main weights to the device, so copy them now.
         if self._new is None:
             self._new = self._main.tensor.to(self._device, self.dtype)
-        # Allocated where it was filled, and forgotten when what reads it here is queued.
+        # The tensor was allocated on another stream and is dropped once the refresh is queued. Record its use on this
+        # stream, or the allocator may reuse the memory while the refresh still reads it.
         used_here(self._new)
         return self._new
 
     def drop_new(self) -> None:
-        """They have been sent on."""
+        """Free the new main weights on the device, because a refresh has sent them."""
         self._new = None
 
-    # New main weights.
+    # Updates, after main weights have changed.
 
     def take_new_weights(self, start: int, values: Tensor) -> Event:
-        """Main weights from ``start`` on are new.
+        """Take over new main weights, beginning at element ``start`` of the shard.
 
         Args:
-            start: element of the shard.
-            values: on the host, in ``dtype``.
+            start: index of the first element in the shard.
+            values: new weights on the host, in ``dtype``.
 
         Returns:
-            An event until which ``values`` must stay as they are.
+            An event. The caller must not change ``values`` before it has happened.
         """
         if self.row is not None and self._codec is None:
-            # Straight to where gathers read: nothing of it passes through the device.
+            # Write to the row directly. A detour through the device would take device memory for nothing.
             return self.row.write(start, values)
         if self._new is None:
             self._new = torch.empty(self._main.tensor.numel(), dtype=self.dtype, device=self._device)
         return copy(self._new[start : start + values.numel()], values)
 
     def finish_taking(self) -> None:
-        """All of them have been taken."""
+        """Encode the new weights into ``row`` if a codec is used. Called after the last part of the shard was taken."""
         if self._codec is not None and self._new is not None:
             self._encode(self._new)
-            # The message holds it all; on a device with little memory the values must not stay.
+            # Free the values. The message contains them, and a device that offloads weights is short of memory.
             self._new = None
 
     def expect_edits(self) -> None:
-        """From here on main weights may be edited, until :meth:`take_edits`; nothing writes to them otherwise."""
+        """Record the version of the main weights, so that :meth:`take_edits` can detect edits made after this call."""
         self._seen = self._main.tensor._version
 
     def take_edits(self) -> None:
-        """Begin anew with main weights that have been edited in place."""
+        """Renew this copy if the main weights were edited in place since :meth:`expect_edits`."""
         if self._seen not in (None, self._main.tensor._version):
             self.renew()
         self._seen = None
 
     def renew(self) -> None:
-        """Main weights were changed otherwise: begin with them anew."""
+        """Renew this copy from the main weights after they were changed by something else than a step."""
         self._new = None
         if self.row is None or not self.follows:
-            # Made from main weights when it is asked for, or these themselves.
+            # Nothing to copy: either :meth:`new` reads the main weights when a refresh asks for them, or gathers read
+            # the main weights themselves.
             return
         if self._codec is not None:
             self._encode(self._main.tensor.to(self._device))
@@ -137,7 +152,8 @@ class WireCopy:
 
     def _encode(self, values: Tensor) -> None:
         assert self._codec is not None and self.row is not None
-        # On the device, whose kernels encode; the message is a half or a quarter of the values.
+        # Encode on the device, where the codec's kernels run, then copy the message. It has a half or a quarter of the
+        # bytes of the values.
         message = self._codec.empty(values.numel(), 1, self._device)
         self._codec.encode_(message, values)
         self.row.tensor.copy_(message)
