@@ -128,7 +128,7 @@ def _is_named(kind: type, names: tuple[str, ...]) -> bool:
 def fingerprint(value: Tensor) -> tuple[object, ...]:
     """Return a tensor's shape, its dtype, and the sum over its bits read as integers.
 
-    An edit changes the fingerprint, unless it only exchanges values between places.
+    Edits change the sum, except edits that only exchange values between places, and rare coincidences.
     """
     # Sum bit patterns instead of values: a NaN is not equal to itself, and -0.0 equals 0.0 although its bits differ.
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
