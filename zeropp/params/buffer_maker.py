@@ -1,4 +1,4 @@
-"""The flat buffers of a unit, and how each is put together: dtypes, layout, paths."""
+"""Construction of a unit's flat buffers: their dtypes, their layouts, and the paths of their weights and gradients."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BufferKey:
-    """The properties that the parameters of one flat buffer have in common."""
+    """The properties shared by all parameters of one flat buffer."""
 
-    dtype: torch.dtype  # gathered
+    dtype: torch.dtype  # of gathered weights, which the model computes with
     trainable: bool
-    main_dtype: torch.dtype  # of the shard
-    wire_dtype: torch.dtype  # of gradient messages
+    main_dtype: torch.dtype  # of main weights, that is of the shard
+    wire_dtype: torch.dtype  # of unquantized gradient messages
 
     def shares(self, mode: Mode) -> bool:
-        """True if main weights are whole and in the dtype the model computes in, so that one copy serves both.
+        """Return True if the model can compute with the main weights themselves, without a gathered copy.
 
-        Not where trained ones have replicas: a module's edit through ``.data`` leaves no trace, and would part them.
+        Main weights must be whole on every rank and have the compute dtype. Trained weights are not shared if there are
+        several ranks: a module may edit its weight through ``.data``. Such an edit leaves no trace, and the replicas
+        would differ from then on.
         """
         alone = not self.trainable or mode.chain.world == 1
         return alone and mode.states == mode.cached == 1 and self.dtype == self.main_dtype
@@ -57,13 +59,13 @@ class BufferKey:
 
 @dataclass(frozen=True)
 class BufferOutline:
-    """One flat buffer before it is made.
+    """The description of one flat buffer before the buffer is made.
 
     Attributes:
-        key: of its parameters.
-        layout: their places.
-        shard: elements of a rank's shard.
-        device_numel: how many of them, at the front, are stepped on the device; see `Tiers`.
+        key: properties shared by the buffer's parameters.
+        layout: offsets of the parameters in the buffer.
+        shard: number of elements in one rank's shard.
+        device_numel: number of elements, at the front of the shard, that are stepped on the device; see `Tiers`.
     """
 
     key: BufferKey
@@ -74,7 +76,7 @@ class BufferOutline:
 
 @dataclass(frozen=True)
 class UnitOutline:
-    """One unit before it is made: its cut, where one rank caches and sums it, and its flat buffers."""
+    """The description of one unit before it is made: its cut, its levels as one rank sees them, its buffers."""
 
     spec: UnitSpec
     placement: Placement
@@ -84,26 +86,37 @@ class UnitOutline:
 def buffer_layouts(
     parameters: ComputedWith, spec: UnitSpec, dtypes: DtypeOptions, world: int
 ) -> Iterator[tuple[BufferKey, BufferLayout]]:
-    """The flat buffers of a unit, one for each dtype, trainable and frozen apart."""
+    """Yield the key and the layout of each flat buffer of a unit, one buffer per key.
+
+    Args:
+        parameters: all parameters of the model by name, with their compute dtypes.
+        spec: unit to lay out.
+        dtypes: dtype settings of the engine.
+        world: number of ranks.
+    """
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
         parameter, dtype = parameters[name]
         trainable = parameter.requires_grad
-        # Frozen: never stepped, so as it came and no larger.
+        # Frozen weights are never stepped. They keep their own dtype, because a wider one would only cost memory.
         main = dtypes.main_dtype(dtype) if trainable else own_dtype(parameter)
         groups.setdefault(BufferKey(dtype, trainable, main, dtypes.wire_dtype(dtype)), []).append(name)
     for key, names in groups.items():
         rows = [(n, tuple(parameters[n][0].shape), parameters[n][0].stride()) for n in names]
-        # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
+        # Lay out for ``world`` pieces in every mode. Each piece is then a whole number of blocks, and so is each slice
+        # at a smaller level.
         yield key, build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
 
 
 class NoGroups:
-    """Makes hops without process groups, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
+    """A maker of hops without process groups, for plans and rehearsals; a stand-in for :class:`zeropp.comm.hops.Comm`.
+
+    The hops describe themselves as hops over NCCL.
+    """
 
     def __init__(self, world: int, rank: int, hop: type[Hop] = Hop) -> None:
         self.world = world
-        self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
+        self.of_all: list[str] = []  # last kind of work that needs a group of all ranks
         self._rank = rank
         self._hop = hop
         self._ledger = Ledger()
@@ -119,22 +132,31 @@ class NoGroups:
 def planned_transfers(
     groups: Groups, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding
 ) -> Iterator[Transfer]:
-    """Every transfer of a buffer that is not made; ``groups`` is asked for hops as in its making."""
+    """Yield every transfer of a buffer without making the buffer.
+
+    Args:
+        groups: maker of hops; called in the same order as when the buffer is made.
+        placement: levels of the unit, as one rank sees them.
+        key: properties of the buffer.
+        layout: layout of the buffer.
+        encoding: codecs of the run.
+    """
     weights = weight_paths(groups, placement, key, encoding)
     gradients = None
     if key.trainable:
-        # A path has the errors that are fed back; on the meta device they take no memory.
+        # Gradient paths own error feedback tensors. On the meta device these take no memory.
         gradients = gradient_paths(groups, placement, layout, key, encoding, torch.device("meta"))
     return transfers(weights, gradients, layout.numel)
 
 
 class BufferMaker:
-    """Makes the flat buffers of one engine; they hold nothing until they shard values.
+    """The factory of one engine's flat buffers; new buffers have no values before `FlatBuffer.shard_from` runs.
 
     Attributes:
-        mode: levels of the parts of units, persistent ones aside.
-        dtypes: of all buffers.
-        tiers: of all parts; `Tiers.divided` says which buffers are stepped on the device instead.
+        mode: levels of the units that are not persistent.
+        dtypes: dtype settings of the engine.
+        tiers: storage tiers of all parts; `Tiers.divided` changes them for buffers that are partly stepped on the
+            device.
     """
 
     def __init__(self, mode: Mode, encoding: Encoding, dtypes: DtypeOptions, comm: Comm, tiers: Tiers) -> None:
@@ -145,7 +167,12 @@ class BufferMaker:
         self._encoding = encoding
 
     def make_units(self, parameters: Mapping[str, nn.Parameter], outlines: Sequence[UnitOutline]) -> list[Unit]:
-        """A unit for each outline, of parameters by name."""
+        """Return one unit for each outline.
+
+        Args:
+            parameters: parameters of the model by name.
+            outlines: descriptions of all units, in the order of the model.
+        """
         memory = Memory(self._comm.device)
         units = []
         for index, unit in enumerate(outlines):
@@ -158,15 +185,22 @@ class BufferMaker:
         return units
 
     def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:
-        """A buffer for some of the parameters of a frozen one, as they lie there but for the padding between them."""
+        """Return a new buffer for some of the parameters of a frozen buffer.
+
+        Args:
+            buffer: frozen buffer that the parameters are in.
+            indices: positions of the parameters in ``buffer``.
+            trainable: True if the new buffer gets a gradient and optimizer states.
+        """
         slots = [buffer.layout.slots[index] for index in indices]
-        # Strides as they are in the buffer: the parameters' own are those of stand-ins while they are released.
+        # Take the strides from the buffer's layout. Released parameters are stand-ins whose own strides are all 0.
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
         dtype = buffer.compute_dtype
         main = self.dtypes.main_dtype(dtype) if trainable else buffer.main_dtype
         key = BufferKey(dtype, trainable, main, self.dtypes.wire_dtype(dtype))
         parameters = [buffer.parameters[index] for index in indices]
-        # What is trained later is the host's, where anything is: the division was of what there was.
+        # Use the undivided tiers. If the host steps any weights, it steps these, too: `divide_steps` split only the
+        # buffers that were trainable when the model was wrapped.
         return self._make(buffer.unit, buffer.placement, key, parameters, layout, self.tiers)
 
     def _make(
@@ -181,13 +215,13 @@ class BufferMaker:
         encoding = self._encoding
         mode = placement.mode
         device = self._comm.device
-        # Whether what gathers begin with is not the shard in the device's memory.
+        # True if this buffer's shard is not in device memory; and if that holds for any buffer of the model.
         stored = not tiers.main_tier(key.trainable).serves(device)
         brought = not all(self.tiers.main_tier(trainable).serves(device) for trainable in (False, True))
         paths = weight_paths(self._comm, placement, key, encoding, stored=stored, brought=brought)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
-            # The main path's hops, and so its groups and comm streams; but what travels is not decoded at the end.
+            # Reuse the hops of the main path, and thereby its process groups. This path leaves the messages encoded.
             states, hops = mode.states, paths.main.hops
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
@@ -201,8 +235,8 @@ class BufferMaker:
 
 
 def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
-    """Tell whether a buffer's shard is codes."""
-    # Codes of weights that change would lose every step that is smaller than a code; frozen ones lose once.
+    """Return True if a buffer's shard is stored as 8-bit codes."""
+    # Only frozen weights: stepping weights stored as codes would lose every update that is smaller than one code.
     return encoding.frozen is not None and not key.trainable
 
 
@@ -210,22 +244,23 @@ def weight_paths(
     comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding, *, stored: bool = False,
     brought: bool = False,
 ) -> WeightPaths:  # fmt: skip
-    """Paths of one buffer's weights; makes process groups, so that all ranks come here in one order.
+    """Return the paths of one buffer's weights. Makes process groups, so every rank must call it in the same order.
 
     Args:
-        comm: makes hops.
-        placement: of the unit.
-        key: of the buffer.
-        encoding: of what travels.
-        stored: what gathers begin with is kept apart from main weights, as it travels.
-        brought: of some buffers it is in the host's memory; those of a unit go over the same links.
+        comm: maker of hops.
+        placement: levels of the unit, as this rank sees them.
+        key: properties of the buffer.
+        encoding: codecs of the run.
+        stored: True if gathers start from an offloaded copy that is stored in the form in which it travels.
+        brought: True if the weights of trainable or of frozen buffers are offloaded. All buffers of a unit must go over
+            the same classes of links, so each path then begins with the link between host and device.
     """
     states = placement.mode.states
     cached = placement.mode.cached
     dtype = key.dtype
     codec = encoding.weight_codec(key.trainable)
     coded = _is_coded(key, encoding)
-    # With a codec the model computes with decoded values, which the shard does not hold.
+    # With a codec, the model computes with decoded values, and the shard holds the exact ones.
     shared = key.shares(placement.mode) and codec is None and not stored
     cache_codes = encoding.cache_codes and cached not in (None, 1)
 
@@ -233,7 +268,7 @@ def weight_paths(
         outer: int, inner: int, kind: str, *, encoded: bool, coded: bool = coded, decodes: bool = True,
         stored: bool = False,
     ) -> GatherPath:  # fmt: skip
-        # Makes process groups, so every rank must come here for the same buffers in the same order.
+        # ``comm.hop`` may make a process group, which is collective.
         hops = [comm.hop(kind, spec) for spec in placement.gather_path(outer, inner)]
         if codec is None or not encoded:
             return GatherPath(placement, outer, inner, hops, dtype, stored=stored)
@@ -244,27 +279,41 @@ def weight_paths(
     refresh = fetch = differences = None
     if cached is not None and not shared:
         refresh = path(states, cached, "refresh", encoded=True, decodes=not cache_codes)
-        # Frozen weights change by loads and edits only, after which there is no base. Without hops nothing travels.
+        # Differences need the weights cached after the previous step. Frozen weights change only by loads and edits,
+        # after which the cache is no valid base. Without hops nothing is sent.
         changes = key.trainable and bool(refresh.hops)
         if encoding.differences is not None and changes and dtype in BASES[encoding.differences]:
             difference = make_difference_codec(encoding.differences)
             differences = DifferencePath(placement, states, cached, refresh.hops, dtype, difference)
             if differences.counted is not None:
-                # Made now, by all: later it would be made on a comm stream, where ranks may be at different places.
+                # Make the group of all ranks now. The refresh would make it on a comm stream, where ranks may be at
+                # different collectives.
                 comm.all_ranks("refresh")
     if cached is None:
         fetch = path(states, 1, "gather", encoded=True, coded=coded or stored, stored=brought)
     elif cached > 1:
-        # What was decoded once goes on as it is: encoding it anew would change it. Cached codes are forwarded.
+        # Cached values are gathered without a codec, since encoding decoded values again would change them. Cached
+        # codes are forwarded unchanged.
         fetch = path(cached, 1, "gather", encoded=cache_codes, coded=True)
-    # State dicts get main weights as they are, uncoded; only where the shard is codes is there nothing else to send.
+    # State dicts get the exact main weights, without a codec, unless the shard itself is stored as codes.
     return WeightPaths(path(states, 1, "gather", encoded=coded), refresh, fetch, differences)
 
 
 def gradient_paths(
     comm: Groups, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
 ) -> GradientPaths:
-    """Paths of one trainable buffer's gradients; as :func:`weight_paths`."""
+    """Return the paths of one trainable buffer's gradients.
+
+    Makes process groups, so every rank must call it in the same order.
+
+    Args:
+        comm: maker of hops.
+        placement: levels of the unit, as this rank sees them.
+        layout: layout of the buffer.
+        key: properties of the buffer.
+        encoding: codecs of the run.
+        device: device for error feedback.
+    """
     world = comm.world
     held_level = placement.mode.held_level
     states = placement.mode.states
@@ -275,19 +324,22 @@ def gradient_paths(
         hop = comm.hop("reduce", spec)
         feedback = None
         if encoding.feeds_back(specs, spec):
-            # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
+            # A rank sends ``hop.size`` messages of [numel / outer] elements on this hop. Each has error feedback of its
+            # own.
             feedback = codec.feedback(layout.numel // spec.outer, hop.size, encoding.beta, device)
         by_backend = encoding.sums_by_backend(codec, spec, codec.nbytes(layout.numel // spec.outer), hop.backend)
         hops.append(ReduceHop(hop, codec, feedback, by_backend))
 
     def path(inner: int, outer: int) -> ReducePath:
-        # The same hops in all three paths: errors belong to a hop, whichever path a gradient takes over it.
+        # All three paths share hop objects, because error feedback belongs to a hop, whichever path a gradient takes
+        # over it.
         own = [each for each in hops if inner < each.spec.outer <= outer]
         return ReducePath(placement, outer, own, key.wire_dtype)
 
     replicas: GatherPath | None = None
     if states != world:
-        # A gather, but of kind "reduce": it follows a reduction, and must not be ordered among the gathers of weights.
+        # This gather continues a reduction, so it runs on the groups of kind "reduce". On the groups of weight gathers,
+        # it would have to keep one order with them.
         back = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
         codec = encoding.return_codec(codecs)
         if codec.coded:
@@ -302,10 +354,10 @@ class Transfer:
     """One collective on one hop.
 
     Attributes:
-        hop: over which it goes.
+        hop: hop that carries the transfer.
         collective: "all_gather", "all_to_all" or "reduce_scatter".
-        nbytes: of all members' parts together.
-        dtype: of what is summed on the way; uint8 where nothing is.
+        nbytes: total bytes of all members' parts.
+        dtype: dtype that the backend sums in during a reduce_scatter; uint8 for collectives that sum nothing.
     """
 
     hop: Hop
@@ -315,9 +367,15 @@ class Transfer:
 
 
 def transfers(weights: WeightPaths, gradients: GradientPaths | None, numel: int) -> Iterator[Transfer]:
-    """Every transfer of a buffer of [numel] elements, padding included; in one order on all ranks.
+    """Yield every transfer of a buffer, in the same order on all ranks.
 
-    Differences to cached weights travel on the hops of whole weights and are smaller.
+    Differences to cached weights are not listed: they travel on the hops of the refresh and are smaller than whole
+    weights.
+
+    Args:
+        weights: paths of the buffer's weights.
+        gradients: paths of the buffer's gradients; None if the buffer is not trainable.
+        numel: elements of the buffer, padding included.
     """
     gathers = [weights.main, weights.refresh, weights.fetch]
     for hop in gradients.straight.hops if gradients is not None else ():
