@@ -241,7 +241,7 @@ class FlatBuffer:
             storage.resize_(self.nbytes)
 
     def gather(self, after: Event | None) -> Iterator[None]:
-        """Return a generator that gathers the whole values from their source; ``after`` ends when that is written."""
+        """Return a generator that gathers whole values; ``after`` is the event at which their source is written."""
         assert self.paths.fetch is not None  # persistent units have no gather, only refreshes
         own: Tensor | StoredShard | None = self.secondary
         if own is None:
@@ -467,7 +467,8 @@ def make_wire_copy(
     row: StoredTensor | None = None
     numel = main.tensor.numel()
     dtype = main.tensor.dtype
-    # Gathers read frozen main weights directly. Trained main weights get a second copy if that makes gathers smaller.
+    # Frozen main weights serve as the copy. Trained ones do so if they are in the tier for gather sources, in the dtype
+    # that travels; otherwise a second copy in that dtype has fewer bytes to read.
     main_serves = not trainable or (tiers.weights.accepts(main) and dtype == path.dtype)
     if kept and main_serves and codec is None:
         row = main
@@ -672,7 +673,7 @@ class Unit:
         Returns:
             The end of the refresh.
         """
-        # The parameters show old weights, which the refresh of a persistent unit overwrites.
+        # Guard first: the parameters show old weights, which the refresh of a persistent unit overwrites.
         if self.state is UnitState.UNSHARDED:
             self.guard_values()
         stale = [buffer for buffer in self.buffers if buffer.stale]
