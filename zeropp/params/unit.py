@@ -363,7 +363,7 @@ class FlatBuffer:
         if edited:
             raise RuntimeError(
                 f"{edited} were edited in place, and the edit is lost or stays on this rank: modules compute with "
-                "gathered copies of weights that are sharded over all ranks. To set weights use "
+                "copies of the main weights. To set weights use "
                 "zeropp.zero.GatheredParameters(parameters, modifier_rank=0) or model.load_state_dict(...) on every "
                 "rank, between steps"
             )
