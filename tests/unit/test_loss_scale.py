@@ -158,9 +158,7 @@ def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(s
     output = begins_window(own, weight)
     leaf = output.detach().requires_grad_()
     owner.apply(leaf.sum()).backward()
-    with pytest.raises(
-        RuntimeError, match=r"its backward did not come to that engine's model.*take the loss to loss\.backward"
-    ):
+    with pytest.raises(RuntimeError, match=r"did not reach the engine's model.*call loss\.backward"):
         output.backward(leaf.grad)
     # What the error says to do: the loss by itself, and the outputs by the engine.
     own.apply((begins_window(own, weight) * leaf.grad).sum()).backward()
@@ -176,7 +174,7 @@ def test_gradients_of_a_loss_that_another_engine_has_scaled_are_refused() -> Non
     output = begins_window(own, weight)
     leaf = output.detach().requires_grad_()
     half.apply(leaf.sum()).backward()
-    with pytest.raises(RuntimeError, match="whether this one is scaled or divided already"):
+    with pytest.raises(RuntimeError, match="whether the loss of this backward is already scaled or divided"):
         output.backward(leaf.grad)
 
 

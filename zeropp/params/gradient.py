@@ -1,13 +1,15 @@
-"""The gradient of one flat buffer, from autograd to its sum over the ranks; and the loss scale that it is divided by.
+"""The gradient sum of one flat buffer, from ``.grad`` to the reduced shard, and the loss scale.
 
-[Note: loss scale] It is taken out of gradients as they are added to their sums, which are float32. So nothing behind
-the sums knows of it: norms, clipping and steps are those of unscaled gradients, and what overflows shows as a norm that
-is not finite, on every rank. A loss may come from several models, each with a scale: it has that of whoever took it to
-its backward, which all of them take out.
+[Note: loss scale] The loss scale is divided out when gradients are added to their float32 sums. So norms, clipping and
+steps work on unscaled gradients, and an overflow appears as a non-finite norm on every rank. One loss may depend on
+several models, each with its own engine and loss scale. The engine that scaled the loss determines the scale, and all
+engines divide by this scale.
 
-That a loss was scaled is said by the backward that goes through it: whoever scales one may want to look at it, and no
-more. What backward makes of a scaled loss of detached outputs (a gradient cache, a loss in chunks) is scaled, too, and
-nothing says so where it goes on from the outputs: there a plain loss is refused, since it may be either.
+A loss counts as scaled when a backward runs through the scaled tensor, not when the tensor is made, because a user may
+scale a loss without ever running its backward. Losses of detached outputs (a gradient cache, a loss in chunks) need two
+backwards: the first goes through the scaled loss and ends at the outputs; the second continues from the outputs with
+scaled gradients. The second one does not pass the scaled loss, so nothing marks it as scaled. Therefore an unscaled
+loss is refused after such a first backward: its gradients may be scaled or not.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ __all__ = ["Gradient", "GradientPaths", "LossScale", "LossScaleError", "LossScal
 
 @dataclass(frozen=True)
 class GradientPaths:
-    """The paths by which a gradient travels.
+    """The paths on which the gradient of one buffer is reduced.
 
     Attributes:
-        to_held: from whole gradients to the level at which those of several backwards are summed before they go on.
-        from_held: from there to a piece for every rank.
-        straight: both, for gradients that are not held.
-        replicas: from pieces back to slices at the level of the states, where that is not the last; else None.
+        to_held: path from whole gradients to the level at which gradients of several backwards are summed (held).
+        from_held: path from the held level to one piece per rank.
+        straight: path from whole gradients to one piece per rank, for gradients that are not held.
+        replicas: path that gathers pieces back to the level of the states; None if that is the last level.
     """
 
     to_held: ReducePath
@@ -54,19 +56,19 @@ class GradientPaths:
 
     @property
     def held_level(self) -> int:
-        """The level at which gradients are held."""
+        """The level at which gradients are held for a later backward."""
         return self.to_held.outer
 
 
 class Gradient:
-    """Sums of one flat buffer's gradients.
+    """The gradient sum of one flat buffer.
 
     Attributes:
-        row: where ``shard`` is.
-        arrived: whether ``shard`` holds anything yet.
-        report: of ``shard``, unless that has been ``edited`` since.
-        trained: whether each parameter is to have one; not those that were frozen after wrapping.
-        held: [numel / held level] sum of backwards that are to be sent on later, main dtype, or None.
+        row: stored tensor that holds ``shard``.
+        arrived: True if ``shard`` contains a gradient since the last reset.
+        report: statistics of ``shard``: squares per block and a non-finite flag; out of date if ``doubted``.
+        trained: one flag per parameter; False for parameters that were frozen after wrapping.
+        held: [numel / held level] sum in the main dtype of backwards that are to be sent with a later one; or None.
     """
 
     def __init__(
@@ -87,65 +89,69 @@ class Gradient:
         self.paths = paths
         self.placement = paths.straight.placement
         self.row = tiers.gradients.allocate_tensor(layout.numel // self.placement.mode.states, main_dtype)
-        # Sums are made where they stay; else they are brought there, through staging buffers.
+        # Staging ring for sums that are stored off the device; None if the shard is on the device.
         self._ring = None if tiers.gradients.serves(device) else tiers.ring
-        # Classes of links to the shard, which may be in the host's memory.
+        # Classes of links behind the reduction: for the gather to replicas, and for the copy to an offloaded shard.
         back = [*(paths.replicas.links if paths.replicas is not None else ()), *([] if self._ring is None else [BUS])]
         self._straight_links = [*paths.straight.links, *back]
         self._from_held_links = [*paths.from_held.links, *back]
-        # Of a sum on its way to the host.
+        # Bytes of a sum that waits to be copied off the device.
         self._stored_nbytes = 0 if self._ring is None else self.row.nbytes
         self.arrived = False
         self.report = Report(self.shard, device)
-        self._reported = -1  # version of ``shard`` that the report is of
-        self._doubted = False  # somebody could have written to it unseen
+        self._reported = -1  # autograd version of ``shard`` when ``report`` was made
+        self._doubted = False  # True if ``shard`` may have been written without a new version
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
-        # In ``held``; a float16 message of it needs room for so many.
+        # Number of backwards summed in ``held``. A float16 message of the sum is scaled down accordingly.
         self._held_backwards = 0
-        # Whether the last reduction that was queued leaves something held below the whole. ``held`` tells of it only
-        # when the comm stream has come to it.
+        # True if the last queued reduction leaves a sum in ``held`` at a level above 1. The comm stream sets ``held``
+        # later than this flag.
         self._partly_held = False
-        self._scaled = 1.0  # by which the last message is smaller than what it carries
+        self._scaled = 1.0  # factor that the last message was scaled by for float16 headroom
         self._table = None
-        # Nothing travels, and one kernel brings gradients to the shard.
+        # True if there is no hop and the shard is on the device: one kernel then adds gradients to the shard, without a
+        # message.
         self._gathers = not paths.straight.hops and self._ring is None and summed_by_kernels(self.shard)
         if paths.straight.codec.coded or self._gathers:
             numels = [slot.numel for slot in layout.slots]
             offsets = [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
-        # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
+        # Rotated codes spread their error over whole blocks, padding included. Padding must be cleared before norms.
         rotates = any(hop.codec.rotate for hop in paths.straight.hops)
         self._padding = self._find_padding() if rotates else []
 
     @property
     def shard(self) -> Tensor:
-        """[numel / states] accumulated gradient in the main dtype, what the optimizer reads; a mapping of a file."""
+        """The sum that the optimizer reads, [numel / states] in the main dtype; a memory mapping if it is in a file."""
         return self.row.tensor
 
     @property
     def feedbacks(self) -> list[Feedback]:
-        """The errors that are fed back on each hop that has some."""
+        """The error feedback of each hop that has one."""
         return [hop.feedback for hop in self.paths.straight.hops if hop.feedback is not None]
 
     @property
     def onward_nbytes(self) -> int:
-        """Bytes that are left of a message where it changes over to another comm stream; 0 where it does not."""
+        """Bytes of a reduction that stay in flight after its first class of links; 0 if it uses one class only."""
         return self.paths.straight.onward_nbytes(self.layout.numel) + self._stored_nbytes
 
-    # From autograd to a message.
+    # From ``.grad`` to a message.
 
     def pack(self, scale: float, *, hold: bool) -> Tensor | None:
-        """This rank's whole gradient as one message in the wire dtype; takes ``.grad``.
+        """Take all gradients out of ``.grad`` and pack them as one message in the wire dtype.
 
         Args:
-            scale: of the sum over ranks; the message is not scaled, but on a single rank there may be none.
-            hold: for a backward after which others follow before anything goes on. Where nothing is sent then, the
-                gradient is added to what is held, and there is no message.
+            scale: factor on the sum over ranks. It is used only if gradients go to the shard without a message.
+            hold: True if the gradient waits for a later backward of the window before it is sent further.
+
+        Returns:
+            The message for :meth:`prepare_reduce`. None if there is nothing to send: whole gradients were added to
+            ``held``, or a single rank's gradients were added to the shard.
         """
         gradients = self._take()
         path = self.paths.straight
-        # Held whole: nothing is sent, so it is done here and not on a comm stream.
+        # Whole gradients are held without any collective, so add them here and not on a comm stream.
         if self.paths.held_level == 1 and (hold or self.held is not None):
             whole = self._hold_whole(gradients)
             if hold:
@@ -160,33 +166,34 @@ class Gradient:
             self._gather(gradients, scale)
             return None
         self._scaled = 1.0
-        # Allocated on the caller's stream. Whoever queues the message keeps it until it has been reduced, so comm
-        # streams need not say `used_here`. See [Note: memory on several streams].
+        # Allocated on the caller's stream. The caller keeps the message until it has been reduced, so comm streams need
+        # not call `used_here`. See [Note: memory on several streams].
         message = path.empty(self.layout.numel, self.device)
         path.pack_(message, gradients, self.layout, self._table)
         return message
 
     def _take(self) -> list[Tensor | None]:
+        """Remove and return the ``.grad`` of each parameter."""
         with unguarded():
-            # The unit may be released already, and the guard refuses ``.grad`` of released parameters.
+            # Read ``.grad`` without the guard, which refuses it for released parameters.
             gradients = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
-                # Taken away, or autograd would add the next micro-batch to what has been sent.
+                # Reset ``.grad``, or autograd would add the next micro-batch to a gradient that has been sent.
                 parameter.grad = None
         return gradients
 
     def _gather(self, gradients: list[Tensor | None], scale: float) -> None:
-        """Bring gradients to the shard, on the caller's stream; no comm stream has anything to do with it."""
-        assert self._table is not None  # made where this is done
+        """Add gradients to the shard with one kernel, on the caller's stream, without a message."""
+        assert self._table is not None  # made in __init__ if ``_gathers``
         PlainCodec(self.dtype).gather_(
             gradients, self.layout, self._table, self.shard, scale=scale, accumulate=self.arrived, report=self.report
         )
         self._arrive()
 
     def _hold_whole(self, gradients: list[Tensor | None]) -> Tensor:
-        """Add to the held sum without rounding to the wire dtype."""
+        """Add whole gradients to ``held`` in the main dtype, not rounded to the wire dtype, and return ``held``."""
         if self.held is None:
-            # Zeros: parameters without a gradient, and the padding, are written by nobody.
+            # Start from zeros, because nothing writes the padding and parameters without a gradient.
             self.held = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self._held_backwards += 1
         views = self.layout.views(self.held)
@@ -195,14 +202,20 @@ class Gradient:
             torch._foreach_add_([view for view, _ in present], [g.to(self.dtype) for _, g in present])
         return self.held
 
-    # From messages to a sum; on the comm streams of reductions.
+    # From messages to a sum. These generators run on the comm streams of reductions.
 
     def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
-        """The work to queue: every rank's message, and what is held, summed into the shard; or into what is held."""
-        # By the flag, on the caller's thread: the comm stream may not have come to what was queued before.
+        """Return the work that reduces all ranks' messages into the shard or, if they are held, into ``held``.
+
+        Args:
+            message: this rank's message from :meth:`pack`.
+            scale: factor on the sum over ranks and backwards.
+            hold: as given to :meth:`pack`.
+        """
+        # Use the flag instead of ``held``: the comm stream may not have run earlier reductions yet.
         straight = not hold and not self._partly_held
-        self._partly_held = hold and self.paths.held_level != 1  # whole gradients are held by ``pack``
-        # Now: another message may be packed before this one is sent.
+        self._partly_held = hold and self.paths.held_level != 1  # at level 1, pack() holds the gradients itself
+        # Read ``_scaled`` now: pack() may change it before the comm stream runs this reduction.
         scale /= self._scaled
         numel = self.layout.numel
         if not straight:
@@ -210,12 +223,13 @@ class Gradient:
             return Work(hops, [self._add_to_held(message, scale, hold=hold)], None if hold else self._arrive)
         path = self.paths.straight
         if self.paths.replicas is not None:
-            # The sum is for several ranks' shards: it goes on to a piece for each rank, and back.
+            # Several ranks keep a copy of each shard. The sum is reduced to one piece per rank and gathered back from
+            # there.
             return Work(self._straight_links, [self._reduce_replicas(path, message, numel, scale)], self._arrive)
         return Work(self._straight_links, [self._reduce(path, message, numel, scale)], self._arrive)
 
     def _reduce(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
-        """To the shard, which the last sum measures, unless something is done to it after that."""
+        """Return a generator that reduces messages into the shard."""
         if self._ring is not None:
             return self._reduce_and_store(path, message, numel, scale)
         report = None if self._padding else self.report
@@ -224,10 +238,10 @@ class Gradient:
         )
 
     def _reduce_and_store(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
-        """Make the sum on the device, and bring it to where it stays."""
+        """Reduce messages on the device, then copy the sum to the offloaded shard."""
         total = self._empty_sum()
         sums = path.reduce(message, numel, total, scale=scale, accumulate=lambda: False, unit=self.unit)
-        del message  # or this frame would keep it until the sum is there
+        del message  # or this frame would keep the message alive until the sum is complete
         yield from sums
         yield from self._store(total)
 
@@ -235,14 +249,15 @@ class Gradient:
         return torch.empty(self.shard.numel(), dtype=self.dtype, device=self.device)
 
     def _store(self, total: Tensor) -> Iterator[None]:
-        """Bring a sum to its tier, added to the values there, and measure the result; pauses first."""
-        # On a comm stream of its own: the host waits for copies there, and the next reduction is on its way meanwhile.
+        """Add a sum to the offloaded shard and measure the result; pauses once before that."""
+        # Pause, so that the copies run on the comm stream of the host link. The host waits for them there, and the next
+        # reduction runs meanwhile.
         yield
         used_here(total)
         assert self._ring is not None
         self._clear_padding(total)
         self.report.flag.zero_()
-        # Whole blocks, so that the report's sums are those of a shard that is measured at once, to the bit.
+        # Store whole blocks at a time, so that the report has the same bits as one of the whole shard.
         most = self._ring.nbytes // self.dtype.itemsize // BLOCK * BLOCK
         for start in range(0, total.numel(), most):
             part = total[start : start + most]
@@ -256,22 +271,23 @@ class Gradient:
         self.report.add_up()
 
     def _add_to_held(self, message: Tensor, scale: float, *, hold: bool) -> Iterator[None]:
-        """Sum messages as far as the level at which they are held; unless ``hold``, the sum then goes all the way."""
+        """Reduce messages into ``held``; unless ``hold`` is set, then reduce ``held`` into the shard."""
         paths, fresh = self.paths, self.held is None
         if self.held is None:
             self.held = torch.empty(self.layout.numel // paths.held_level, dtype=self.dtype, device=self.device)
         held = self.held
-        # Unscaled: the mean is applied once, in the last sum.
+        # Do not scale here: the last sum applies the scale, once.
         yield from paths.to_held.reduce(
             message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
         )
-        # Allocated on the first comm stream, or by an earlier backward; the last hop's comm stream has just written to
-        # it.
+        # ``held`` was allocated on the first comm stream, or by an earlier backward, and this comm stream has written
+        # to it.
         used_here(held)
         self._held_backwards += 1
         if hold:
             return
-        # ``held`` is a sum over so many backwards and ranks; float16 may have room for their mean only.
+        # ``held`` is a sum of held_backwards * held_level gradients. In float16 such a sum may overflow, so scale it
+        # down.
         headroom = paths.straight.codec.headroom(self._held_backwards * paths.held_level)
         message = paths.from_held.empty(held.numel(), self.device)
         paths.from_held.encode_(message, held if headroom == 1.0 else held * headroom)
@@ -280,33 +296,35 @@ class Gradient:
         yield
         used_here(message)
         onward = self._reduce_replicas(paths.from_held, message, held.numel(), scale / headroom)
-        del message, held  # as there
+        del message, held  # or this frame would keep both alive until the sum is complete
         yield from onward
 
     def _reduce_replicas(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
-        """The last hops, and back from pieces to the level of the states where there are replicas."""
+        """Reduce to one piece per rank, then gather pieces to the level of the states if the states have replicas."""
         replicas, unit = self.paths.replicas, self.unit
         if replicas is None:
             yield from self._reduce(path, message, numel, scale)
             return
-        # [numel / world], then [numel / states] in the wire dtype. All replicas get the same message of each piece,
-        # so their states keep the same bits; an all-reduce would not promise that.
+        # ``piece`` is [numel / world], ``whole`` [numel / states] in the wire dtype. All replicas receive the same
+        # message of each piece, so their states keep the same bits. An all-reduce would not guarantee that.
         piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
         whole = replicas.empty(self.shard.numel(), self.device)
-        # The sum goes back in the wire dtype before the mean is taken, so a float16 one is scaled down on the way.
+        # The sum is gathered in the wire dtype before the scale is applied, so a float16 sum is scaled down for the
+        # gather.
         headroom = path.codec.headroom(self.layout.world)
         sums = path.reduce(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
-        del message  # or this frame would keep it until the sum is back
+        del message  # or this frame would keep the message alive until the gather has ended
         yield from sums
         yield
-        # Sums end over the links on which the way back begins, so this comm stream is the last that touches a piece.
+        # The gather begins on the same links on which the reduction ended, so this comm stream is the last to use
+        # ``piece``.
         used_here(piece)
         used_here(whole)
         yield from replicas.gather(piece, replicas.places(whole), unit)
-        # The way back may end on another comm stream than it began on, as where what was held goes on between nodes
-        # first.
+        # The gather may end on another comm stream than it began on, for instance if held sums were reduced across
+        # nodes first.
         used_here(whole)
-        # One message, so this is a cast, a scale and perhaps an addition.
+        # ``whole`` is a single message, so this call only casts, scales and perhaps adds.
         last = PlainCodec(whole.dtype)
         scale = scale / headroom
         if self._ring is None:
@@ -314,19 +332,21 @@ class Gradient:
         else:
             total = self._empty_sum()
             last.decode_sum_([whole], total, scale=scale)
-            del piece, whole  # or this frame would keep them until the sum is stored
+            del piece, whole  # or this frame would keep both alive until the sum is stored
             yield from self._store(total)
 
     def _has_arrived(self) -> bool:
+        """Return ``arrived``, for reductions that must read it when they run."""
         return self.arrived
 
     def _arrive(self) -> None:
+        """Mark the shard as filled, at the end of a reduction."""
         unmeasured = bool(self._padding) and self._ring is None
         if unmeasured:
-            # On the comm stream, behind the sum and before the event, so that the optimizer never sees what codes left
-            # there.
+            # Clear the padding on the comm stream, before the reduction's end event, so that the optimizer never reads
+            # what rotated codes left in it.
             self._clear_padding(self.shard)
-        # Read on the same comm streams only, until the backward has ended and everything has been waited for.
+        # Until the backward has ended, ``arrived`` is read on these comm streams only, so no lock is needed.
         self.arrived = True
         clears = bool(self.feedbacks) and not all(self.trained)
         if clears:
@@ -336,68 +356,73 @@ class Gradient:
         self.accept_edits()
 
     def _clear_padding(self, values: Tensor) -> None:
+        """Zero the padding, if rotated codes may have left values in it."""
         if self._padding:
             torch._foreach_zero_([values[start:stop] for start, stop in self._padding])
 
     @property
     def edited(self) -> bool:
-        """True if the shard was written to since the report, seen by its version."""
+        """True if the shard's version shows a write since the report was made."""
         return self.shard._version != self._reported
 
     @property
     def doubted(self) -> bool:
-        """True if the report may be of another state of the shard."""
+        """True if the report may not match the shard."""
         return self._doubted or self.edited
 
     def doubt(self) -> None:
-        """Somebody can write to the shard unseen: torch's GradScaler raises no version, nor does ``.data``."""
+        """Mark the report as doubtful: torch's GradScaler and writes to ``.data`` leave no trace in the version."""
         self._doubted = True
 
     def accept_edits(self) -> None:
-        """The report tells of the shard as it is now."""
+        """Record that the report matches the shard as it is now."""
         self._reported = self.shard._version
         self._doubted = False
 
     def measure(self) -> None:
-        """Renew the report where it is doubted."""
+        """Make the report anew if it is doubted."""
         if self.doubted:
             self.report.measure(self.shard)
             self.accept_edits()
 
     def clear(self, unused: Sequence[bool]) -> None:
-        """Zero the shard of some parameters: error feedback of earlier steps also reaches those without a gradient.
+        """Zero the gradients of unused parameters in the shard.
 
-        Norms and clipping must not see it.
+        Error feedback of earlier steps adds values even to parameters without a gradient. Norms and clipping must not
+        include these values.
+
+        Args:
+            unused: one flag per parameter, True to zero the parameter's gradient.
         """
         for fragment in self._fragments(self.placement.mode.states):
             if unused[fragment.slot]:
                 self.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
 
-    # What is there, and forgetting it.
+    # Presence of gradients, and dropping them.
 
     def has_unsent(self) -> bool:
-        """True if this rank holds gradients that no reduction has brought to the shards."""
+        """True if this rank has gradients, held or in ``.grad``, that no reduction has added to a shard."""
         return self.held is not None or self.has_stray()
 
     def has_stray(self) -> bool:
-        """True if ``.grad`` has gradients that no message has taken."""
+        """True if some parameter has a ``.grad`` that no message contains."""
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
     def drop_sum(self) -> None:
-        """Forget what was sent or held; gradients that autograd is just bringing stay."""
+        """Drop reduced and held gradients. Keep ``.grad``, which autograd may be filling right now."""
         self.arrived = False
         self.forget_held()
 
     def begin_sum(self) -> None:
-        """Begin a sum of zeros where nothing has come: the user has made a gradient of one of the parameters."""
+        """Begin a sum of zeros if no gradient has arrived, because the user sets the gradient of one parameter."""
         if not self.arrived:
             self.shard.zero_()
             self.arrived = True
             self.measure()
 
     def set_to_zero(self) -> None:
-        """Set the sum to zero if any gradient has come, and forget what has not been sent."""
+        """Set the sum to zero if this rank has any gradient, and drop unsent gradients."""
         present = self.arrived or self.has_unsent()
         self.forget_unsent()
         if present:
@@ -406,23 +431,23 @@ class Gradient:
             self.measure()
 
     def forget_unsent(self) -> None:
-        """Forget what has not been sent."""
+        """Drop held gradients and ``.grad``."""
         self.forget_held()
         self.forget_stray()
 
     def forget_held(self) -> None:
-        """Forget what is held for a later backward."""
+        """Drop gradients that are held for a later backward."""
         self.held = None
         self._held_backwards = 0
         self._partly_held = False
 
     def forget_stray(self) -> None:
-        """Forget what is in ``.grad``."""
+        """Drop the gradients in ``.grad``."""
         self._take()
 
     def forget_one(self, parameter: nn.Parameter) -> None:
-        """Forget one parameter's gradient, sent or not."""
-        # Zeroed and not dropped: the shard holds other parameters' gradients, too.
+        """Drop all gradients of one parameter: reduced, held and in ``.grad``."""
+        # Zero the parameter's range: the same tensor holds the gradients of other parameters.
         for values, level in ((self.shard, self.placement.mode.states), (self.held, self.paths.held_level)):
             if values is not None:
                 for fragment in self._fragments(level):
@@ -432,7 +457,7 @@ class Gradient:
             parameter.grad = None
 
     def _find_padding(self) -> list[tuple[int, int]]:
-        """The ranges of the shard that hold no parameter."""
+        """Return the ranges [start, stop) of the shard that belong to no parameter."""
         ends = [0]
         starts = []
         for fragment in self._fragments(self.placement.mode.states):
@@ -449,26 +474,26 @@ _log = logging.getLogger("zeropp")
 
 _FACTOR = 2.0
 _DETACHED = (
-    ". Of outputs that were detached, in float32, take the loss to loss.backward(), and then (outputs.float() * "
-    "gradients).sum() to backward() of the engine or optimizer"
+    ". If a loss is computed from detached outputs: detach them in float32, call loss.backward() on the loss, then "
+    "pass (outputs.float() * gradients).sum() to backward() of the engine or optimizer"
 )
 
 
 class LossScaleError(RuntimeError):
-    """Gradients are not finite at the least scale there may be."""
+    """Gradients are non-finite although the loss scale has its minimum value."""
 
 
 @dataclass(eq=False)
 class _Scaled:
-    """A backward that goes through a scaled loss.
+    """A running backward that has reached a scaled loss.
 
     Attributes:
-        task: autograd's number of it.
-        thread: in which it came to the loss.
-        owner: whose scale it is.
-        value: the scale.
-        running: dead once it is over.
-        met: whether it has come to the owner's model.
+        task: id of the backward in autograd (graph task).
+        thread: id of the thread in which the backward reached the loss.
+        owner: loss scale that scaled the loss.
+        value: factor that the loss was scaled by.
+        running: weak reference that is dead once the backward has ended or failed.
+        met: True if the backward has reached the model of ``owner``.
     """
 
     task: int
@@ -484,13 +509,13 @@ class LossScaling:
     """Settings of the loss scale.
 
     Attributes:
-        enabled: losses are scaled.
-        loss_scale: the scale for good; 0 for one that moves.
-        initial_scale_power: exponent of 2 of the first scale that moves.
-        loss_scale_window: steps without overflow until the scale is doubled.
-        hysteresis: overflows until it is halved.
-        consecutive_hysteresis: each step without overflow fills the hysteresis.
-        min_loss_scale: the scale is never halved below it.
+        enabled: True if losses are scaled.
+        loss_scale: constant scale; 0 for a dynamic scale.
+        initial_scale_power: exponent of 2 of the first dynamic scale.
+        loss_scale_window: number of steps without overflow after which the scale is doubled.
+        hysteresis: number of overflows until the scale is halved.
+        consecutive_hysteresis: True if each step without overflow restores the hysteresis.
+        min_loss_scale: lower bound of a dynamic scale.
     """
 
     enabled: bool = False
@@ -503,27 +528,28 @@ class LossScaling:
 
 
 class LossScale:
-    """Static, or dynamic: halved after steps that overflow, doubled after many that do not.
+    """A static loss scale, or a dynamic one that is halved after overflows and doubled after many steps without any.
 
-    It is moved by what all ranks learn in a step, so it is the same on every rank. The sequence is DeepSpeed's: the
-    first ``hysteresis - 1`` overflows change nothing; each further one halves the scale, down to ``min_loss_scale``.
-    Where ``loss_scale_window`` iterations lie between the last overflow and a step, and again after as many, it is
-    doubled and the hysteresis full again; with ``consecutive_hysteresis`` each step without overflow fills it.
+    All ranks update the scale with the same global result of each step, so the scale is the same on every rank. The
+    sequence is DeepSpeed's: the first ``hysteresis - 1`` overflows change nothing, and each further one halves the
+    scale, down to ``min_loss_scale``. A step without overflow doubles the scale and restores the hysteresis if the
+    number of steps between the last overflow and this step is a multiple of ``loss_scale_window``. With
+    ``consecutive_hysteresis`` every step without overflow restores the hysteresis.
 
     Args:
-        scaling: its settings; where they are not enabled the scale is 1, and stays.
-        factor: on sums of gradients over ranks that nobody has scaled, 1/world for a mean.
+        scaling: settings; if they are not enabled, the scale is 1 and never changes.
+        factor: factor on sums of unscaled gradients over ranks: 1 / world for a mean.
 
     Attributes:
-        value: the factor.
-        dynamic: whether it moves.
-        divides_plain: whether losses that nobody has divided by the micro-batches of a window are to count for that
-            part, as DeepSpeed's engine has it; else they count whole, as in plain torch.
-        iterations: steps so far, skipped ones included; of a dynamic scale.
+        value: factor that losses are multiplied by.
+        dynamic: True if the scale is dynamic.
+        divides_plain: True if losses of a plain ``loss.backward()`` are divided by the micro-batches of a window, as
+            DeepSpeed's engine does; False if they count in full, as in plain torch.
+        iterations: number of steps so far, skipped ones included; counted for a dynamic scale only.
     """
 
-    # Of all models: a loss may go through several. And those whose own model a scaled backward of this window has not
-    # come to.
+    # Shared by all models, because a loss may depend on several. ``_running``: running backwards of scaled losses.
+    # ``_unmet``: loss scales that scaled a loss of this window whose backward did not reach their own model.
     _running: ClassVar[list[_Scaled]] = []
     _unmet: ClassVar[weakref.WeakSet[LossScale]] = weakref.WeakSet()
 
@@ -536,24 +562,24 @@ class LossScale:
             self.value = 2.0**scaling.initial_scale_power if self.dynamic else scaling.loss_scale
         self.iterations = 0
         self.divides_plain = False
-        # Of the losses of a window: a micro-batch's part, where they were not divided, and the scale that they have.
+        # For the losses of a window: the divisor's inverse (1 if they were divided already), and their loss scale.
         self._share = 1.0
         self._scale = self.value
         self._last_overflow = -1
-        self._left = scaling.hysteresis  # overflows until the scale is halved, that one included
-        # Waits for what has become of the last step, where the host does not know yet.
+        self._left = scaling.hysteresis  # number of overflows until the scale is halved
+        # Waits for the result of the last step, which may still be unknown to the host.
         self.wait_for_last: Callable[[], object] = lambda: None
 
     def apply(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; a backward that goes through it is one of a loss that was scaled."""
+        """Return the loss times the scale; a backward through the returned tensor counts as one of a scaled loss."""
         if self._scaling.enabled:
             if self.dynamic:
                 self.wait_for_last()
-            # In float32: 65536 is more than float16 has.
+            # Scale in float32: the first scale, 65536, exceeds the range of float16.
             scaled = loss.float() * self.value
         else:
-            # Another tensor than the model's output, whose hooks would run before that of this one; and no view of it,
-            # which an edit in place would take the hook off.
+            # Clone the loss. On the model's output itself, hooks of the model would run before the hook below. On a
+            # view, an edit in place would drop the hook.
             scaled = loss.clone()
         if scaled.requires_grad:
             this = weakref.ref(self)
@@ -563,23 +589,23 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """By which sums of gradients over ranks are multiplied, which takes the scale out."""
+        """The factor on sums of gradients over ranks, which divides out the loss scale."""
         return self._factor * self._share / self._scale
 
     def backward_begins(self, steps: int, first: bool) -> None:
-        """Look at how the loss came to its backward.
+        """Determine the scale and the divisor of the loss whose backward has reached this model.
 
         Args:
-            steps: micro-batches of a window.
-            first: whether this backward is the first of one.
+            steps: number of micro-batches in a window.
+            first: True if this backward is the first of a window.
 
         Raises:
-            RuntimeError: it was not scaled, and float16 needs it; or it may have been, by way of detached outputs; or
-                losses of one window were divided in two ways, or have two scales.
+            RuntimeError: The loss was not scaled although float16 needs it, or may have been scaled through detached
+                outputs, or the losses of one window have different divisors or scales.
         """
         scale = self._found()
         if scale is None and self._scaling.enabled:
-            # Small gradients would vanish.
+            # Without a scale, small float16 gradients would underflow to zero.
             raise RuntimeError(
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
                 f"or optimizer.scale(loss).backward(){_DETACHED if LossScale._unmet else ''}"
@@ -587,30 +613,31 @@ class LossScale:
         matters = (self.divides_plain and steps > 1) or any(each._scaling.enabled for each in LossScale._unmet)
         if scale is None and LossScale._unmet and matters:
             raise RuntimeError(
-                "a loss was scaled by an engine that has not stepped since, and its backward did not come to that "
-                f"engine's model, so whether this one is scaled or divided already cannot be told{_DETACHED}"
+                "an engine scaled a loss, and the backward of that loss did not reach the engine's model. Until "
+                "that engine steps, zeropp cannot tell whether the loss of this backward is already scaled or divided"
+                f"{_DETACHED}"
             )
         share = 1 / steps if scale is None and self.divides_plain else 1.0
         scale = 1.0 if scale is None else scale
-        # Gradients that are held back are multiplied once, all of a window together.
+        # The held gradients of a window are one sum, which is multiplied by one factor.
         if not first and share != self._share:
             raise RuntimeError(
-                "of this window some losses went through engine.backward(loss) and others through loss.backward(); "
-                "take one of the two for all micro-batches between two steps"
+                "some losses of this accumulation window went through engine.backward(loss) and some through "
+                "loss.backward(); take one of the two for all micro-batches between two steps"
             )
         if not first and scale != self._scale:
             raise RuntimeError(
-                f"losses of this window have loss scales of {self._scale:g} and {scale:g}, since two models took them "
-                "to backward; step or zero_grad() between them, or take all of them to backward by one model"
+                f"losses of this accumulation window have loss scales {self._scale:g} and {scale:g}, because two "
+                "engines scaled them; call step() or zero_grad() between them, or use one engine's backward for all"
             )
         self._share = share
         self._scale = scale
 
     def _found(self) -> float | None:
-        """The scale of the loss whose backward has come to this model; None if it has none."""
+        """Return the scale of the loss whose backward has reached this model; None if the loss was not scaled."""
         running = _running()
         task = current_graph_task()
-        # Of another task where checkpointing runs a backward inside that of the loss, mostly in the same thread.
+        # Activation checkpointing runs an inner backward, which has another task id, usually in the thread of the loss.
         found = [each for each in running if each.task == task]
         found = found or [each for each in running if each.thread == threading.get_ident()] or running
         for each in found:
@@ -618,16 +645,19 @@ class LossScale:
         return found[-1].value if found else None
 
     def drop_losses(self) -> None:
-        """The window is over, and with it what was said of its losses."""
+        """Forget the losses that were scaled in this window, because the window has ended."""
         LossScale._unmet.discard(self)
 
     def update(self, *, overflow: bool) -> None:
-        """A step was taken, or skipped.
+        """Update a dynamic scale after a step was taken or skipped.
+
+        Args:
+            overflow: True if the step was skipped because of non-finite gradients; the same on every rank.
 
         Raises:
-            RuntimeError: it overflowed at the least scale; on every rank.
+            LossScaleError: The step overflowed at the minimum scale. Raised on every rank.
         """
-        # A static scale is the user's: an overflow there is skipped and counted, and no more.
+        # A static scale never changes. The caller skips and counts the step.
         if not self.dynamic:
             return
         if overflow:
@@ -635,7 +665,7 @@ class LossScale:
         else:
             if self._scaling.consecutive_hysteresis:
                 self._left = self._scaling.hysteresis
-            # Steps that lie between the overflow and this one, neither of them included.
+            # Number of steps strictly between the last overflow and this step.
             between = self.iterations - self._last_overflow - 1
             if between > 0 and between % self._scaling.loss_scale_window == 0:
                 self._left = self._scaling.hysteresis
@@ -643,32 +673,33 @@ class LossScale:
         self.iterations += 1
 
     def _overflow(self) -> None:
+        """Lower the hysteresis or halve the scale."""
         self._last_overflow = self.iterations
-        # A single one is often a batch's fault, and not the scale's.
+        # A single overflow is often caused by one batch, so the hysteresis delays the change of the scale.
         if self._left > 1:
             self._left -= 1
             _log.info(
-                "gradients overflowed at loss scale %g, and it stays for now: hysteresis %d", self.value, self._left
+                "gradients overflowed at loss scale %g; overflows until the scale is halved: %d", self.value, self._left
             )
             return
         least = self._scaling.min_loss_scale
         if self.value == least:
-            # For whoever goes on all the same: the step is counted as it would have been.
+            # Count the step before raising, so that the count is right if the caller catches the error and continues.
             self.iterations += 1
             raise LossScaleError(
                 f"gradients are not finite at a loss scale of {self.value:g}, fp16.min_loss_scale, and it cannot be "
                 "lowered any more. Nothing was stepped. Losses or weights are most likely not finite themselves; look "
                 "at these, lower the learning rate, or train in bf16"
             )
-        # Also where it began below the least, which a file may say.
+        # A loaded scale may be below the minimum; max() then raises the scale to the minimum.
         value = max(self.value / _FACTOR, least)
         _log.info(
-            "gradients overflowed at loss scale %g, which is %g from here on; the step was skipped", self.value, value
+            "gradients overflowed at loss scale %g, and the step was skipped; the scale is now %g", self.value, value
         )
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers from which a loss scale goes on."""
+        """Return the state of a dynamic scale, as plain numbers."""
         return {
             "value": self.value,
             "iterations": self.iterations,
@@ -677,9 +708,9 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; a static scale stays as it is configured."""
+        """Restore a state; a static scale keeps its configured value."""
         self.drop_losses()
-        # A run may go on with another scale than it was saved with, but only if somebody has said so.
+        # A static scale was configured explicitly, so it overrides the saved value.
         if self.dynamic:
             self.value = float(state["value"])
             self.iterations = int(state["iterations"])
@@ -688,9 +719,9 @@ class LossScale:
 
 
 def _running() -> list[_Scaled]:
-    """Backwards of scaled losses that are not over; one that failed is."""
+    """Return the running backwards of scaled losses; ended and failed ones are removed first."""
     for each in [each for each in LossScale._running if each.running() is None]:
-        # Another thread may have been first.
+        # Another thread may have removed the entry already.
         with contextlib.suppress(ValueError):
             LossScale._running.remove(each)
     return list(LossScale._running)
@@ -698,12 +729,12 @@ def _running() -> list[_Scaled]:
 
 @uncompiled
 def _begin_scaled_backward(owner: weakref.ref[LossScale], value: float, gradient: Tensor) -> None:
-    """The running backward comes to a loss with this scale."""
+    """Register a running backward that has reached a scaled loss. This is a hook of the scaled loss."""
     task = current_graph_task()
     same = [each for each in _running() if each.task == task]
     for each in same:
         if each.value != value:
-            # Where both losses go through one model, no single factor takes both scales out.
+            # If both losses depend on one model, no single factor divides out both scales.
             raise RuntimeError(
                 f"one backward goes through losses with scales {each.value:g} and {value:g}, of two engines; take each "
                 "to a backward of its own, or scale their sum by one of the engines"
@@ -714,7 +745,7 @@ def _begin_scaled_backward(owner: weakref.ref[LossScale], value: float, gradient
         if not scaled.met and (this := owner()) is not None:
             LossScale._unmet.add(this)
 
-    # Of several losses of one backward, the first may have come to the model already.
+    # If one backward goes through several scaled losses, it may have reached the owner's model before this loss.
     met = any(each.met for each in same if each.owner() is owner())
     scaled = _Scaled(task, threading.get_ident(), owner, value, queue_end_of_backward(over), met)
     LossScale._running.append(scaled)
