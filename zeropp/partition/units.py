@@ -1,9 +1,12 @@
-"""Units, the parameters that are gathered together: a model's module tree is cut. Pure: no process, no data read.
+"""The cut of a model into units, the parameters that are gathered together. Reads no values and needs no process.
 
-The rules, in order: a leaf module or a compiled module is one unit; children of one class in a ModuleList, ModuleDict
-or Sequential are a unit each; what is left merges with its neighbours below the nearest common parent; units too small
-to be spread over the ranks without waste merge with the next, and parameters still too few become persistent. So do
-prompts of PEFT, whatever their size.
+The rules, in order of priority:
+
+- A leaf module or a compiled module is one unit.
+- Children of the same class in a ModuleList, ModuleDict or Sequential are one unit each.
+- All other parameters merge with their neighbours below the nearest common parent.
+- A unit too small to be spread over the ranks without much padding merges with the next one. Flat buffers that are
+  still too small become persistent parameters, and so do PEFT's prompts of any size.
 """
 
 from __future__ import annotations
@@ -30,42 +33,44 @@ __all__ = [
 ]
 
 LEAF_AS = "_z3_leaf"
-"""In the dict of a module that a call has made a leaf; DeepSpeed's name, which some set by hand."""
+"""Attribute that marks a module as a leaf. The name is DeepSpeed's, because some users set it by hand."""
 
-# A persistent unit is cut here, so that reducing one overlaps the rest of backward.
+# Largest number of elements in a persistent unit. Several units let the reduction of one overlap the rest of backward.
 _PERSISTENT_NUMEL = 1 << 24
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module whose forward brackets a use of a unit."""
+    """A module whose forward begins and ends a use of a unit."""
 
     path: str
-    recurse: bool  # the use covers the whole subtree, not only the module's direct parameters
+    recurse: bool  # True if the use covers the whole subtree, not only the module's direct parameters
 
 
 def never_called(module: nn.Module) -> bool:
-    """Tell whether a module has no forward of its own, like a ModuleList: no use of a unit can begin there."""
-    # The instance is looked at, too: wrappers and patches often set ``forward`` on it.
+    """Return True if a module has no forward of its own, like a ModuleList, so no use of a unit can begin there."""
+    # Check the instance, too: wrappers and patches often set ``forward`` on it.
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
 def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that only the module's own forward can be meant to use: its own, and those of lists it holds."""
+    """Yield the parameters that this module's forward uses: its own, and those of children that are never called."""
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for child in module.children():
-        # A ParameterList, or a bare nn.Module that holds things: no hook of its own would ever fire.
+        # Such a child is a ParameterList or a plain nn.Module used as a namespace. Hooks on it would never run.
         if never_called(child):
             yield from direct_parameters(child)
 
 
 def have_tensors(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bool]:
-    """Tell for each module whether it has tensors, or one below it has, in time linear in all of them.
+    """Return one flag per module: True if its subtree has tensors.
+
+    The time is linear in the size of the model.
 
     Args:
-        modules: all of a model's.
-        tables: "_parameters", "_buffers" or both.
+        modules: all modules of a model.
+        tables: names of the attributes to search: "_parameters", "_buffers" or both.
     """
     above: dict[int, list[nn.Module]] = {}
     for module in modules:
@@ -73,8 +78,8 @@ def have_tensors(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bo
             above.setdefault(id(child), []).append(module)
     found = set[int]()
     for module in modules:
-        # Upwards, until one is reached that is known: then so is all above it. Modules may refer to each other in a
-        # circle.
+        # Walk up from a module with tensors to all modules above it. Stop at modules that were found before: all
+        # modules above them were found, too, and modules may refer to each other in a circle.
         ahead = [module] if any(each is not None for t in tables for each in getattr(module, t).values()) else []
         while ahead:
             holder = ahead.pop()
@@ -85,7 +90,7 @@ def have_tensors(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bo
 
 
 def _callers(module: nn.Module, path: str) -> list[Owner]:
-    """Modules whose forwards together bracket the uses of a subtree."""
+    """Return the owners whose forwards together cover all uses of a subtree."""
     if not never_called(module):
         return [Owner(path, recurse=True)]
     owners = []
@@ -97,18 +102,31 @@ def _callers(module: nn.Module, path: str) -> list[Owner]:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit: its parameters by first qualified name, and the modules that use it."""
+    """One unit: the first qualified names of its parameters, and the modules that use it."""
 
     name: str
     owners: tuple[Owner, ...]
     parameters: tuple[str, ...]
-    # Cached whole in every stage; such a unit has no owners, its parameters may be used anywhere.
+    # True if the weights are cached whole in every stage. Such a unit has no owners, because its parameters may be used
+    # anywhere.
     persistent: bool = False
 
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """The settings that decide the cut; sizes in elements. Defaults as in the configuration."""
+    """The settings that determine the cut, with sizes in elements. Defaults are those of the configuration.
+
+    Attributes:
+        unit_numel: largest number of elements in a merged unit; larger blocks are cut further. 0 for no limit.
+        unit_min_blocks: smallest number of blocks per rank in the largest flat buffer of a unit.
+        param_persistence_threshold: largest number of elements of a parameter that becomes persistent.
+        model_persistence_threshold: largest total number of elements of these persistent parameters.
+        module_granularity_threshold: a subtree with at most this many elements per module is one unit; 0 for no such
+            rule.
+        leaf_classes: names of module classes, bare or qualified, whose modules are leaf modules.
+        leaf_names: qualified names of leaf modules.
+        leaf_suffixes: endings of the qualified names of leaf modules.
+    """
 
     unit_numel: int = 0
     unit_min_blocks: int = 128
@@ -120,21 +138,21 @@ class UnitOptions:
     leaf_suffixes: tuple[str, ...] = ()
 
 
-_BufferKey = tuple[torch.dtype, bool]  # dtype, trainable: one flat buffer for each
+_BufferKey = tuple[torch.dtype, bool]  # (dtype, trainable); each key has one flat buffer per unit
 
 
 @dataclass
 class _Run:
-    """Neighbouring parameters on their way to become a unit; a closed run takes in no neighbour."""
+    """Neighbouring parameters that are about to become one unit; a closed run does not merge with neighbours."""
 
     owners: list[Owner]
     names: list[str]
-    sizes: Counter[_BufferKey]  # elements of each of its flat buffers
+    sizes: Counter[_BufferKey]  # number of elements in each flat buffer
     closed: bool = False
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all parameters in the run."""
         return sum(self.sizes.values())
 
     def absorb(self, other: _Run) -> None:
@@ -145,20 +163,20 @@ class _Run:
 
 @dataclass
 class _UnitBuilder:
-    """State of one walk over the module tree."""
+    """The state of one walk over the module tree."""
 
     options: UnitOptions
-    parameters: dict[str, nn.Parameter]  # not persistent, by first name
+    parameters: dict[str, nn.Parameter]  # parameters that are not persistent, by first name
     claimed: set[str] = field(default_factory=set)
     first_name: dict[int, str] = field(default_factory=dict)
-    holding: set[int] = field(default_factory=set)  # modules with parameters, or with one below that has
+    holding: set[int] = field(default_factory=set)  # ids of modules with parameters in their subtree
 
     def claim(self, found: Iterable[nn.Parameter], owners: list[Owner]) -> _Run | None:
-        """Those parameters that no unit has yet, as a run."""
+        """Return a run of those parameters that no run contains yet; None if there are none."""
         names = []
         for parameter in found:
-            # A tied parameter has one place, the first in the order of definition. Other modules that use it are
-            # hooked as users of that unit.
+            # A tied parameter belongs to one unit, at its first place in the order of definition. Other modules that
+            # use the parameter get hooks of that unit.
             name = self.first_name[id(parameter)]
             if name in self.parameters and name not in self.claimed:
                 names.append(name)
@@ -172,14 +190,14 @@ class _UnitBuilder:
             return True
         if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
             return True
-        # By a call of the user's, who has no path of it.
+        # A call of the user marks the module object, because the user has no path of the module.
         if module.__dict__.get(LEAF_AS) is True:
             return True
-        # Inside a compiled region there is no place to gather: all its weights must be there when it begins.
+        # A compiled region has no place where zeropp can gather, so all its weights must be present when it begins.
         return is_compiled(module) or self.is_fine_grained(module)
 
     def is_fine_grained(self, module: nn.Module) -> bool:
-        """Fewer parameters per module than the threshold: fetched as one, since hooks would cost more."""
+        """Return True if a subtree has few elements per module, so that more hooks would cost more than they save."""
         threshold = self.options.module_granularity_threshold
         if threshold <= 0 or never_called(module):
             return False
@@ -188,24 +206,33 @@ class _UnitBuilder:
         return modules > 1 and total // modules <= threshold
 
     def is_small_enough(self, module: nn.Module) -> bool:
-        """Tell whether a module need not be cut further."""
+        """Return True if a module fits into one unit."""
         limit = self.options.unit_numel
-        # Counted only where there is a limit: each level of the tree would count all that is below it.
+        # Count elements only if there is a limit. Each level of the tree counts all elements below it, which takes
+        # time.
         return limit == 0 or not module._modules or sum(p.numel() for p in module.parameters()) <= limit
 
     def form(self, module: nn.Module, path: str, repeated: bool) -> list[_Run]:
-        """Runs of a subtree, in the order of definition."""
+        """Return the runs of a subtree, in the order of definition.
+
+        Args:
+            module: root of the subtree.
+            path: qualified name of ``module``; "" for the model.
+            repeated: True if ``module`` is one of several children of the same class in a container.
+        """
         limit = self.options.unit_numel
-        # A repeated list cannot be a block itself, since no forward of it brackets a use: its parts are cut one by one.
+        # A repeated ModuleList cannot be a block, because it has no forward that begins a use. Its parts are cut one by
+        # one.
         block = repeated and not never_called(module)
         if self.is_leaf(module, path) or (block and self.is_small_enough(module)):
             run = self.claim(module.parameters(), _callers(module, path))
             if run is not None:
-                # A block stays alone unless it is too short: merged, it could not be released, nor its gradients sent,
-                # before its neighbour is done.
+                # Do not merge blocks. A merged block could not be freed, and its gradients not sent, before its
+                # neighbour is done. `_merge_short` still merges blocks that are too short.
                 run.closed = True
             return [run] if run else []
-        # Parameters of a namespace belong to the nearest module above that is called. The root has none above it.
+        # Parameters of a module that is never called belong to the nearest called module above. The root has none above
+        # it.
         uncalled = never_called(module) and path != ""
         direct = None if uncalled else self.claim(direct_parameters(module), [Owner(path, recurse=False)])
         runs = [direct] if direct else []
@@ -216,10 +243,12 @@ class _UnitBuilder:
             runs += self.form(child, f"{path}.{name}" if path else name, one_of_many)
         runs = _merge_open(runs, limit)
         if len(runs) == 1 and not runs[0].closed and not uncalled:
-            # One run holds all that is left below: the module's own forward brackets every use, with one pair of hooks.
+            # If one run contains everything left below, the module's own forward covers every use, with one pair of
+            # hooks.
             runs[0].owners = [Owner(path, recurse=True)]
         if repeated:
-            # Parts of a block that was too large, or is a list, merge among themselves, not with the next one's.
+            # These are parts of a block that was too large or is a list. They merge with each other but not with the
+            # next block.
             for run in runs:
                 run.closed = True
         return runs
@@ -229,13 +258,13 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     """Cut a model into units.
 
     Args:
-        model: any module; only names, shapes, dtypes and ``requires_grad`` are read. Parameters that are not floating
+        model: model to cut; only names, shapes, dtypes and ``requires_grad`` are read. Parameters that are not floating
             point belong to no unit.
-        world: ranks the units are spread over.
-        options: thresholds.
+        world: number of ranks that the units are spread over.
+        options: settings of the cut.
 
     Returns:
-        Units in the order of definition, persistent ones last. Every floating parameter is in exactly one.
+        Units in the order of definition, persistent ones last. Every floating-point parameter is in exactly one unit.
     """
     named = list(model.named_parameters())
     parameters = {name: p for name, p in named if p.is_floating_point()}
@@ -248,29 +277,31 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     }
     runs = builder.form(model, "", repeated=False)
     minimum = options.unit_min_blocks * BLOCK * world
-    # The end of a buffer is padded by less than a block for each rank. With so many blocks a rank, that is at most
-    # one part in so many.
+    # The end of a buffer is padded by less than one block per rank. With at least ``unit_min_blocks`` blocks per rank,
+    # this padding is at most 1 / unit_min_blocks of the buffer.
     runs = _merge_short(runs, minimum)
     specs = []
     for run in runs:
-        # A run has a flat buffer for each dtype, trainable and frozen apart, and only the largest has been looked at.
-        # Short ones among the others (adapters in a large layer) become persistent.
+        # A run has one flat buffer for each dtype, trainable and frozen apart. Merging considered only the largest of
+        # them. Other buffers that are too short, such as adapters in a large layer, become persistent.
         short = _short_buffers(run.names, parameters, minimum)
         persistent |= short
         rest = tuple(name for name in run.names if name not in short)
         if rest:
             specs.append(UnitSpec(_unit_name(run.owners), tuple(run.owners), rest))
-    # In the order of the model: a set of strings has another order in every process, and units must be the same.
+    # List persistent parameters in the order of the model. The order of a set of strings differs between processes, and
+    # all ranks must build the same units.
     return specs + _persistent_units([name for name in parameters if name in persistent], parameters)
 
 
 def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions) -> set[str]:
-    """Parameters to cache whole: at most the threshold each, within the model's total, first come first served."""
+    """Return the names of small parameters to cache whole: each within the threshold, all within the model's total."""
     chosen = set()
     total = 0
     for name, parameter in parameters.items():
         numel = parameter.numel()
-        # As in DeepSpeed, what does not fit the total is passed over, and a smaller parameter after it may still fit.
+        # As in DeepSpeed, a parameter that does not fit into the total is skipped, and a smaller one after it may still
+        # fit.
         if numel <= options.param_persistence_threshold and total + numel <= options.model_persistence_threshold:
             chosen.add(name)
             total += numel
@@ -278,7 +309,10 @@ def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions)
 
 
 def _of_prompts(model: nn.Module) -> set[str]:
-    """Parameters of PEFT's prompts, of any size: PEFT runs their modules on one rank alone to save them."""
+    """Return the parameters of PEFT's prompt encoders, of any size.
+
+    They must be persistent, because PEFT runs these modules on one rank only when it saves them.
+    """
     encoders = [
         module._modules.get("prompt_encoder")
         for module in model.modules()
@@ -291,10 +325,11 @@ def _of_prompts(model: nn.Module) -> set[str]:
 
 
 def _merge_open(runs: Sequence[_Run], limit: int) -> list[_Run]:
+    """Merge neighbouring runs that are not closed, up to ``limit`` elements per run."""
     merged: list[_Run] = []
     for run in runs:
         last = merged[-1] if merged else None
-        # ``limit`` bounds what merging makes; a single parameter may exceed it, since parameters are not cut.
+        # ``limit`` bounds merged runs. A single parameter may exceed it, because parameters are not cut.
         fits = last is not None and (limit == 0 or last.numel + run.numel <= limit)
         if last is not None and fits and not (last.closed or run.closed):
             last.absorb(run)
@@ -304,16 +339,17 @@ def _merge_open(runs: Sequence[_Run], limit: int) -> list[_Run]:
 
 
 def _merge_short(runs: Sequence[_Run], minimum: int) -> list[_Run]:
-    """Join neighbours until the largest buffer of each run holds ``minimum`` elements, or only one run is left."""
+    """Merge neighbours until the largest buffer of each run has ``minimum`` elements, or only one run is left."""
     merged: list[_Run] = []
     for run in runs:
-        # The largest buffer counts. By the sum, an adapter would let a layer pass whose buffers are both too short.
+        # Compare the largest buffer, not the sum of all. By the sum, a layer with an adapter would pass although both
+        # of its buffers are too short.
         if merged and max(merged[-1].sizes.values()) < minimum:
             merged[-1].absorb(run)
         else:
             merged.append(run)
     if len(merged) > 1 and max(merged[-1].sizes.values()) < minimum:
-        # The last run has no next one to take it in, so it goes to the one before.
+        # The last run has no next one, so it merges with the one before.
         last = merged.pop()
         merged[-1].absorb(last)
     return merged
@@ -327,7 +363,7 @@ def _buffer_sizes(names: Iterable[str], parameters: dict[str, nn.Parameter]) -> 
 
 
 def _short_buffers(names: Sequence[str], parameters: dict[str, nn.Parameter], minimum: int) -> set[str]:
-    """Parameters whose flat buffer would be mostly padding."""
+    """Return the names of parameters whose flat buffer would be mostly padding."""
     sizes = _buffer_sizes(names, parameters)
     return {name for name in names if sizes[parameters[name].dtype, parameters[name].requires_grad] < minimum}
 
