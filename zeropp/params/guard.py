@@ -1,20 +1,21 @@
-"""The guard: what happens when somebody uses a parameter, or another tensor of the engine, that has no values there.
+"""The guard: control of every access to a parameter, or another tensor of the engine, whose values are not in memory.
 
-A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of
-its own class, whose ``__torch_function__`` gives one of four answers:
+A released parameter keeps its identity, shape and dtype but has no values. Its class is a generated subclass of its own
+class. The ``__torch_function__`` of this subclass handles each access in one of four ways:
 
-- *metadata*: shape, dtype and the like are answered from the stand-in;
-- *fetch*: inside a pass the unit is gathered, and the operation runs on the parameter itself;
-- *read*: between passes the operation runs on the whole values, where every rank caches them and they are the newest
-  (:class:`ShownWeights`): in stages 0 to 2. An edit is refused, and so is a backward that comes to what was read;
-- *refuse*: anything else raises with the remedy.
+- *metadata*: shape, dtype and the like are read from the stand-in tensor.
+- *fetch*: inside a pass, the unit is gathered and the operation runs on the parameter itself.
+- *read*: between passes, the operation runs on cached whole values (:class:`ShownWeights`), if every rank caches them
+  and they are up to date, as in stages 0 to 2. Edits are refused, and so is a backward that reaches values read in this
+  way.
+- *refuse*: all other operations raise an error that names the remedy.
 
-The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and ``vmap`` among them, find NaN: the
-parameter's data is then a single NaN seen at every index.
+A few functions access a tensor without calling ``__torch_function__``, such as ``torch.tensor(p)`` and ``vmap``. They
+read NaN, because the data of a released parameter is one NaN element expanded to the parameter's shape.
 
-Slices, gradients and optimizer states are objects that the user holds. While their memory is off the device, torch
-would read from address 0 and end the process. So they take on a subclass too (:func:`make_unreadable`), which raises
-with the call that brings them back.
+Users also hold references to the engine's slices, gradients and optimizer states. While their memory is off the device,
+torch would read from address 0 and crash the process. So these tensors get a subclass, too (:func:`make_unreadable`),
+which raises an error that names the call to bring their memory back.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ __all__ = [
 ]
 
 
-# What the stand-in answers rightly by itself: it has the true shape, dtype and device.
+# Attributes and methods that the stand-in answers correctly: it has the parameter's shape, dtype and device.
 _GETTERS = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan",
@@ -69,12 +70,13 @@ _METHODS = (
 
 
 def _metadata_functions() -> frozenset[object]:
+    """Return the functions that a released parameter answers from its stand-in."""
     found: set[object] = set()
     for name in _GETTERS:
-        # Not every version of torch has all of them.
+        # Some versions of torch lack some of the names.
         if hasattr(torch.Tensor, name):
-            # ``__torch_function__`` is given this for an attribute. Each look-up makes a new wrapper, and equal ones
-            # hash alike: compare them by ``in`` and ``==``, never by ``is``.
+            # Reading an attribute passes this wrapper to ``__torch_function__``. Each look-up makes a new wrapper, and
+            # equal wrappers have equal hashes. So compare wrappers by ``in`` and ``==``, never by ``is``.
             found.add(getattr(torch.Tensor, name).__get__)
     for name in _METHODS:
         if hasattr(torch.Tensor, name):
@@ -85,9 +87,9 @@ def _metadata_functions() -> frozenset[object]:
 
 
 METADATA = _metadata_functions()
-# Not among the metadata: the stand-in is one element with strides of 0.
+# Not part of METADATA, because the stand-in has one element and strides of 0. `_Tag.layout` answers these.
 LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
-# New tensors of the same shape: averages and gradients made by hand begin so, and read no value.
+# Functions that make a new tensor of the same shape and read no value; averages and manual gradients begin with them.
 ALIKE = (
     torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
 )  # fmt: skip
@@ -96,9 +98,9 @@ _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _COPY = torch.Tensor.copy_
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# These read a parameter, and no graph begins at what they give.
+# Functions that read a parameter without starting a graph.
 _UNTRACKED = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
-# Operations in place whose names do not end in "_".
+# In-place operations whose names do not end in "_".
 _WRITING = {
     "__setitem__", "__set__", "__delete__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
@@ -106,82 +108,82 @@ _WRITING = {
 
 
 class EditTarget(Protocol):
-    """The main weights behind shown ones, for weights whose edits are kept."""
+    """The receiver of edits made to weights that are shown between passes."""
 
     def take_edit(self, written: Tensor) -> None:
-        """Take over an edit; ``written`` is a view of shown weights that has been written to."""
+        """Apply an edit to the main weights; ``written`` is the view of shown weights that the user has written to."""
         ...
 
     def replace(self, weights: Tensor, new: Tensor) -> None:
-        """Give shown weights the values of ``new``, which were assigned to their ``.data``."""
+        """Copy ``new`` into shown weights, because the user assigned ``new`` to their ``.data``."""
         ...
 
 
 class WeightReader(Protocol):
-    """More access to weights between passes than the core gives: DeepSpeed's engine lets its scripts edit frozen ones.
+    """An extension of the access to weights between passes: DeepSpeed's engine lets scripts edit frozen weights.
 
     Attributes:
-        alone: ``state_dict()`` takes no other rank, whatever is not here.
+        alone: True if ``state_dict()`` runs no collective, even if some values are not on this rank.
     """
 
     alone: bool
 
     def edits(self, parameter: nn.Parameter) -> EditTarget | None:
-        """The target of edits of a parameter; None if they are refused."""
+        """Return the target for edits of a parameter; None if edits are refused."""
         ...
 
 
 class GuardHandler(Protocol):
-    """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece.
+    """The object that the guard calls for a released parameter: the engine or, before there is one, a `Piece`.
 
     Attributes:
-        readable_weights: more access between passes than the core gives; None for none.
+        readable_weights: extension of the access between passes; None for the default access.
     """
 
     readable_weights: WeightReader | None = None
 
     def let_weights_be_read(self, reader: WeightReader) -> None:
-        """Let small weights of stage 3 be read between passes, too, and edits be made that ``reader`` takes."""
+        """Allow reads of persistent parameters of stage 3 between passes, and the edits that ``reader`` accepts."""
         self.readable_weights = reader
 
     def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
-        """Whole values to read between passes, in the dtype that the model computes in.
+        """Return whole values of a parameter to read between passes, in the compute dtype.
 
-        None if the mode or the engine allows no reading, or they are not on this rank, or not the newest.
+        None if the mode or the state of the engine forbids reading, or if this rank has no up-to-date whole values.
         """
         return None
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
-        """Make the values present if the model is running; False otherwise."""
+        """Gather a parameter that an operation uses, and return True, if a pass is running; return False otherwise."""
         ...
 
     def use_ended(self) -> None:
-        """The operation is done that touched parameters. Nothing to do for who keeps their values for longer."""
+        """End the use of parameters by one operation. Handlers that keep the values until later do nothing here."""
         return
 
     def fetched_by(self, parameter: nn.Parameter) -> Collection[str]:
-        """The paths of modules whose forward fetches a parameter when they are called alone; "" is the model."""
+        """Return the paths of modules whose forward gathers a parameter if called directly; "" is the model itself."""
         return ()
 
     def has_pending_gradients(self) -> bool:
-        """True if gradients wait for the optimizer."""
+        """Return True if there are gradients that the optimizer has not stepped with yet, and no pass is running."""
         ...
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """Drop the partitioned gradient of a parameter, if it has one."""
+        """Drop the reduced gradient of a parameter, if there is one."""
         ...
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
-        """Take note that ``requires_grad`` is about to change."""
+        """Record that ``requires_grad`` of a parameter is about to be set to ``trained``."""
         ...
 
     def take_loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
-        """Store values while a state dict is being loaded; False at any other time."""
+        """Store values and return True if a state dict is being loaded; return False otherwise."""
         ...
 
 
 class _Tag:
-    """Tie from a parameter to its name and handler; weak, so that a parameter keeps no engine alive."""
+    """A parameter's link to its name and handler; the link is weak, so that a parameter keeps no engine alive."""
 
     __slots__ = ("handler", "layout", "name", "own_dtype")
 
@@ -191,10 +193,11 @@ class _Tag:
         self.name = name
         self.handler = weakref.ref(handler)
         self.own_dtype = own
-        # No memory behind it: it answers for strides and contiguity only.
+        # A meta tensor that answers for strides and contiguity only.
         self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
-    # Pickling a parameter takes its ``__dict__`` along, and so comes here: what would be saved is NaN.
+    # Pickling a parameter pickles its ``__dict__`` and so calls this method. Refuse, because the saved values would be
+    # NaN.
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(
             f"parameter {self.name!r} is managed by zeropp and cannot be pickled: it lies in the memory of its whole "
@@ -208,72 +211,72 @@ _GUARDS: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 def register(
     parameter: nn.Parameter, name: str, handler: GuardHandler, strides: tuple[int, ...], own_dtype: torch.dtype
 ) -> None:
-    """Tell the guard about a parameter.
+    """Tag a parameter, so that the guard can find its name and handler.
 
     Args:
-        parameter: with the shape and dtype it has from now on.
-        name: in the model.
-        handler: who keeps its values.
-        strides: when its values are there.
-        own_dtype: before it was wrapped.
+        parameter: parameter that already has its final shape and dtype.
+        name: qualified name in the model, for errors.
+        handler: object that keeps the parameter's values.
+        strides: strides of the parameter while it has values.
+        own_dtype: dtype of the parameter before the model was wrapped.
     """
-    # On the parameter itself, where it is found without the engine, which may be gone.
+    # Store the tag on the parameter, so that it can be found after the engine is gone.
     parameter._zeropp_tag = _Tag(name, handler, parameter, strides, own_dtype)  # type: ignore[attr-defined]
 
 
 def unregister(parameter: nn.Parameter) -> None:
-    """A parameter that has its values is a plain one again."""
+    """Remove the tag of a parameter that has its values, which makes it a plain parameter."""
     del parameter._zeropp_tag  # type: ignore[attr-defined]
 
 
 @functools.cache
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The value of every element of every released parameter: a scalar."""
-    # One for each dtype and device: kept for good, it costs an element.
+    """Return the NaN scalar that is every element of every released parameter of this dtype and device."""
+    # The cache keeps one scalar per dtype and device forever, which costs one element each.
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def own_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype that a parameter has of its own, whatever it is computed with."""
+    """Return the dtype that a parameter had before the model was wrapped."""
     tag = parameter.__dict__.get("_zeropp_tag")
     return tag.own_dtype if tag is not None else parameter.dtype
 
 
 def handler_of(parameter: torch.Tensor) -> GuardHandler | None:
-    """The engine that manages a parameter, if one does."""
+    """Return the object that manages a parameter; None if there is none or it is gone."""
     tag = parameter.__dict__.get("_zeropp_tag")
     return tag.handler() if tag is not None else None
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
-    """Tell whether an engine manages a parameter, or did until it was dropped or closed."""
+    """Return True if an engine manages a parameter, or did so until the engine was dropped or closed."""
     return "_zeropp_tag" in parameter.__dict__
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each parameter its guarded class."""
+    """Change the class of each parameter to its guarded subclass."""
     for parameter in parameters:
-        # The object stays, so optimizers, ties and hooks keep it. Python allows it, since the subclass
-        # adds nothing to the layout.
+        # Change the class and keep the object, so that optimizers, tied modules and hooks keep their references. Python
+        # allows this because the subclass adds nothing to the memory layout.
         parameter.__class__ = _guarded(type(parameter))
 
 
 def unguard(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each parameter its own class back."""
+    """Change the class of each parameter back to its own class."""
     for parameter in parameters:
         parameter.__class__ = getattr(type(parameter), "_zeropp_own_class", type(parameter))
 
 
 def is_guarded(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter's values are elsewhere."""
+    """Return True if a parameter is released and has the guarded class."""
     return hasattr(type(parameter), "_zeropp_own_class")
 
 
 def set_class(tensor: Tensor, cls: type[Tensor]) -> None:
-    """Let a tensor be of another class with the same layout; whoever holds the object meets what that class does.
+    """Change the class of a tensor to one with the same memory layout; all references to the tensor see the change.
 
     Raises:
-        TypeError: the layout is another one, as with ``__slots__``.
+        TypeError: The memory layouts differ, as with ``__slots__``.
     """
     tensor.__class__ = cls
 
@@ -281,14 +284,15 @@ def set_class(tensor: Tensor, cls: type[Tensor]) -> None:
 def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(cls, "_zeropp_own_class"):
         return cls
-    # One subclass for each class: parameters of one type keep one type.
+    # Make one subclass per class, so that parameters of one type still have one type.
     if cls not in _GUARDS:
         namespace = {
             "_zeropp_own_class": cls,
             "__torch_function__": classmethod(_intercept),
-            # torch's own asks for the class before it asks for the values.
+            # torch's own ``__deepcopy__`` looks at the class before it reads the values, and would copy the guarded
+            # class.
             "__deepcopy__": _deepcopy,
-            # A debugger or a log prints parameters at any time; that must neither fetch a unit nor raise.
+            # Debuggers and logs print parameters at any time, so printing must neither gather a unit nor raise.
             "__repr__": _describe,
             "__format__": lambda parameter, spec: format(_describe(parameter), spec),
         }
@@ -309,12 +313,12 @@ def _describe(parameter: nn.Parameter) -> str:
 
 
 def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A plain copy of whole values, where they can be had."""
-    # Reading them leaves the parameter with its own class, and so with that class's way to be copied; holding them,
-    # with its values.
+    """Return a plain parameter with a copy of the whole values, if these can be read."""
+    # Reading ``.data`` inside a pass gathers the parameter and unguards it. Holding the values keeps them alive until
+    # the class's own ``__deepcopy__`` has run.
     values = parameter.data
     if is_guarded(parameter):
-        # It is released still: only its values have been looked at.
+        # The parameter is still guarded: its cached values were only read, so make the copy from them.
         made = parameter.__class__._zeropp_own_class(values.clone(), parameter.requires_grad)  # type: ignore[attr-defined]
         memo[id(parameter)] = made
         return made  # type: ignore[no-any-return]
@@ -324,7 +328,7 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
 
 
 def _flattened(values: Iterable[object]) -> Iterator[object]:
-    """All values, with those of lists and dicts in place of these."""
+    """Yield all values, with lists, tuples and dicts replaced by their elements."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from _flattened(value)
@@ -335,7 +339,7 @@ def _flattened(values: Iterable[object]) -> Iterator[object]:
 
 
 def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
-    """Guarded parameters among arguments."""
+    """Yield the guarded parameters among arguments."""
     for arg in _flattened(args):
         if hasattr(type(arg), "_zeropp_own_class"):
             yield arg  # type: ignore[misc]
@@ -349,13 +353,14 @@ def _intercept(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> object:
+    """Handle one torch function whose arguments contain a guarded parameter."""
     kwargs = kwargs or {}
     if func is torch.autograd.grad and not any(_released(args[:1])):
         return _gradients(*args, **kwargs)
     if func is torch.autograd.backward:
         _refuse_inputs(kwargs.get("inputs") or ())
-    with unguarded():  # what runs below sees plain tensors, and does not come back here
-        # ``type()`` names a type; with an argument it would convert values.
+    with unguarded():  # functions called below must not be intercepted again
+        # ``type()`` without arguments only returns a name; with an argument it converts values.
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
@@ -368,18 +373,19 @@ def _intercept(
                 return func(tag.layout, *args[1:], **{"device": parameter.device, **kwargs})
             handler = _handler(tag)
             if makes_graph() and not handler.fetch_touched(parameter):
-                # The compiled code would find the stand-in's NaN, and see no guard.
+                # Break the graph: compiled code would read the stand-in's NaN without calling the guard.
                 break_graph(f"parameter {tag.name!r} is managed by zeropp and used outside forward and backward")
             if func in (_GET_GRAD, _SET_GRAD):
-                # Gradients are told apart from values: reading one must not fetch the unit.
+                # Handle gradients apart from values, because reading a gradient must not gather the unit.
                 return _gradient_access(func, args, kwargs, tag.name, handler)
             if func in (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD):
                 trained = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
                 if trained != parameter.requires_grad:
-                    # Noted on this rank; all ranks compare at the next forward. The flag is set all the same.
+                    # Record the change on this rank and set the flag. All ranks compare their flags at the next
+                    # forward.
                     handler.note_requires_grad(parameter, trained)
                 return func(*args, **kwargs)
-            # What is copied may be released itself: the NaN that stands for its values must not be taken for them.
+            # The source must not be released itself, or the NaN of its stand-in would be loaded.
             loads = func is _COPY and parameter is args[0] and not is_guarded(args[1])
             if loads and handler.take_loaded(parameter, args[1]):
                 return parameter
@@ -387,8 +393,7 @@ def _intercept(
                 touched.append(handler)
                 continue
             read[id(parameter)] = _shown_between_passes(func, tag.name, parameter, handler)
-        # Every released argument has been fetched by now, and has its own class and values; or its values are in
-        # ``read``.
+        # By now, each released argument is either gathered and unguarded, or has cached values in ``read``.
         try:
             if read:
                 return show(func, _replaced(args, read), _replaced(kwargs, read))
@@ -399,7 +404,11 @@ def _intercept(
 
 
 def _handler(tag: _Tag) -> GuardHandler:
-    """Who keeps a parameter's values."""
+    """Return the handler of a tagged parameter.
+
+    Raises:
+        RuntimeError: The engine that kept the values is gone.
+    """
     handler = tag.handler()
     if handler is None:
         raise RuntimeError(
@@ -412,10 +421,10 @@ def _handler(tag: _Tag) -> GuardHandler:
 def _gradients(
     outputs: Any, inputs: Iterable[Any], *, materialize_grads: bool = False, **settings: Any
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` with respect to released parameters; see there for the arguments.
+    """Run ``torch.autograd.grad`` with respect to released parameters; arguments as for ``torch.autograd.grad``.
 
-    Autograd is given the edges of the graph in place of parameters, and needs no values: hooks gather the units that
-    this backward comes to. Given the parameters, it would run with the guard turned off.
+    Parameters are replaced by their edges in the autograd graph, which need no values. Hooks gather the units that this
+    backward reaches. With the parameters themselves, the backward would run with the guard turned off.
     """
     inputs = tuple(inputs)
     edges = [_edge_of(each) if is_guarded(each) else each for each in inputs]
@@ -429,7 +438,7 @@ def _refuse_inputs(inputs: Iterable[object]) -> None:
     """Refuse parameters as ``inputs`` of a backward.
 
     Raises:
-        RuntimeError: a parameter is among them.
+        RuntimeError: ``inputs`` contains a managed parameter.
     """
     for parameter in _released(inputs):
         name = parameter.__dict__["_zeropp_tag"].name
@@ -442,10 +451,10 @@ def _refuse_inputs(inputs: Iterable[object]) -> None:
 
 
 def _edge_of(parameter: nn.Parameter) -> GradientEdge:
-    """The end of the graph at a parameter.
+    """Return the edge of the autograd graph that ends at a parameter.
 
     Raises:
-        RuntimeError: it has none, since it is frozen.
+        RuntimeError: The parameter does not require grad, so there is no such edge.
     """
     if not parameter.requires_grad:
         raise RuntimeError(
@@ -459,14 +468,21 @@ def _edge_of(parameter: nn.Parameter) -> GradientEdge:
 def _gradient_access(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, handler: GuardHandler
 ) -> object:
-    """Gradients are not in ``.grad``: answering None would make clipping and logging silently wrong."""
+    """Handle reading or setting ``.grad`` of a released parameter.
+
+    Reduced gradients are in the optimizer's shards and not in ``.grad``. Returning None would make clipping and logging
+    silently wrong.
+
+    Raises:
+        RuntimeError: A gradient was set, or ``.grad`` was read while there are reduced gradients.
+    """
     if func == _SET_GRAD and args[1] is not None:
         raise RuntimeError(
             f"the gradient of {name!r} was set, but the optimizer steps on gradients in memory of its own, which only "
             "backward fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
             "optimizer.clip_grad_norm_(max_norm)"
         )
-    # ``grad = None`` clears, as without zeropp, where the gradient really is.
+    # ``grad = None`` drops the gradient from the shard, because the gradient is stored there.
     if func == _SET_GRAD:
         handler.forget_gradient(args[0])
     if handler.has_pending_gradients() and func == _GET_GRAD:
@@ -479,6 +495,7 @@ def _gradient_access(
 
 
 def _name_of(func: Callable[..., Any]) -> str:
+    """Return a function's name for errors, with the attribute's name for attribute access."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
@@ -486,6 +503,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler) -> RuntimeError:
+    """Return the error for an operation on a released parameter that cannot be served."""
     fetched_by = handler.fetched_by(parameter)
     names = " or ".join(f"module {path!r}" if path else "the model" for path in fetched_by) or "the model"
     around = ", or one around it" if fetched_by and "" not in fetched_by else ""
@@ -502,11 +520,13 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter, handl
 
 
 class ShownWeights(torch.Tensor):
-    """A view of weights that every rank caches. Its views are such, too; what is computed of it is a plain tensor.
+    """A tensor that shows cached weights between passes.
+
+    Views of it have this class, too. Results computed from it are plain tensors.
 
     Attributes:
-        parameter_name: of the parameter in the model.
-        edits: the target of edits; None if they are refused.
+        parameter_name: name of the parameter in the model.
+        edits: target of edits; None if edits are refused.
     """
 
     parameter_name = ""
@@ -523,19 +543,19 @@ class ShownWeights(torch.Tensor):
         return show(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain copy, whose memory is its own."""
+        """Return a plain copy with memory of its own."""
         copied = self.clone()
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain tensor: a file that names this class could not be read without zeropp."""
+        """Pickle as a plain tensor, because a file that names this class could not be read without zeropp."""
         with unguarded():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class _LookedAt(torch.autograd.Function):
-    """The weights; a backward that comes to them has no way on."""
+    """An identity function on shown weights whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -544,31 +564,33 @@ class _LookedAt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> NoReturn:
         raise RuntimeError(
-            "backward came to weights that were looked at between passes, and no gradient of these would be reduced; "
-            "compute a penalty on weights inside the model's forward, or take them by .detach() to read them alone"
+            "backward reached weights that were read between passes, and their gradients would not be reduced over "
+            "ranks; compute a penalty on weights inside the model's forward, or use .detach() to only read weights"
         )
 
 
 def _shown_between_passes(
     func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler
 ) -> ShownWeights:
-    """Whole values in the place of a released parameter.
+    """Return the cached whole values of a released parameter.
 
     Raises:
-        RuntimeError: they may not be read, or are not here.
+        RuntimeError: The values may not be read between passes, or are not on this rank.
     """
     values = handler.cached_values(parameter)
     if values is None:
-        # Outside a pass no other rank knows of this use, and a gather would wait for them.
+        # Refuse instead of gathering: outside a pass no other rank would join the collective, and this rank would hang.
         raise _refusal(func, name, parameter, handler)
     if parameter.requires_grad and torch.is_grad_enabled() and func not in _UNTRACKED:
-        # Scripts log norms without no_grad(). A graph may begin here; what must not be is that it ends in silence.
+        # Scripts log norms without no_grad(), so a graph may begin here. A backward through it must raise, not lose the
+        # gradient silently.
         values = _LookedAt.apply(values.detach().requires_grad_())  # type: ignore[no-untyped-call]
     reader = handler.readable_weights
     return _shown_as(values, name, None if reader is None else reader.edits(parameter))
 
 
 def _shown_as(values: Tensor, name: str, edits: EditTarget | None) -> ShownWeights:
+    """Return values as :class:`ShownWeights` of a parameter."""
     found = values.as_subclass(ShownWeights)
     found.parameter_name = name
     found.edits = edits
@@ -576,12 +598,20 @@ def _shown_as(values: Tensor, name: str, edits: EditTarget | None) -> ShownWeigh
 
 
 def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of shown weights.
+    """Run a function on shown weights.
+
+    Args:
+        func: function that torch was asked to run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The function's result; views of shown weights in it are shown weights, too.
 
     Raises:
-        RuntimeError: it would write to them, or their memory has been given back.
+        RuntimeError: The function would write to the weights and edits are refused, or their memory has been freed.
     """
-    # All of it: to ask shown weights for their storage is a function of theirs, too.
+    # Turn interception off for the whole body: reading the storage of shown weights would be intercepted, too.
     with unguarded():
         involved = list(_shown((args, kwargs)))
         edited = list(_shown(_written(func, args, kwargs)))
@@ -610,35 +640,36 @@ def _refuse_edits(func: Callable[..., Any], edited: Iterable[ShownWeights]) -> N
 
 def _refuse_freed(func: Callable[..., Any], involved: Iterable[ShownWeights]) -> None:
     for each in involved:
-        # torch would read from address 0, and end the process.
+        # torch would read from address 0 and crash the process.
         if each.numel() and not each.untyped_storage().nbytes() and func not in METADATA:
             raise RuntimeError(
-                f"{_name_of(func)} on values that were read of parameter {each.parameter_name!r} before their memory "
-                "was given back, as by optimizer.offload_states(); call optimizer.reload_states() first, on every "
+                f"{_name_of(func)} on values of parameter {each.parameter_name!r} whose memory was freed after they "
+                "were read, for instance by optimizer.offload_states(); call optimizer.reload_states() first, on every "
                 "rank, or keep a copy, .clone()"
             )
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-    """The arguments that a function writes to."""
+    """Return the arguments that a function writes to."""
     written = [kwargs.get("out")]
     name = getattr(func, "__name__", "")
     if name in _WRITING or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
-        # torch's operations in place write to their first argument, whatever its name.
+        # In-place operations of torch write to their first argument, whatever its name.
         written += args[:1] or kwargs.values()
     return written
 
 
 def _shown(values: Iterable[object]) -> Iterator[ShownWeights]:
+    """Yield the shown weights among some values."""
     for each in _flattened(values):
         if isinstance(each, ShownWeights):
             yield each
 
 
 def _marked(result: Any, sources: dict[int, ShownWeights]) -> Any:
-    """The result, with views of shown weights among it shown as they are."""
+    """Return a result in which tensors that share memory with shown weights are shown weights, too."""
     if isinstance(result, Tensor):
-        # Also what an operation hands through as it is, as contiguous() does.
+        # This includes results that are the argument itself, as of contiguous().
         source = sources.get(storage_id(result))
         return result if source is None else _shown_as(result, source.parameter_name, source.edits)
     if isinstance(result, list | tuple) and not hasattr(result, "_fields"):
@@ -647,7 +678,7 @@ def _marked(result: Any, sources: dict[int, ShownWeights]) -> Any:
 
 
 def _replaced(value: Any, shown: dict[int, ShownWeights]) -> Any:
-    """Arguments with values in place of released parameters."""
+    """Return arguments in which released parameters are replaced by their shown values."""
     if isinstance(value, dict):
         return {key: _replaced(each, shown) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -655,30 +686,30 @@ def _replaced(value: Any, shown: dict[int, ShownWeights]) -> Any:
     return shown.get(id(value), value)
 
 
-# Memory off the device.
+# Tensors whose memory is off the device.
 
-# A slice keeps its gradient, whatever has become of either, so that ``zero_grad`` may drop it.
+# Functions that need no memory. A slice's ``.grad`` stays accessible, so that ``zero_grad`` can drop it.
 _ANSWERED = METADATA.union(LAYOUT, (Tensor.untyped_storage, Tensor.grad.__get__, Tensor.grad.__set__, Tensor.__hash__))  # type: ignore[union-attr]
 
 
 def make_unreadable(tensor: Tensor, why: str) -> None:
-    """Refuse every use of a tensor; ``why`` goes on after its shape in the error."""
-    # As the guard does for parameters: whoever holds the object meets it, whatever they call with it.
+    """Make every use of a tensor raise an error; ``why`` is the end of the error's text, after "of a tensor"."""
+    # Change the class of the object, so that the error is raised whichever reference and function the user uses.
     set_class(tensor, _refusing(type(tensor), why))
 
 
 def make_readable(tensor: Tensor) -> None:
-    """Take that back."""
+    """Undo :func:`make_unreadable`."""
     set_class(tensor, getattr(type(tensor), "_zeropp_readable_class", type(tensor)))
 
 
-# One class for each class and reason, which are few, however many tensors there are.
+# Make one class per tensor class and reason. There are few reasons, however many tensors there are.
 @functools.cache
 def _refusing(cls: type[Tensor], why: str) -> type[Tensor]:
     def intercept(
         cls: type, func: Callable[..., Any], involved: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
-        # Whatever needs no memory: optimizers and schedulers ask for shapes and devices all the time.
+        # Answer functions that need no memory, because optimizers and schedulers read shapes and devices all the time.
         if func in _ANSWERED:
             with unguarded():
                 return func(*args, **(kwargs or {}))
@@ -690,7 +721,7 @@ def _refusing(cls: type[Tensor], why: str) -> type[Tensor]:
     namespace = {
         "_zeropp_readable_class": cls,
         "__torch_function__": classmethod(intercept),
-        # Logs and debuggers print tensors at any time.
+        # Logs and debuggers print tensors at any time, so printing must not raise.
         "__repr__": describe,
         "__format__": lambda tensor, spec: format(describe(tensor), spec),
     }

@@ -99,7 +99,7 @@ def edited(zero: dict[str, Any]) -> list[str]:
     assert type(loaded["weight"]) is torch.Tensor and torch.equal(loaded["weight"], weight.data)
     # A graph that begins here would reach no gradient.
     assert torch.allclose(weight, weight) and float(weight.norm()) > 0
-    with pytest.raises(RuntimeError, match="looked at between passes"):
+    with pytest.raises(RuntimeError, match="weights that were read between passes"):
         weight.float().square().sum().backward()
     steps(engine, 1, 3)
     assert distance(zeropp.full_state(model), plain(3)) < EPSILON

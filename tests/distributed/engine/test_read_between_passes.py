@@ -204,7 +204,7 @@ def backwards(stage: int) -> list[float]:
             penalty = trained.model[0].weight.square().sum()
             assert penalty.requires_grad and float(penalty) > 0
             for loss in (penalty, trained.loss() + trained.model[2].weight.norm()):
-                with pytest.raises(RuntimeError, match=r"looked at between passes.*inside the model's forward"):
+                with pytest.raises(RuntimeError, match=r"read between passes.*inside the model's forward"):
                     loss.backward()
             trained.optimizer.zero_grad()
             # A frozen one begins no graph.
@@ -238,7 +238,7 @@ def refused() -> list[str]:
     held = trained.model[2].weight.data
     trained.optimizer.offload_states()
     look("off the device")
-    with pytest.raises(RuntimeError, match=r"'2.weight' before their memory was given back.*reload_states"):
+    with pytest.raises(RuntimeError, match=r"'2.weight' whose memory was freed.*reload_states"):
         held[0].sum()
     assert held.shape == (5, 8)
     trained.optimizer.reload_states()
