@@ -1,14 +1,14 @@
-"""Parameters of a model that is being built: sharded over the ranks before there is a layout, and gathered on use.
+"""Parameters of a model under construction: partitioned over the ranks before any layout exists, and gathered on use.
 
-A :class:`Piece` is this rank's equal part of one parameter. A :class:`ShardedBuild` builds, cuts and gathers the
+A :class:`Piece` is this rank's equal part of one parameter. A :class:`ShardedBuild` partitions and gathers the
 parameters of one process group.
 
-[Note: building in pieces] Every rank runs the code that builds the model, so every rank comes to the same parameters,
-and rank 0's values become everyone's. What is built waits, whole, until there is more of it than a limit; then each
-rank keeps its piece. Code that touches a parameter in pieces, on all ranks alike, gets it whole, and the edit is kept:
-it waits again. A parameter whose memory something else refers to is not cut, or an edit by that way would be lost.
-Small parameters stay whole and are shared at the end. Every collective is preceded by an exchange of what each rank is
-about to do, so that ranks which build other models, or fail, are told of by name.
+[Note: building in pieces] Every rank runs the code that builds the model and so makes the same parameters. Rank 0's
+values become the values on all ranks. New parameters wait, whole, until their bytes exceed a limit; then each rank
+keeps only its piece. If code uses a parameter that is in pieces, all ranks gather it. Edits are kept, and the parameter
+waits whole again. A parameter whose memory has other references stays whole, because edits through these would be lost.
+Small parameters stay whole and are broadcast at the end. Before each collective, the ranks exchange descriptions of the
+operation, so that ranks that build different models or fail are named in an error.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ __all__ = ["Fetcher", "Piece", "ShardedBuild", "dense_row", "is_whole", "piece_o
 
 
 class Fetcher(Protocol):
-    """Who brings the pieces of a parameter together: `zeropp.params.sharded_build`, seen from here."""
+    """The interface of :class:`ShardedBuild` that a :class:`Piece` uses."""
 
     rank: int
     world: int
 
     def touch(self, parameter: nn.Parameter, piece: Piece) -> None:
-        """Make the values present, on every rank; refused where ranks need not be at the same place."""
+        """Gather a parameter on every rank; refused after the model is built, when ranks may be at different code."""
         ...
 
     def let_go(self) -> None:
-        """A use of touched values is over."""
+        """End a use of gathered values."""
         ...
 
 
 class Piece(GuardHandler):
-    """This rank's piece of one parameter, and the object that gathers it.
+    """This rank's piece of one parameter, and the guard's handler for the parameter until an engine takes over.
 
     See :class:`zeropp.params.guard.GuardHandler`.
 
     Attributes:
-        fetcher: of the group.
-        name: class of the module and name in it, since the model's names are not known yet.
-        row: [ceil(numel / world)] of the values in the order of memory, the end padded with zeros, where they are
-            partitioned; None while they are whole.
-        awaited: there are no values, they are to be loaded once the model is wrapped.
-        is_gathered: somebody has the whole values, to read or to edit.
+        fetcher: build that gathers the parameters of the group.
+        name: class name of the module and the parameter's name in it; qualified names are unknown during the build.
+        row: [ceil(numel / world)] this rank's part of the values in memory order, padded with zeros at the end; None
+            while the parameter is whole.
+        awaited: True if the parameter has no values yet, because they are loaded after the model is wrapped.
+        is_gathered: True inside GatheredParameters, while the user has the whole values.
     """
 
     def __init__(self, fetcher: Fetcher, name: str, *, awaited: bool = False) -> None:
@@ -68,40 +68,49 @@ class Piece(GuardHandler):
         self.strides: tuple[int, ...] = ()
 
     def tie(self, parameter: nn.Parameter) -> None:
-        """Let a parameter own this; nothing else does, so it goes with the parameter."""
+        """Attach this piece to a parameter. Only the parameter refers to the piece, so both are freed together."""
         parameter._zeropp_piece = self  # type: ignore[attr-defined]
-        # Without values there is no part of them; and a weak reference would keep it from being given memory.
+        # Do not notify extensions of a parameter without values. They keep a weak reference, and torch cannot swap in a
+        # tensor with memory while there is one.
         if not self.awaited:
             self._tell_extensions(parameter)
 
     def untie(self, parameter: nn.Parameter) -> None:
-        """Its values are somebody else's from now on."""
+        """Detach this piece from a parameter whose values something else keeps from now on."""
         del parameter._zeropp_piece  # type: ignore[attr-defined]
         for extension in extensions():
             extension.parameter_freed(parameter)
 
     def _tell_extensions(self, parameter: nn.Parameter) -> None:
+        """Notify extensions that the values of a parameter have come or gone."""
         for extension in extensions():
             extension.piece_changed(parameter, self)
 
     def piece_numel(self, numel: int) -> int:
-        """Elements of a rank's piece, padding included."""
+        """Return the number of elements of one rank's piece, padding included: ceil(numel / world)."""
         return -(-numel // self.fetcher.world)
 
     def reshard(self, parameter: nn.Parameter, row: Tensor) -> None:
-        """Let go of whole values; ``row`` is this rank's piece of them."""
+        """Release the whole values of a parameter and keep ``row``, this rank's piece of them."""
         self.row = row
         self.strides = dense_strides(tuple(parameter.shape), parameter.stride())
-        # On the device it was built on, where random numbers are drawn if it is initialised once more.
-        # It may have got another shape since it was begun.
+        # Notify extensions: the parameter's shape may have changed since the piece was attached.
         self._tell_extensions(parameter)
+        # Keep the device that the parameter was built on. If it is initialised again, random numbers are drawn there.
         stand_in = nothing(parameter.dtype, parameter.device).expand(parameter.shape)
         register(parameter, self.name, self, self.strides, parameter.dtype)
         parameter.data = stand_in
         guard([parameter])
 
     def unshard(self, parameter: nn.Parameter, values: Tensor, *, inside_gather: bool = False) -> None:
-        """Let a parameter have whole values; ``is_gathered`` for a while, after which the piece serves again."""
+        """Give a parameter its whole values.
+
+        Args:
+            parameter: parameter of this piece.
+            values: whole values, in the parameter's shape.
+            inside_gather: True inside GatheredParameters; the row is kept, because the parameter is released again at
+                the end.
+        """
         unguard([parameter])
         parameter.data = values
         if not inside_gather:
@@ -109,12 +118,12 @@ class Piece(GuardHandler):
             unregister(parameter)
 
     def begin_gathered(self, parameter: nn.Parameter) -> None:
-        """Somebody has the whole values, which the parameter shows already."""
+        """Record that the user has the whole values, which the parameter has already."""
         self.is_gathered = True
         self._tell_extensions(parameter)
 
     def end_gathered(self, parameter: nn.Parameter) -> None:
-        """End of GatheredParameters; where there is a row, let go of the values, of which it still has its part."""
+        """Record the end of GatheredParameters. If there is a row, release the whole values."""
         self.is_gathered = False
         self._tell_extensions(parameter)
         if self.row is None:
@@ -128,7 +137,7 @@ class Piece(GuardHandler):
             "a ZeroOptimizer, and save with zeropp.checkpoint or zeropp.full_state(model)"
         )
 
-    # What the guard asks.
+    # Methods of GuardHandler.
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         self.fetcher.touch(parameter, self)
@@ -150,24 +159,24 @@ class Piece(GuardHandler):
         return False
 
     def local_values(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's part of the values, without padding."""
+        """Return this rank's part of the values, without padding."""
         count = self.piece_numel(parameter.numel())
         numel = parameter.numel()
         start = min(self.fetcher.rank * count, numel)
         own = min(count, numel - start)
-        # Gathered values are somebody's to edit, and the row is what there is until they are given back.
+        # The user may be editing the gathered values. The row stays valid until these are taken back.
         if self.row is not None:
             return self.row[:own]
         return dense_row(parameter.data)[0][start : start + own]
 
 
 def piece_of(parameter: Tensor) -> Piece | None:
-    """The piece of a parameter that was built to be partitioned and that no engine manages yet."""
+    """Return a parameter's piece; None if the parameter was not built to be partitioned or an engine manages it."""
     return parameter.__dict__.get("_zeropp_piece")
 
 
 def dense_row(values: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The values in the order of memory, [numel], and the strides they have there; a view where they are dense."""
+    """Return the values in memory order, [numel], and their dense strides; a view if the tensor is dense."""
     strides = dense_strides(tuple(values.shape), values.stride())
     if strides == values.stride() and values.numel():
         return values.as_strided((values.numel(),), (1,)), strides
@@ -176,21 +185,22 @@ def dense_row(values: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 LIMIT_NBYTES = 1 << 26
-"""Of built parameters that wait to be partitioned, and of small ones that stay whole."""
-_MESSAGE_NBYTES = 1 << 25  # of several parameters that are sent together
+"""Limit on the bytes of built parameters that wait to be partitioned, and on the bytes of small parameters."""
+_MESSAGE_NBYTES = 1 << 25  # bytes of parameters above which a message is sent
 SMALL = 1 << 16
-"""Elements up to which a parameter stays whole."""
-_ALONE_NBYTES = 1 << 24  # of a parameter that is sent by itself, from where it lies
+"""Largest number of elements of a small parameter, which stays whole during the build."""
+_ALONE_NBYTES = 1 << 24  # bytes of a parameter above which it has a message of its own
 _CUTTING = "partitioning what was built"
-_ALIGNED = 16  # bytes, where a row of any dtype may begin in a message
+_ALIGNED = 16  # bytes; alignment of each row in a message, valid for any dtype
 
 _T = TypeVar("_T")
 
 
 def _can_be_cut(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter has values that can be cut, and is nobody's yet."""
+    """Return True if a parameter has values that can be partitioned and if no engine manages it."""
     return (
-        # First: a model that was wrapped in the block may be made a part of another, and must not be read.
+        # Check this first: a model wrapped inside the block may become part of another, and its values must not be
+        # read.
         not is_managed(parameter)
         and not nn.parameter.is_lazy(parameter)
         and type(parameter.data) is Tensor
@@ -205,10 +215,10 @@ class ShardedBuild:
     """The parameters that are built for one group of ranks. See [Note: building in pieces].
 
     Attributes:
-        carrier: between the ranks.
-        trains_on: the device that the model will train on, unless it is wrapped with another.
-        asked: settings that the configuration must have, too, when the model is wrapped.
-        building: while all ranks run the same code.
+        carrier: collectives between the ranks.
+        trains_on: device that the model will train on, unless it is wrapped with another one.
+        asked: settings that the configuration must contain, too, when the model is wrapped.
+        building: True while all ranks run the code that builds the model.
     """
 
     def __init__(
@@ -218,7 +228,14 @@ class ShardedBuild:
         asked: dict[str, object],
         keep: Callable[[Tensor], Tensor],
     ) -> None:
-        """Begin with nothing; ``keep`` brings a row to where pieces lie, and may return it as it is."""
+        """Start without parameters.
+
+        Args:
+            carrier: collectives between the ranks.
+            trains_on: device that the model will train on.
+            asked: settings that the configuration must contain when the model is wrapped.
+            keep: function that moves a row to the memory where pieces are kept, and may return the row itself.
+        """
         self.carrier = carrier
         self.rank = carrier.rank
         self.world = carrier.world
@@ -227,22 +244,24 @@ class ShardedBuild:
         self.asked = asked
         self.building = False
         self._limit = self._bound = LIMIT_NBYTES
-        # By identity, each held until it is cut: which ones there are must not depend on garbage collection.
-        self._begun: dict[int, tuple[nn.Parameter, int]] = {}  # with bytes, which a cast may change
+        # Tables by id with strong references. Their contents must be equal on all ranks, so they must not depend on
+        # garbage collection. ``_begun``: parameters that may not be initialised yet.
+        self._begun: dict[int, tuple[nn.Parameter, int]] = {}  # with the bytes counted, since a cast may change them
         self._waiting: dict[int, nn.Parameter] = {}
         self._small: dict[int, nn.Parameter] = {}
         self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
-        self._begins: nn.Module | None = None  # it was given a parameter last
+        self._begins: nn.Module | None = None  # the module that received the last parameter
         self._lost = False
 
-    # While the model is built.
+    # Methods for the time while the model is built.
 
     def note_parameter(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
-        """Take note of a parameter that a module has been given, which it may not have initialised yet."""
+        """Record a parameter that a module has received and may not have initialised yet."""
         if piece_of(parameter) is not None or not _can_be_cut(parameter):
             return
-        # Modules that nothing has yet, such as those of a list that is being made: most of them are built. Of one with
-        # many parameters of its own some may not be, and are fetched then.
+        # Parameters of modules without a parent, such as items of a list under construction, would accumulate. Above
+        # the limit they count as built. A module that is still receiving parameters has twice the limit. If a parameter
+        # is initialised later, it is gathered for that.
         if self._begun_nbytes > (2 * self._limit if module is self._begins else self._limit):
             self._end_begun()
             self.let_go()
@@ -252,6 +271,7 @@ class ShardedBuild:
         self._begun_nbytes += parameter.nbytes
 
     def _end_begun(self) -> None:
+        """Treat all recorded parameters as built."""
         for parameter, _ in self._begun.values():
             self._wait(parameter)
         self._begun = {}
@@ -259,10 +279,10 @@ class ShardedBuild:
         self._begins = None
 
     def ready(self, parameters: Iterable[tuple[str, nn.Parameter, nn.Module]]) -> None:
-        """Modules are built, with these parameters: they may be cut, now or later.
+        """Record that modules are built, so that their parameters may be partitioned now or later.
 
         Args:
-            parameters: with what they are called in their modules, and these.
+            parameters: name, parameter and module, for each parameter of these modules.
         """
         for name, parameter, module in parameters:
             self.note_parameter(name, parameter, module)
@@ -272,6 +292,7 @@ class ShardedBuild:
         self.let_go()
 
     def _wait(self, parameter: nn.Parameter) -> None:
+        """Put a built parameter among the small ones or among those that wait to be partitioned."""
         if parameter.numel() <= SMALL and self._small_nbytes + parameter.nbytes <= self._limit:
             self._small[id(parameter)] = parameter
             self._small_nbytes += parameter.nbytes
@@ -280,43 +301,44 @@ class ShardedBuild:
             self._waiting_nbytes += parameter.nbytes
 
     def let_go(self) -> None:
-        """Cut what waits, if it is more than the limit."""
+        """Partition the waiting parameters if their bytes exceed the limit."""
         if self.building and self._waiting_nbytes > self._bound:
             self._cut_waiting(aliased=True)
 
     def _cut_waiting(self, *, aliased: bool) -> None:
-        """Cut what waits; what something else refers to waits on, if ``aliased``."""
+        """Partition the waiting parameters; with ``aliased``, those with other references to their memory wait on."""
         parameters = list(self._waiting.values())
         held = [i for i, p in enumerate(parameters) if _piece(p).is_gathered or (aliased and is_aliased(p))]
         accounts = self.agree(_CUTTING, parameters, held)
-        # Whatever any rank holds: when an alias goes may depend on garbage collection.
+        # Keep a parameter whole if any rank must: the time at which a reference disappears may depend on garbage
+        # collection.
         kept = {index for account in accounts for index in account}
         self.scatter([p for i, p in enumerate(parameters) if i not in kept])
         self._waiting = {}
         self._waiting_nbytes = 0
         for index in sorted(kept):
             self._wait(parameters[index])
-        # Not asked for again at every turn, if they stay.
+        # Raise the bound by the bytes that stay whole, or every later call would try these parameters again.
         self._bound = self._waiting_nbytes + self._limit
 
     def touch(self, parameter: nn.Parameter, piece: Piece) -> None:
-        """A use of a parameter in pieces; see :class:`zeropp.params.sharded_build.Fetcher`.
+        """Gather a parameter in pieces for a use; see :class:`zeropp.params.sharded_build.Fetcher`.
 
         Raises:
-            RuntimeError: the model is built, so that ranks need not be at the same place.
+            RuntimeError: The model is built, so other ranks may not join the gather.
         """
         if not self.building:
             raise RuntimeError(
-                f"parameter {piece.name!r} of shape {tuple(parameter.shape)} was built to be partitioned, and its "
-                "values are with all ranks. To train, wrap the model: zeropp.ZeroOptimizer(optimizer, model, config). "
+                f"parameter {piece.name!r} of shape {tuple(parameter.shape)} was built to be partitioned, and each "
+                "rank has a piece of it. To train, wrap the model: zeropp.ZeroOptimizer(optimizer, model, config). "
                 "To read or edit values use, on every rank, zeropp.zero.GatheredParameters(params, modifier_rank=...). "
                 "Wrapping brings it to its device, so leave out model.to(...)"
             )
         self.fetch([parameter])
 
     def fetch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Bring together what is in pieces of some parameters, while the model is built."""
-        # Who has gathered values reads and edits those.
+        """Gather those of the parameters that are in pieces, while the model is built."""
+        # Inside GatheredParameters the parameter has its whole values already.
         wanted = [p for p in parameters if self._has(p) and _piece(p).row is not None and not _piece(p).is_gathered]
         if wanted:
             self.gather(wanted)
@@ -324,18 +346,19 @@ class ShardedBuild:
                 self._wait(parameter)
 
     def _has(self, parameter: nn.Parameter) -> bool:
+        """Return True if a parameter belongs to this build."""
         piece = piece_of(parameter)
         return piece is not None and piece.fetcher is self
 
     def finish_build(self) -> None:
-        """Nothing is built any more; as :meth:`complete`."""
+        """End the build after it has succeeded: run :meth:`complete`, then :meth:`end_build`."""
         try:
             self.complete()
         finally:
             self.end_build()
 
     def complete(self) -> None:
-        """End the building of what is there: whole parameters are cut, small ones made equal on every rank."""
+        """Partition all parameters that wait, and broadcast rank 0's values of small ones."""
         try:
             self._end_begun()
             self.broadcast(list(self._small.values()))
@@ -347,7 +370,7 @@ class ShardedBuild:
         self._small_nbytes = 0
 
     def end_build(self) -> None:
-        """Nothing is built any more, well or not."""
+        """End the build, whether it has succeeded or not, and drop the tables."""
         self.building = False
         self._begun = {}
         self._waiting = {}
@@ -356,20 +379,29 @@ class ShardedBuild:
         self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
 
     def report_failure(self, error: BaseException) -> None:
-        """This rank has failed where others wait for it, or will; tell them."""
-        # Who is interrupted does not wait for others; and who has lost them has nobody to tell.
+        """Send this rank's error to the other ranks, which wait for this rank or will do so."""
+        # Send nothing for an interrupt, because the exchange waits for other ranks, and nothing after the ranks are out
+        # of step.
         if not self._lost and isinstance(error, Exception):
             self._lost = True
-            # This rank's own error says more than that others have gone.
+            # Suppress errors of the exchange: this rank's own error explains more.
             with contextlib.suppress(RuntimeError):
                 self.carrier.exchange(Failure(f"{type(error).__name__}: {error}"), "building the model")
 
     def agree(self, doing: str, parameters: Sequence[nn.Parameter], account: _T) -> list[_T]:
-        """Every rank's account, before all do something with the same parameters.
+        """Exchange accounts before all ranks perform one operation on the same parameters.
+
+        Args:
+            doing: name of the operation, for errors.
+            parameters: parameters of the operation.
+            account: this rank's picklable message to all ranks.
+
+        Returns:
+            The accounts of all ranks, in the order of the group.
 
         Raises:
-            RuntimeError: another rank failed, or is not there.
-            ValueError: ranks are at different places.
+            RuntimeError: Another rank failed or did not come.
+            ValueError: Ranks have different parameters.
         """
         try:
             rows = self.carrier.exchange((_describe(parameters), account), doing)
@@ -385,10 +417,11 @@ class ShardedBuild:
                 )
         return [row[1] for row in rows]
 
-    # Values: scattered, shared, gathered. What may fail comes before ranks agree that they are here.
+    # Collectives on values. Steps that may fail come before agree(), so that a failing rank leaves no other rank in the
+    # collective.
 
     def scatter(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
-        """Cut whole parameters; each rank keeps its piece of the values that the source, a rank of the group, has."""
+        """Partition whole parameters: each rank keeps its piece of the values of ``source``, a rank of the group."""
         for parameter in parameters:
             if parameter.nbytes > _ALONE_NBYTES:
                 self._scatter_alone(parameter, source)
@@ -396,6 +429,7 @@ class ShardedBuild:
             self._scatter_jointly(batch, source)
 
     def _scatter_alone(self, parameter: nn.Parameter, source: int) -> None:
+        """Partition one large parameter, with one message for each rank."""
         piece = _piece(parameter)
         carrier = self.carrier
         row, _ = dense_row(parameter.data)
@@ -405,7 +439,7 @@ class ShardedBuild:
         if carrier.rank == source:
             row = row.to(carrier.device)
             rows = [row[rank * count : (rank + 1) * count] for rank in range(self.world)]
-            # The last ones may be short, or empty.
+            # The last pieces may be short or empty and are padded.
             rows = [
                 _bytes(part if part.numel() == count else torch.cat([part, part.new_zeros(count - part.numel())]))
                 for part in rows
@@ -415,7 +449,7 @@ class ShardedBuild:
         piece.reshard(parameter, self._keep(own))
 
     def _scatter_jointly(self, parameters: Sequence[nn.Parameter], source: int) -> None:
-        """Several parameters in one message for each rank."""
+        """Partition several parameters with one message for each rank."""
         carrier = self.carrier
         places = []
         end = 0
@@ -429,7 +463,7 @@ class ShardedBuild:
             for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
                 row, _ = dense_row(parameter.data)
                 own = _bytes(row).cpu()
-                # Whole rows, and what there is of the next.
+                # Copy the full rows, then the elements of the last row, which may be short.
                 whole = own.numel() // nbytes if nbytes else 0
                 there = messages[:, begin : begin + nbytes]
                 there[:whole] = own[: whole * nbytes].view(whole, nbytes)
@@ -444,13 +478,14 @@ class ShardedBuild:
             _piece(parameter).reshard(parameter, message[begin : begin + nbytes].view(parameter.dtype))
 
     def broadcast(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
-        """Let whole parameters have the values of the source everywhere, several in one message."""
+        """Give whole parameters the values of ``source`` on every rank, with several parameters in one message."""
         if self.world == 1:
             return
         for batch in _batches(parameters):
             self._broadcast(batch, source)
 
     def _broadcast(self, parameters: Sequence[nn.Parameter], source: int) -> None:
+        """Broadcast one batch of parameters."""
         rows = [_bytes(dense_row(parameter.data)[0]).to(self.carrier.device) for parameter in parameters]
         message = torch.cat(rows)
         doing = "sharing small parameters"
@@ -460,20 +495,21 @@ class ShardedBuild:
             return
         for parameter, part in zip(parameters, message.split([row.numel() for row in rows]), strict=True):
             row, strides = dense_row(parameter.data)
-            # Not copied to where they lie: elements of an expanded parameter overlap.
+            # Replace the data instead of copying into it: elements of an expanded parameter overlap.
             parameter.data = part.clone().to(parameter.device).view(row.dtype).as_strided(parameter.shape, strides)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, inside_gather: bool = False) -> None:
-        """Bring whole values together, for the parameters to have; ``inside_gather`` as in :meth:`Piece.unshard`."""
+        """Gather whole values and give them to the parameters; ``inside_gather`` as in :meth:`Piece.unshard`."""
         for parameter, values in self.wholes([p for p in parameters if _piece(p).row is not None]):
             _piece(parameter).unshard(parameter, values.to(parameter.device), inside_gather=inside_gather)
 
     def wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Whole values of parameters in pieces, on the carrier's device, with their strides; several in one message."""
+        """Yield each parameter with its whole values on the carrier's device; several parameters share a message."""
         for batch in _batches(parameters):
             yield from self._wholes(batch)
 
     def _wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Gather one batch of parameters."""
         rows = [_bytes(row).to(self.carrier.device) for p in parameters if (row := _piece(p).row) is not None]
         own = rows[0] if len(rows) == 1 else torch.cat(rows)
         message = torch.empty(self.world * own.numel(), dtype=torch.uint8, device=own.device)
@@ -482,31 +518,34 @@ class ShardedBuild:
         self.carrier.all_gather(message, own, doing)
         begin = 0
         for parameter, row in zip(parameters, rows, strict=True):
-            # One piece after the other is the whole in the order of memory; a view, where there is one parameter.
+            # The pieces in rank order are the whole parameter in memory order. For a single parameter this is a view.
             found = message.view(self.world, -1)[:, begin : begin + row.numel()].reshape(-1)
             begin += row.numel()
             yield parameter, found.view(parameter.dtype).as_strided(parameter.shape, _piece(parameter).strides)
 
 
 def is_whole(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter has its values, and not a piece of them, or none until they are loaded."""
+    """Return True if a parameter has its values; False if it has a piece of them, or none until they are loaded."""
     piece = piece_of(parameter)
     return piece is None or (piece.row is None and not piece.awaited)
 
 
 def take_over(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """Bring the pieces of parameters together in places of an engine's, and forget them. Collective if there are any.
+    """Copy the whole values of built parameters to an engine's tensors and detach their pieces.
+
+    Collective if any parameter is in pieces.
 
     Args:
-        parameters: built whole, in pieces, or without values.
-        views: of their shapes; left as they are where parameters are whole, NaN where they have no values yet.
+        parameters: parameters that are whole, in pieces or without values.
+        views: one tensor of the same shape per parameter; receives the values of a parameter in pieces, and NaN for a
+            parameter without values. Tensors for whole parameters are left unchanged.
     """
     places = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
     built = [parameter for parameter in parameters if piece_of(parameter) is not None]
     cut = [parameter for parameter in built if _piece(parameter).row is not None]
     if cut:
         spread = _piece(cut[0]).fetcher
-        # Of several blocks, too: all were built for the ranks that the model is wrapped for, so any of them will do.
+        # Any build can gather all of them, even if several made them: all used the ranks that the model is wrapped for.
         assert isinstance(spread, ShardedBuild)
         for parameter, values in spread.wholes(cut):
             places[id(parameter)].copy_(values)
@@ -518,19 +557,19 @@ def take_over(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> No
 
 def _piece(parameter: nn.Parameter) -> Piece:
     piece = piece_of(parameter)
-    assert piece is not None  # it was begun
+    assert piece is not None  # attached in note_parameter()
     return piece
 
 
 def _describe(parameters: Sequence[nn.Parameter]) -> str:
-    """A short name of the parameters, and another text where they are others."""
+    """Return a short text for parameters, with a digest of all their names, shapes and dtypes."""
     rows = [f"{_piece(p).name} {tuple(p.shape)} {p.dtype}" for p in parameters]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:8]
     return f"{len(rows)} parameters from {rows[0]} on ({digest})" if rows else "no parameters"
 
 
 def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters that go into one message each, in their order."""
+    """Yield the parameters in order, in lists that are sent as one message each."""
     batch: list[nn.Parameter] = []
     nbytes = 0
     for parameter in parameters:
