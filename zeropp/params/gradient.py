@@ -346,7 +346,7 @@ class Gradient:
             # Clear the padding on the comm stream, before the reduction's end event, so that the optimizer never reads
             # what rotated codes left in it.
             self._clear_padding(self.shard)
-        # Until the backward has ended, ``arrived`` is read on these comm streams only, so no lock is needed.
+        # Until the backward has ended and its reductions were waited for, only these comm streams read ``arrived``.
         self.arrived = True
         clears = bool(self.feedbacks) and not all(self.trained)
         if clears:
@@ -533,7 +533,7 @@ class LossScale:
     All ranks update the scale with the same global result of each step, so the scale is the same on every rank. The
     sequence is DeepSpeed's: the first ``hysteresis - 1`` overflows change nothing, and each further one halves the
     scale, down to ``min_loss_scale``. A step without overflow doubles the scale and restores the hysteresis if the
-    number of steps between the last overflow and this step is a multiple of ``loss_scale_window``. With
+    number of steps between the last overflow and this step is a positive multiple of ``loss_scale_window``. With
     ``consecutive_hysteresis`` every step without overflow restores the hysteresis.
 
     Args:
@@ -562,7 +562,8 @@ class LossScale:
             self.value = 2.0**scaling.initial_scale_power if self.dynamic else scaling.loss_scale
         self.iterations = 0
         self.divides_plain = False
-        # For the losses of a window: the divisor's inverse (1 if they were divided already), and their loss scale.
+        # For the losses of a window: the factor that divides them (1 / micro-batches, or 1 for losses that zeropp does
+        # not divide), and their loss scale.
         self._share = 1.0
         self._scale = self.value
         self._last_overflow = -1
@@ -638,6 +639,7 @@ class LossScale:
         running = _running()
         task = current_graph_task()
         # Activation checkpointing runs an inner backward, which has another task id, usually in the thread of the loss.
+        # So search by task first, then by thread.
         found = [each for each in running if each.task == task]
         found = found or [each for each in running if each.thread == threading.get_ident()] or running
         for each in found:
