@@ -116,7 +116,7 @@ class NoGroups:
 
     def __init__(self, world: int, rank: int, hop: type[Hop] = Hop) -> None:
         self.world = world
-        self.of_all: list[str] = []  # last kind of work that needs a group of all ranks
+        self.of_all: list[str] = []  # the last kind of work that needs a group of all ranks, if any
         self._rank = rank
         self._hop = hop
         self._ledger = Ledger()
@@ -215,7 +215,8 @@ class BufferMaker:
         encoding = self._encoding
         mode = placement.mode
         device = self._comm.device
-        # True if this buffer's shard is not in device memory; and if that holds for any buffer of the model.
+        # ``stored``: this buffer's shard is not in device memory. ``brought``: the shards of trainable or of frozen
+        # buffers are not in device memory.
         stored = not tiers.main_tier(key.trainable).serves(device)
         brought = not all(self.tiers.main_tier(trainable).serves(device) for trainable in (False, True))
         paths = weight_paths(self._comm, placement, key, encoding, stored=stored, brought=brought)
