@@ -190,7 +190,8 @@ class _UnitBuilder:
             return True
         if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
             return True
-        # A call of the user marks the module object, because the user has no path of the module.
+        # Users mark a module object by a call such as zeropp.zero.set_z3_leaf_module(), because they may not know its
+        # path.
         if module.__dict__.get(LEAF_AS) is True:
             return True
         # A compiled region has no place where zeropp can gather, so all its weights must be present when it begins.
