@@ -376,7 +376,7 @@ def test_a_forked_child_waits_for_nobody(
             # Whatever pytest does with this signal, here it ends what hangs.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
-            with pytest.raises(RuntimeError, match=f"process {os.getpid()} was forked from one"):
+            with pytest.raises(RuntimeError, match=f"process {os.getpid()} was forked from the process"):
                 transfers.read(extent, 0, memory)
             transfers.close()
             threads._end_all()

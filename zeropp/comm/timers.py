@@ -1,4 +1,4 @@
-"""Calls that are timed: one that is given up after a while, one that logs a warning meanwhile, one that is repeated."""
+"""Calls with timers: a repeated call, a call with a time limit, and a call that logs a warning when it takes long."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _log = logging.getLogger("zeropp")
 
 
 class Patrol:
-    """A thread that calls a method again and again, and does not keep the object of the method alive.
+    """A thread that calls a method periodically and holds only a weak reference to the method's object.
+
+    The thread ends when the object is collected as garbage, when :attr:`stopped` is set, or when the program ends.
 
     Args:
-        name: of the thread.
-        look: the method.
-        end: a method of the same object, called once when the patrol is stopped.
+        name: name of the thread.
+        look: the method to call periodically.
+        end: a method of the same object that is called once after :attr:`stopped` is set; None for no such call.
 
     Attributes:
-        stopped: set to end the patrol.
-        started: True once the thread exists.
+        stopped: event that ends the thread when it is set.
+        started: True once the thread has been started.
     """
 
     def __init__(self, name: str, look: Callable[[], None], end: Callable[[], None] | None = None) -> None:
@@ -41,8 +43,9 @@ class Patrol:
         self._starting = threading.Lock()
 
     def start(self, period: float) -> None:
-        """Call ``look`` every ``period`` seconds from here on; the first call decides."""
-        with self._starting:  # several threads may be the first
+        """Start calling ``look`` every ``period`` seconds. Later calls have no effect and do not change the period."""
+        # Several threads may call ``start`` at once; only one of them may create the thread.
+        with self._starting:
             if not self.started:
                 self.started = True
                 self._threads.start(self._name, _patrol, self._name, self._look, self._end, self.stopped, period)
@@ -64,21 +67,28 @@ def _patrol(
         try:
             call()
         except Exception as error:
-            # An error of a kernel or of the store comes up in the user's own call, too, and must not end the job here.
-            _log.debug("the thread %r could not look: %s", name, error)
+            # The main thread raises errors of CUDA kernels and of the store itself. Here such an error must not end
+            # this thread, or a later hang would go unnoticed.
+            _log.debug("a periodic check of the thread %r failed: %s", name, error)
         if ends:
             return
-        # The name would keep the object alive until the next look.
+        # Without this ``del``, the bound method in ``call`` would keep the object alive until the next period ends.
         del call
 
 
 def within(seconds: float, call: Callable[[], _T], doing: str) -> _T:
-    """Run ``call`` on a thread of its own and return or raise what it does; one that takes longer is left behind.
+    """Run a call on a new thread with a time limit, and return its result or raise its error.
 
-    For calls that have no limit of their own, such as those of torch's key-value store.
+    This is for calls that have no time limit of their own, such as those of torch's key-value store. After a timeout
+    the thread keeps running and its result is ignored.
+
+    Args:
+        seconds: time limit.
+        call: function to run, without arguments.
+        doing: description of the call for the error message.
 
     Raises:
-        TimeoutError: it did not return within ``seconds`` of ``doing`` this.
+        TimeoutError: ``call`` did not return within ``seconds``.
     """
     answers: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
 
@@ -88,7 +98,7 @@ def within(seconds: float, call: Callable[[], _T], doing: str) -> _T:
         except BaseException as error:
             answers.put((None, error))
 
-    # A daemon: a call that never returns must not keep the program from ending.
+    # The thread is a daemon because a call that never returns must not keep the program from ending.
     threading.Thread(target=work, name="zeropp limited", daemon=True).start()
     try:
         result, error = answers.get(timeout=seconds)
@@ -101,9 +111,16 @@ def within(seconds: float, call: Callable[[], _T], doing: str) -> _T:
 
 @contextlib.contextmanager
 def warn_of_waiting(after: float, words: str) -> Iterator[None]:
-    """Log ``words`` if what is inside takes longer than ``after`` seconds; where ranks have no common store yet."""
+    """Log a warning if the body of the ``with`` block takes longer than ``after`` seconds.
+
+    This is for the time before the ranks have a common status board; afterwards `Watch` logs such warnings.
+
+    Args:
+        after: seconds until the warning.
+        words: text of the warning.
+    """
     timer = threading.Timer(after, _log.warning, args=("%s", words))
-    # What is inside may fail, and the program must then be able to end before the timer does.
+    # The timer thread is a daemon, so that the program can end before the timer fires when the body raises.
     timer.daemon = True
     timer.start()
     try:
