@@ -1,23 +1,25 @@
-"""Process groups that carry weights and gradients, and that the engines of one process share.
+"""The process groups that carry weights and gradients, and how the engines of one process share them.
 
-[Note: communicators] Over NCCL each process group is a communicator: memory on the card outside of torch's allocator,
-and kernels that hold SMs until every member has launched its own. Three rules follow.
+[Note: communicators] With NCCL each process group is a communicator. A communicator takes GPU memory outside of torch's
+allocator, and its kernels occupy SMs until every member has launched its own kernel. Three rules follow.
 
-1. *All communicators fit on the card side by side.* A stream starts its kernel when the work before it is done, so two
-   ranks may start the kernels of two communicators in different orders. If the first kernel leaves no room for the
-   second, each rank waits for a kernel that the other cannot start. NCCL's limit `max_ctas` bounds the thread blocks of
-   each communicator, of sends and receives, too (there rounded up to a power of two); an SM holds one of them.
-   `require_room` compares their sum with the SMs of the card. NCCL_LAUNCH_ORDER_IMPLICIT is not set instead: it starts
-   a kernel after the kernels launched before it have started. A step launches the refreshes of all units before the
-   next forward launches its first gather, which would then wait for the last refresh, and hpZ would hide nothing.
-2. *The program's order is the order of launches, on every rank.* Then NCCL runs the collectives of one communicator
-   in that order, on whatever streams they are. So refreshes use the communicators of gathers, small sums over all
-   ranks use the communicator of reductions if that spans all ranks, and the engines of a process use the same ones.
-   Engines over the same ranks that may share have one `History`: ranks that use them in different orders find out at
-   the next step.
-   Where threads launch (with offload, and on CPU) orders may differ: each kind of work of each engine has its own.
-3. *Ranks destroy a communicator together or abort it alone.* NCCL waits in `destroy` for the other ranks of the node.
-   So ranks tell each other first which communicators they use no more; a rank that closes alone aborts.
+1. *The kernels of all communicators fit on the card at the same time.* A stream starts a kernel when the stream's
+   earlier work is done, so two ranks may start the kernels of two communicators in different orders. If the first
+   kernel leaves no room for the second, each rank waits for a kernel that the other rank cannot start. NCCL's setting
+   `max_ctas` limits the thread blocks of each communicator's kernels, including sends and receives (for these NCCL
+   rounds up to a power of two). One SM holds one such thread block. `require_room` compares the sum of the limits with
+   the number of SMs. NCCL_LAUNCH_ORDER_IMPLICIT is not used instead, because with it a kernel starts only after all
+   kernels launched before it have started. A step launches the refreshes of all units before the next forward launches
+   its first gather, so that gather would wait for the last refresh, and hpZ could not hide the refreshes.
+2. *On every rank the launches follow the order of the program.* Then NCCL runs the collectives of one communicator in
+   that order, on whichever streams they are. Therefore refreshes use the communicators of gathers; small sums over all
+   ranks use the communicator of reductions, if that communicator spans all ranks; and the engines of a process use the
+   same communicators. Engines that may share and that have the same ranks have one `History`: if ranks use these
+   engines in different orders, the next step raises an error. Where threads launch collectives (with offload, and on
+   CPU), the order of launches may differ between ranks, so each kind of work of each engine has its own communicators.
+3. *Ranks destroy a communicator together; a single rank aborts it.* NCCL's `destroy` waits for the other ranks of the
+   node. Therefore ranks first exchange the names of the communicators that they no longer use. A rank that closes its
+   engine without the others aborts its communicators.
 """
 
 from __future__ import annotations
@@ -58,36 +60,42 @@ __all__ = [
 ]
 
 WORLD = "world"
-"""The kind of small sums and broadcasts over all ranks."""
+"""The kind of work of small sums and broadcasts over all ranks."""
 
 _MERGED = {"refresh": "gather", WORLD: "reduce"}
-_LOCAL, _CROSS = 16, 8  # thread blocks at most; NCCL's own choice on NVLink is 24 to 32 for each communicator
-# Our limit does not hold for a group that the user has made. There NCCL gives a sum one thread block for every 4 KiB
-# (enqueue.cc, June 2026), and not more than 32 on NVLink.
+_LOCAL, _CROSS = 16, 8  # upper limits in thread blocks; NCCL's own choice on NVLink is 24 to 32 for each communicator
+# zeropp's limit does not apply to a process group that the user has made. For an all-reduce in such a group NCCL uses
+# one thread block for every 4 KiB (enqueue.cc, June 2026), at most 32 on NVLink.
 _BLOCK_NBYTES = 2**12
 _MOST = 32
-_LOCAL_SHARE, _CROSS_SHARE = 8, 16  # and at most one SM in so many
+_LOCAL_SHARE, _CROSS_SHARE = 8, 16  # also at most num_SMs // 8 (local) and num_SMs // 16 (cross)
 
 
 @dataclass(frozen=True)
 class Ctas:
-    """Thread blocks (CTAs) that one communicator's kernels may have, by its links; None for NCCL's own choice."""
+    """Upper limits on the thread blocks (CTAs) of one communicator's kernels; None leaves the choice to NCCL.
+
+    Attributes:
+        local: limit for a communicator whose ranks are on one node.
+        cross: limit for a communicator whose ranks are on several nodes.
+    """
 
     local: int | None = None
     cross: int | None = None
 
     def for_link(self, link: str) -> int | None:
-        """The limit for a communicator over "local" or other links."""
+        """Return the limit for a communicator over links of the class "local" or "cross"."""
         return self.local if link == "local" else self.cross
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The kinds of work, and the engines, that share communicators.
+    """The settings that say which kinds of work and which engines share communicators.
 
     Attributes:
-        kinds: gathers share with refreshes, and reductions with small sums: see rule 2 in [Note: communicators].
-        engines: the engines of a process share.
+        kinds: True if refreshes share the communicators of gathers, and small sums over all ranks share those of
+            reductions: see rule 2 in [Note: communicators].
+        engines: True if the engines of a process share communicators.
     """
 
     kinds: bool = False
@@ -96,16 +104,16 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that engines must have in common to share a communicator.
+    """The properties in which two engines' communicators must agree to be shared.
 
     Attributes:
-        kind: of work.
-        owner: the one engine that has it, by its unique name; empty where engines share.
-        ranks: global ranks, in the order of the group.
-        backend: of the group.
-        device: whose tensors it carries.
-        timeout: after which the backend gives up.
-        max_ctas: see :class:`Ctas`.
+        kind: kind of work, such as "gather" or "reduce".
+        owner: unique name of the one engine that uses the communicator; empty where engines share.
+        ranks: global ranks of the members, in the order of the group.
+        backend: name of the group's backend.
+        device: device of the tensors that the communicator carries.
+        timeout: time after which the backend ends a collective with an error.
+        max_ctas: upper limit on the thread blocks of the kernels; None leaves the choice to NCCL.
     """
 
     kind: str
@@ -119,13 +127,14 @@ class Key:
 
 @dataclass(eq=False)
 class Communicator:
-    """A process group and its users in this process.
+    """A process group, together with the engines of this process that use it.
 
     Attributes:
-        key: see :class:`Key`.
+        key: properties of the group, by which engines find it for sharing.
         group: the process group.
-        users: engines that use it; one that is collected as garbage uses it no more.
-        aborted: it is of no use any more.
+        users: the `Comm` objects of the engines that use this communicator. The references are weak: an engine that is
+            collected as garbage no longer counts.
+        aborted: True if the group was aborted and can no longer be used.
     """
 
     key: Key
@@ -135,16 +144,16 @@ class Communicator:
 
     @property
     def name(self) -> str:
-        """The same on all of its ranks, and of no other group in the job."""
+        """Name of the process group: equal on all ranks of the group, and unique in the job."""
         return str(self.group.group_name)
 
 
 class History:
-    """A hash of the collectives that ranks have issued so far, of one engine or of all that share communicators.
+    """A hash of all collectives issued so far by one engine, or by all engines that share communicators.
 
     Attributes:
-        value: the same on all ranks as long as they issue the same collectives in the same order.
-        engines: how many have had it.
+        value: the hash. Ranks that issue the same collectives in the same order have equal values.
+        engines: number of engines that have used this history so far.
     """
 
     __slots__ = ("__weakref__", "engines", "value")
@@ -155,26 +164,35 @@ class History:
 
     @property
     def state(self) -> tuple[int, int]:
-        """Both numbers, which ranks compare before an engine joins."""
+        """The pair (value, engines). Ranks compare their pairs before a new engine joins a history."""
         return self.value, self.engines
 
 
-_held: dict[str, Communicator] = {}  # of this process, by name
+_held: dict[str, Communicator] = {}  # communicators of this process, by name
 Alike = tuple[tuple[int, ...], timedelta]
-"""Global ranks and timeout of engines that share communicators."""
+"""Global ranks and timeout that engines must have in common to share communicators and a `History`."""
 
 _histories: weakref.WeakValueDictionary[Alike, History] = weakref.WeakValueDictionary()
 
 
 def kind_of(kind: str, sharing: Sharing) -> str:
-    """The kind of work whose communicators carry another kind."""
+    """Return the kind of work whose communicators carry ``kind``.
+
+    Args:
+        kind: kind of work, such as "refresh".
+        sharing: settings that say if kinds of work share communicators. If they do, "refresh" gives "gather" and
+            `WORLD` gives "reduce"; in all other cases the result is ``kind`` itself.
+    """
     return _MERGED.get(kind, kind) if sharing.kinds else kind
 
 
 def held_here() -> dict[str, bool]:
-    """Names of this rank's communicators that can be used, and whether an engine uses each."""
+    """Return the usable communicators of this rank by name, each with True if an engine uses it.
+
+    Communicators that were aborted, or that torch no longer knows, are removed from this rank's table first.
+    """
     for name, communicator in list(_held.items()):
-        # The user may have ended torch.distributed meanwhile.
+        # torch no longer knows the group if the user has called destroy_process_group() meanwhile.
         if communicator.aborted or not is_registered(communicator.group):
             del _held[name]
             if not communicator.users:
@@ -183,30 +201,38 @@ def held_here() -> dict[str, bool]:
 
 
 def history_here(alike: Alike) -> History | None:
-    """The history of engines that share communicators, if there are any."""
+    """Return this rank's history for engines with the given ranks and timeout; None if there is no such engine."""
     return _histories.get(alike)
 
 
 def join_history(alike: Alike, states: Iterable[tuple[int, int] | None]) -> History:
-    """The history of a further engine, given the states of :func:`history_here` on each of its ranks."""
+    """Return the history for a new engine: the existing one if its state is equal on all ranks, else a new one.
+
+    Args:
+        alike: global ranks and timeout of the new engine.
+        states: one `History.state` for each rank of the new engine; None for a rank without such a history.
+    """
     history = _histories.get(alike)
-    # On some rank its engines may have been collected as garbage, and on others not yet.
+    # On some ranks the engines of a history may have been collected as garbage, and on other ranks not yet. Then the
+    # states differ, and all ranks start a new history.
     if history is None or any(state != history.state for state in states):
         history = _histories[alike] = History()
     return history
 
 
 def obtain(key: Key, user: object, held: Mapping[int, Mapping[str, bool]], name: str) -> Communicator:
-    """A communicator that an engine may use until it releases it. Collective over the ranks of the key.
+    """Find or create a communicator for an engine, which uses it until it calls :func:`release`.
+
+    Collective over the ranks of the key.
 
     Args:
-        key: see :class:`Key`.
-        user: the engine's process groups.
-        held: :func:`held_here` of each global rank, asked since the last call of :func:`destroy_unused`.
-        name: for a new one, never used before in this job.
+        key: properties that the communicator must have.
+        user: the `Comm` object of the engine.
+        held: result of :func:`held_here` on each global rank, read after the last call of :func:`destroy_unused`.
+        name: name for a new process group, never used before in this job.
     """
     found = None
-    # Sorted: where several fit, all ranks take the same.
+    # Sorted, so that all ranks take the same communicator if several match the key.
     for each in sorted(_held):
         if _held[each].key == key and all(each in held.get(rank, {}) for rank in key.ranks):
             found = _held[each]
@@ -219,7 +245,15 @@ def obtain(key: Key, user: object, held: Mapping[int, Mapping[str, bool]], name:
 
 
 def release(communicators: Iterable[Communicator], user: object) -> list[Communicator]:
-    """End an engine's use of communicators; returns those that are aborted, or that no engine uses any more."""
+    """End an engine's use of communicators.
+
+    Args:
+        communicators: communicators that the engine no longer uses.
+        user: the `Comm` object of the engine.
+
+    Returns:
+        The communicators among them that are aborted or that no engine of this process uses any more.
+    """
     released = list(communicators)
     for communicator in released:
         communicator.users.discard(user)
@@ -227,17 +261,17 @@ def release(communicators: Iterable[Communicator], user: object) -> list[Communi
 
 
 def forget(communicators: Iterable[Communicator]) -> None:
-    """Let no engine obtain communicators any more, since they end."""
+    """Remove communicators that are about to be destroyed from this rank's table, so that no engine can obtain them."""
     for each in communicators:
         _held.pop(each.name, None)
 
 
 def destroy_unused(held: Mapping[int, Mapping[str, bool]], own: Mapping[str, bool]) -> None:
-    """Destroy communicators that no engine uses on any of their ranks, in one order.
+    """Destroy the communicators that no engine uses on any of their ranks, in the same order on all ranks.
 
     Args:
-        held: :func:`held_here` of each global rank.
-        own: of this rank, as it is in ``held``.
+        held: result of :func:`held_here` on each global rank.
+        own: this rank's entry in ``held``.
     """
     for name in sorted(own):
         ranks = _held[name].key.ranks if name in _held else ()
@@ -246,55 +280,67 @@ def destroy_unused(held: Mapping[int, Mapping[str, bool]], own: Mapping[str, boo
 
 
 def most_ctas(communicators: Iterable[tuple[int | None, bool]]) -> int | None:
-    """Thread blocks that the kernels of communicators have at most, all running; None if one has no limit.
+    """Return the number of thread blocks that communicators need at most when their kernels all run at once.
 
     Args:
-        communicators: (``max_ctas``, whether it exchanges: whether its kernels send and receive) of each.
+        communicators: for each communicator a pair (``max_ctas``, True if its kernels send and receive).
+
+    Returns:
+        The number of thread blocks, or None if one of the communicators has no limit.
     """
     total = 0
     for limit, exchanges in communicators:
-        # NCCL lets the environment overrule what a program asks for.
+        # NCCL_MAX_CTAS in the environment takes precedence over the limit that a program sets.
         limit = _environment("NCCL_MAX_CTAS") or limit
         if limit is None:
             return None
-        # These variables win over every limit; NCCL_MIN_CTAS does not (connect.cc and init.cc, June 2026).
+        # These variables take precedence over every upper limit; NCCL_MIN_CTAS does not (connect.cc and init.cc, June
+        # 2026).
         limit = max(limit, _environment("NCCL_MIN_NCHANNELS") or _environment("NCCL_MIN_NRINGS") or 0)
         if exchanges:
-            # Sends and receives take a power of two: NCCL rounds up.
+            # For sends and receives NCCL rounds the number of channels up to a power of two.
             limit = 1 << (max(limit, _environment("NCCL_MIN_P2P_NCHANNELS") or 0) - 1).bit_length()
         total += limit
     return total
 
 
 def _environment(variable: str) -> int | None:
+    """Return the positive integer in an environment variable; None if the variable holds no positive integer."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def choose_ctas(processors: int, local: int | None = None, cross: int | None = None) -> Ctas:
-    """Limits for a card, from what the user has asked for.
+    """Return the limits for a card: the user's values, or defaults that depend on the number of SMs.
+
+    The defaults are ``min(16, processors // 8)`` inside a node and ``min(8, processors // 16)`` between nodes, at least
+    1.
 
     Args:
-        processors: SMs of the card.
-        local: asked for, inside a node.
-        cross: asked for, between nodes.
+        processors: number of SMs of the card.
+        local: limit that the user has set for communicators inside a node; None for the default.
+        cross: limit that the user has set for communicators between nodes; None for the default.
     """
     own = max(min(_LOCAL, processors // _LOCAL_SHARE), 1), max(min(_CROSS, processors // _CROSS_SHARE), 1)
     return Ctas(local or own[0], cross or own[1])
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors (SMs) of a card."""
+    """Return the number of multiprocessors (SMs) of a card."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def default_ctas(device: torch.device) -> Ctas:
-    """Limits where nobody has asked for others; none on CPU."""
+    """Return the default limits for a card, used when the user sets none; on CPU there are no limits."""
     return choose_ctas(processors(device)) if device.type == "cuda" else Ctas()
 
 
 def least(limits: Iterable[Ctas]) -> Ctas:
-    """The lower limits of several ranks; None where a rank has none."""
+    """Return the smallest limits among several ranks; a limit is None if any rank has None for it.
+
+    Args:
+        limits: the limits of each rank. NCCL needs the same number of channels on all ranks.
+    """
     each = list(limits)
     local = [one.local for one in each]
     cross = [one.cross for one in each]
@@ -302,23 +348,25 @@ def least(limits: Iterable[Ctas]) -> Ctas:
 
 
 def _least(limits: list[int | None]) -> int | None:
+    """Return the smallest of several limits; None if any of them is None."""
     there = [limit for limit in limits if limit is not None]
     return min(there) if len(there) == len(limits) else None
 
 
 def require_room(communicators: Collection[Communicator], device: torch.device, *, sums_nbytes: int = 0) -> None:
-    """Refuse communicators of an engine whose kernels do not fit on its card together: see [Note: communicators].
+    """Raise an error if the kernels of an engine's communicators do not fit on the card together.
 
-    Communicators of other engines do not count: those that share have the same ones, and others mostly run one after
-    another. Variables that stand in NCCL's configuration files are not seen.
+    See [Note: communicators]. Communicators of other engines are not counted: engines that share have the same
+    communicators, and other engines mostly run one after another. Variables that are set in NCCL's configuration files,
+    and not in the environment, are not considered.
 
     Args:
-        communicators: of the engine.
-        device: its card.
-        sums_nbytes: of the largest sum that goes over a group that the user has made.
+        communicators: communicators of the engine.
+        device: card of the engine.
+        sums_nbytes: bytes of the largest all-reduce over a process group that the user has made; 0 if there is none.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the kernels may need more thread blocks than the card has SMs.
     """
     users = min(-(-sums_nbytes // _BLOCK_NBYTES), _MOST)
     limits_of = [(each.key.max_ctas, each.key.kind == "reduce") for each in communicators]

@@ -1,15 +1,17 @@
-"""Streams, which run gathers and reductions beside the model's own computing, and events, the ends of their work.
+"""Streams, which run gathers and reductions beside the model's own computation, and events, which mark finished work.
 
-One rule for every device: work runs in the order it was given, after everything the caller had issued before, and its
-event tells when it is done. A CUDA stream does that by itself; on CPU a thread takes its place, and where nothing is
-sent (one rank) the work simply runs at once. `CommStreams` holds one stream for each class of links.
+All streams follow one rule on every device: work runs in the order in which it was queued, after everything that the
+caller issued before, and an event reports when the work is done. A CUDA stream has this behaviour by itself. On CPU a
+thread takes the place of the CUDA stream. Where nothing is sent (one rank), the work runs at once in the caller's
+thread. `CommStreams` has one stream for each class of links.
 
-[Note: memory on several streams] torch's allocator gives memory back to the stream it was allocated on as soon as no
-Python object refers to it, whatever runs on a device by then. So gathered weights are allocated and freed in the order
-of one stream, the comm stream where their gather begins (`Stream.allocate`, `Stream.free`): it reuses them only for its
-own later work, and that waits for the model's stream, which has read them. Temporaries of a hop live on the comm stream
-of that hop. What goes on to another comm stream, or is handed to the caller, is named there by `used_here`, and the
-allocator then waits for that stream, too.
+[Note: memory on several streams] torch's caching allocator makes memory available again, to the stream that allocated
+it, as soon as no Python object refers to the memory, even if kernels on another stream still use it. Therefore gathered
+weights are allocated and freed on one stream, the comm stream where their gather begins (`Stream.allocate`,
+`Stream.free`). The allocator then reuses their memory only for later work of that comm stream, and that work waits for
+the model's stream, which reads the weights. Temporary tensors of a hop are allocated on the comm stream of the hop. A
+tensor that another comm stream or the caller uses afterwards is passed to `used_here` on that stream, so that the
+allocator waits for that stream, too, before it reuses the memory.
 """
 
 from __future__ import annotations
@@ -55,60 +57,76 @@ __all__ = [
 
 
 BUS = "bus"
-"""The class of links between a device and its host's memory."""
+"""Name of the class of links between a device and host memory."""
 
-# Protocols, and events of any device.
+# Protocols, and events that work on every device.
 
 
 class Event(Protocol):
-    """Completion of one piece of work."""
+    """The completion of one piece of work."""
 
     def wait(self, timeout: float) -> bool:
-        """Let the caller's later work see the result; False when the host waited ``timeout`` seconds in vain."""
+        """Make the caller's later work wait for this event.
+
+        On a GPU usually only the caller's stream waits, and the host goes on. Otherwise the host waits.
+
+        Args:
+            timeout: seconds that the host waits at most.
+
+        Returns:
+            False if the host waited for ``timeout`` seconds and the work was not done; True otherwise.
+        """
         ...
 
     def done(self) -> bool:
-        """Tell whether it has happened, and well; no host waits for this."""
+        """Return True if the work has finished without an error. Does not block the host."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of work."""
+    """A queue of work on a device or a thread."""
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works``, in order, behind earlier ones, what the caller has issued, and what ends ``after``.
+        """Queue functions, in order, behind earlier work of this stream and behind work that the caller has issued.
+
+        Args:
+            *works: functions without arguments; on a GPU each function launches kernels.
+            after: event that the first function waits for; None for no further wait.
 
         Returns:
-            Completion of the last.
+            The event of the last function's completion.
         """
         ...
 
     def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate memory for work that will be queued."""
+        """Call a function that allocates memory for work that will be queued on this stream."""
         ...
 
     def free(self, work: Callable[[], None]) -> None:
-        """Free such memory, once what the caller has issued no longer reads it."""
+        """Call a function that frees such memory, once the caller's issued work no longer reads the memory."""
         ...
 
     def abandon(self) -> None:
-        """Wait for nothing from here on: the ranks have lost each other, and what is queued may never end."""
+        """Make :meth:`close` and finalizers not wait for queued work.
+
+        Called when the ranks have lost each other, because queued work may then never end.
+        """
         ...
 
     def close(self) -> None:
-        """Finish; nothing may be queued afterwards."""
+        """Wait for the queued work. Nothing may be queued afterwards."""
         ...
 
 
 class Done:
-    """An event that has happened."""
+    """An event that has already happened."""
 
     def wait(self, timeout: float) -> bool:
-        """See :class:`Event`."""
+        """Return True at once, because the event has already happened."""
         return True
 
     def done(self) -> bool:
-        """See :class:`Event`."""
+        """Return True, because the event has already happened."""
         return True
 
 
@@ -116,60 +134,61 @@ DONE = Done()
 
 
 class Launch:
-    """The end of work that is being launched.
+    """The end of work that the host is still launching. The launch itself may hang, so the monitor watches it, too.
 
     Attributes:
-        end: of the work, once it has been launched.
+        end: event of the end of the work; None until the launch has returned.
     """
 
     def __init__(self) -> None:
         self.end: Event | None = None
 
     def wait(self, timeout: float) -> bool:
-        """See :class:`Event`; nobody waits for the launch itself."""
+        """Wait for the work, at most ``timeout`` seconds. Return False if the launch has not returned yet."""
         return self.end is not None and self.end.wait(timeout)
 
     def done(self) -> bool:
-        """See :class:`Event`."""
+        """Return True if the launch has returned and the work has finished."""
         return self.end is not None and self.end.done()
 
 
 class EventGroup:
-    """Several events as one."""
+    """Several events that are waited for together."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
 
     @staticmethod
     def from_events(events: Sequence[Event | None]) -> Event | None:
-        """The events that there are, as one; None if there is none."""
+        """Return one event for all events of a sequence, ignoring None entries; None if there is no event."""
         there = [event for event in events if event is not None]
-        # A single one as it is: most units have one buffer.
+        # A single event is returned itself, without a wrapper, because most units have one buffer.
         return EventGroup(there) if len(there) > 1 else (there[0] if there else None)
 
     def wait(self, timeout: float) -> bool:
-        """See :class:`Event`."""
-        # One after another is as long as the last of them takes.
+        """Wait for all events, at most ``timeout`` seconds in all. Return False when the time is over."""
+        # Waiting for the events one after another takes as long as waiting for the last event.
         until = time.monotonic() + timeout
         return all(event.wait(max(until - time.monotonic(), 0.0)) for event in self._events)
 
     def done(self) -> bool:
-        """See :class:`Event`."""
+        """Return True if all events have happened."""
         return all(event.done() for event in self._events)
 
 
-# Comm streams: the streams of one kind of work.
+# Comm streams: the streams of one kind of traffic.
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work that goes over one class of links after another: "local" inside a node, "cross" between nodes, and `BUS`.
+    """Work that passes through several classes of links: "local" (inside a node), "cross" (between nodes) and `BUS`.
 
     Attributes:
-        links: the classes, in order.
-        parts: generators that pause before each further class of links; all of them finish one before any goes on.
-        then: done at the end.
-        after: begins when this is done.
+        links: the classes of links, in the order in which the work uses them.
+        parts: generators, usually one per flat buffer. Each generator issues its collectives for one class of links and
+            then yields. All parts finish one class of links before any part starts the next class.
+        then: function called after the last class of links; None for no call.
+        after: event that the first collective waits for; None for no wait.
     """
 
     links: Sequence[str]
@@ -179,15 +198,17 @@ class Work:
 
 
 class CommStreams:
-    """A stream for each class of links: one unit's hop inside a node runs beside another's between nodes.
+    """One stream for each class of links.
 
-    And beside a third one's copy between the device and the host. A copy on the comm stream of a hop would wait for the
-    hops before it: the host waits for the end of a copy, and the memory that it fills has been used by them.
+    One unit's hop inside a node overlaps another unit's hop between nodes. Copies between device and host memory have a
+    stream of their own (`BUS`). The host waits for the end of such a copy. If the copy ran on the comm stream of a hop,
+    the host would also wait for all earlier hops on that stream.
 
-    Every rank gives the same work in the same order, so the collectives of each process group keep one order, too.
+    Every rank queues the same work in the same order, so all ranks issue the collectives of each process group in the
+    same order, too.
 
     Args:
-        make: a new stream for a class of links.
+        make: function that returns a new stream for a class of links.
     """
 
     def __init__(self, make: Callable[[str], Stream]) -> None:
@@ -195,36 +216,45 @@ class CommStreams:
         self._streams: dict[str, Stream] = {}
 
     def stream(self, link: str) -> Stream:
-        """The stream of one class of links."""
+        """Return the stream of one class of links; the first call for a class creates the stream."""
         if link not in self._streams:
             self._streams[link] = self._make(link)
         return self._streams[link]
 
     def run_work(self, work: Work) -> list[Event]:
-        """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
-        # The first comm stream waits for what came before, each further one for the comm stream before it.
+        """Queue a piece of work on the streams of its classes of links, each stream waiting for the one before.
+
+        Args:
+            work: the parts to run and the classes of links that they use.
+
+        Returns:
+            One event for each class of links, in the order of ``work.links``.
+        """
+        # The first comm stream waits for ``work.after``, and each further comm stream waits for the comm stream before
+        # it.
         ends = list[Event]()
         event = work.after
-        # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
-        # the last one runs to the end.
+        # Each ``next`` runs a part up to its next ``yield``, that is, through one class of links. The last ``next``
+        # runs to the end of the generator; its default None avoids StopIteration.
         steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
         last = len(work.links) - 1
         for number, link in enumerate(work.links):
             if number == last and work.then is not None:
-                # Behind the parts on the same comm stream, so that it sees them finished, without another event.
+                # ``then`` is queued behind the parts on the same comm stream, so it sees their results without another
+                # event.
                 steps = [*steps, work.then]
             event = self.stream(link).run(*steps, after=event)
             ends.append(event)
         return ends
 
     def abandon(self) -> None:
-        """Wait for none of them from here on."""
-        # A copy: this may run beside a thread that makes a further one.
+        """Make all streams stop waiting for their queued work; see :meth:`Stream.abandon`."""
+        # Iterate over a copy, because another thread may add a stream to the dictionary meanwhile.
         for stream in list(self._streams.values()):
             stream.abandon()
 
     def close(self) -> None:
-        """Finish all of them."""
+        """Wait for the queued work of all streams. Nothing may be queued afterwards."""
         for stream in self._streams.values():
             stream.close()
 
@@ -232,20 +262,30 @@ class CommStreams:
 def make_comm_streams(
     kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False
 ) -> CommStreams:
-    """Comm streams for one kind of work; see :func:`make_stream`."""
+    """Create the comm streams for one kind of traffic.
+
+    Args:
+        kind: kind of traffic, such as "gather"; it begins the names of threads.
+        device: device of the model.
+        sends: True if the work waits for other ranks.
+        overlap: True to run the work beside the caller's work.
+        hosted: True if the work may wait for the host; see :func:`make_stream`.
+    """
     name = partial("{} {}".format, kind)
     return CommStreams(lambda link: make_stream(name(link), device, sends=sends, overlap=overlap, hosted=hosted))
 
 
 def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Stream:
-    """The stream for a device.
+    """Create the stream that suits a device and a kind of work.
 
     Args:
-        name: for its thread.
-        device: where the model lives.
-        sends: its work waits for other ranks; on CPU nothing else is worth a thread.
-        hosted: its work waits for the host: for weights that it steps, or brings from elsewhere.
-        overlap: run beside the caller's work; otherwise everything runs in the caller's order.
+        name: name of the stream's thread, if it has one.
+        device: device of the model.
+        sends: True if the work waits for other ranks. On CPU a thread is worthwhile only for such work and for
+            ``hosted`` work.
+        hosted: True if the work waits for the host: for weights that the host steps, or for data that the host reads
+            from files or host memory.
+        overlap: True to run the work beside the caller's work; False to run the work in the caller's order.
     """
     if not overlap:
         return InlineStream()
@@ -254,14 +294,14 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, 
     return ThreadStream(name) if sends or hosted else InlineStream()
 
 
-# Streams on a CPU.
+# Streams on CPU.
 
 
 class InlineStream:
-    """Runs work at once, in the caller."""
+    """A stream that runs work at once, in the caller's thread."""
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Run ``works`` now."""
+        """Wait for ``after``, then run ``works`` in the caller's thread."""
         if after is not None:
             after.wait(threading.TIMEOUT_MAX)
         with torch.no_grad():
@@ -270,29 +310,30 @@ class InlineStream:
         return DONE
 
     def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate now."""
+        """Call ``work`` at once."""
         work()
 
     def free(self, work: Callable[[], None]) -> None:
-        """Free now."""
+        """Call ``work`` at once."""
         work()
 
     def abandon(self) -> None:
-        """Nothing is queued."""
+        """Do nothing, because no work is ever queued."""
 
     def close(self) -> None:
-        """Nothing to finish."""
+        """Do nothing, because no work is ever queued."""
 
 
 class ThreadEvent:
-    """Completion of work on a thread, on a bare lock: cheaper than a condition for one waiter."""
+    """The completion of work on a thread, built on a plain lock, which costs less than a condition for one waiter."""
 
     __slots__ = ("_error", "_lock", "_made_in")
 
     def __init__(self) -> None:
         self._made_in = PROCESS.forks
         self._lock = threading.Lock()
-        # Held until the work is done. A lock may be released by another thread than took it.
+        # The lock is held until the work is done. A lock may be released by a thread other than the one that acquired
+        # it.
         self._lock.acquire()
         self._error: BaseException | None = None
 
@@ -301,20 +342,22 @@ class ThreadEvent:
         self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        # What is done is done in a forked child, too; what is not never will be.
+        # In a forked child, work that was finished before the fork stays finished; unfinished work will never finish
+        # there.
         if not self._lock.acquire(blocking=False):
             if self._made_in != PROCESS.forks:
                 require_same_process(self._made_in)
             if not self._lock.acquire(timeout=timeout):
                 return False
-        # Let the next waiter through: several may wait for one event.
+        # Several threads may wait for one event, so release the lock for the next waiter.
         self._lock.release()
         if self._error is not None:
             raise self._error
         return True
 
     def done(self) -> bool:
-        # A waiter holds the lock for a moment, too: then the answer comes late, which does no harm; never too early.
+        # A waiter also holds the lock for a moment, so ``done`` may report False briefly after the work has finished.
+        # That is harmless; ``done`` never reports True too early.
         return not self._lock.locked() and self._error is None
 
 
@@ -322,19 +365,20 @@ _Task = tuple[Sequence[Callable[[], object]], Event | None, ThreadEvent]
 
 
 class ThreadStream:
-    """A thread that works through a queue; after a failure the rest of the queue fails with the same error."""
+    """A thread that works through a queue. After a failure, all later tasks in the queue fail with the same error."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        # The thread holds the queue, not the stream, so that a dropped stream ends it.
+        # The thread refers to the queue and not to the stream, so that the stream can be collected as garbage, which
+        # ends the thread.
         self._threads = Threads(partial(self._tasks.put, None))
         self._threads.start(name, _serve, self._tasks)
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works``; on CPU the caller's earlier work is already done.
+        """Queue ``works`` on the thread. On CPU all work that the caller issued before is already finished.
 
         Raises:
-            ForkedError: in a forked child, which has no such thread.
+            ForkedError: in a forked child, which does not have this thread.
         """
         if self._threads.made_in != PROCESS.forks:
             self._threads.require_here()
@@ -343,109 +387,132 @@ class ThreadStream:
         return event
 
     def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate now, in the caller: what glibc frees in another thread's arena goes back to the system.
+        """Call ``work`` at once, in the caller's thread.
 
-        Every gather would take page faults for its memory anew.
+        glibc has separate memory arenas for threads and returns memory freed in another thread's arena to the system.
+        If the stream's thread allocated the memory, every gather would cause page faults for its buffer again.
         """
         work()
 
     def free(self, work: Callable[[], None]) -> None:
-        """Free now: the caller has waited for the work that filled the memory, and on CPU its readers are done."""
+        """Call ``work`` at once.
+
+        The caller has waited for the work that filled the memory, and on CPU all readers of the memory are done.
+        """
         work()
 
     def abandon(self) -> None:
-        """The thread finishes what it is doing, which the groups' timeouts limit, and ends."""
+        """Ask the thread to end after its queued tasks, and return without waiting for it.
+
+        A collective that hangs in the thread ends at the timeout of its process group.
+        """
         self._threads.stop()
 
     def close(self) -> None:
-        """Let the thread end after what is queued, and wait for it a while: work that hangs must not hang this."""
+        """Ask the thread to end after the queued work, and wait for it for at most 5 seconds."""
         self._threads.stop()
-        # Work that hangs in a collective cannot be interrupted: the thread is left behind.
+        # Work that hangs in a collective cannot be interrupted. After the time limit of ``join`` the thread keeps
+        # running.
         self._threads.join()
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
-    # Grad mode belongs to a thread, so the caller's no_grad does not reach this one.
+    # Grad mode is thread-local, so the caller's ``no_grad`` has no effect in this thread.
     torch.set_grad_enabled(False)
     failed: BaseException | None = None
     work: Callable[[], object] | None = None
     while (task := tasks.get()) is not None:
         works, after, event = task
-        # The other ranks are still at the work that failed here: a later collective would meet their earlier one.
+        # After a failure this thread runs nothing more. The other ranks are still in the collective that failed here,
+        # and this rank's next collective would be matched with it.
         if failed is None:
             try:
                 if after is not None:
-                    # Without a limit: whoever waits for this work has a shorter patience, and raises the error.
+                    # This wait has no limit, because the caller that waits for this task's event has a time limit and
+                    # raises the error.
                     after.wait(threading.TIMEOUT_MAX)
                 for work in works:
                     work()
             except BaseException as error:
-                # Handed to whoever waits: an exception that ended this thread would be seen by nobody.
+                # The error is passed to the waiters through the event, because nobody would see an exception that ends
+                # this thread.
                 failed = error
                 _forget_locals(error)
         event.finish(failed)
-        # An idle thread must not keep the last work's tensors, which its locals would until the next task.
+        # Without this ``del``, the local variables of an idle thread would keep the tensors of the last task alive
+        # until the next task.
         del task, works, after, event
         work = None
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Keep an error's lines, and nothing that they worked with: the engine, which would keep this thread, for ever."""
+    """Clear the local variables in an error's traceback frames and in those of its causes.
+
+    Line numbers stay. The local variables would keep the engine alive, and the engine would keep this thread alive.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-# Streams on a CUDA device, whose work the caller launches, or a thread; see [Note: memory on several streams].
+# Streams on a CUDA device. The caller or a thread launches their work. See [Note: memory on several streams].
 
 
 class CudaStream:
-    """A CUDA stream: see [Note: memory on several streams].
+    """A CUDA stream whose work is launched by the caller; see [Note: memory on several streams].
 
-    The caller's stream is that of the model's device, which need not be the process's current one.
+    "The caller's stream" is the current stream of ``device``, even if another device is current in this process.
+
+    Args:
+        device: CUDA device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
+        # The stream has high priority, as in FSDP2, so that the small kernels around a collective are not queued behind
+        # the model's large kernels.
         self.stream = torch.cuda.Stream(device, priority=-1)
-        # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
+        # Queued work may write to memory that was allocated on the caller's stream. That memory becomes free when the
+        # engine is dropped, so wait for the queued work first.
         self._finish = when_dropped(self, self.stream.synchronize)
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works`` behind what the caller's stream has been given so far."""
-        # What the caller has issued may write what this work reads: a packed message, weights that were stepped.
+        """Launch ``works`` on this stream, behind all work that the caller's stream has been given so far."""
+        # The caller's earlier kernels may write tensors that this work reads, such as a packed message or stepped
+        # weights.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream), torch.no_grad():
             if after is not None:
-                after.wait(threading.TIMEOUT_MAX)  # this stream waits, not the host
+                after.wait(threading.TIMEOUT_MAX)  # this stream waits for the event; the host goes on
             for work in works:
                 work()
-            # Recorded on this stream after the work, so it also stands for everything queued here before.
+            # The event is recorded on this stream after the work, so it also covers all work queued on this stream
+            # before.
             event = torch.cuda.Event()
             event.record(self.stream)
         return _CudaEvent(event, self._device)
 
     def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate in this stream's order."""
-        # Nothing is written yet, so there is nothing to wait for. See [Note: memory on several streams].
+        """Call ``work`` with this stream as the current stream, so that its allocations belong to this stream."""
+        # Allocating writes nothing to the memory, so no wait is needed. See [Note: memory on several streams].
         with torch.cuda.stream(self.stream):
             work()
 
     def free(self, work: Callable[[], None]) -> None:
-        """Free in this stream's order: its allocations are reused by its own later work only."""
-        # Behind the caller's stream, so memory is reused only after the model's kernels have read it. Not by ``run``:
-        # nobody asks for the end, and an event costs the host some microseconds.
+        """Call ``work``, which frees memory, on this stream, after this stream waits for the caller's stream."""
+        # The allocator reuses the memory only for later work of this stream. This stream waits for the caller's stream,
+        # so that work starts after the model's kernels have read the memory. ``run`` is not used here because nobody
+        # needs an event for the end, and recording an event costs the host some microseconds.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             work()
 
     def abandon(self) -> None:
-        """Neither :meth:`close` nor the end of this object waits."""
+        """Make :meth:`close` and the finalizer of this object not wait for the stream."""
         self._finish.detach()
 
     def close(self) -> None:
-        """Wait for everything queued."""
+        """Block the host until all work queued on this stream has finished, unless :meth:`abandon` was called."""
         if self._finish.alive:
             self.stream.synchronize()
 
@@ -458,7 +525,8 @@ class _CudaEvent:
         self._device = device
 
     def wait(self, timeout: float) -> bool:
-        # The host goes on, so no time runs out here: see zeropp.comm.watch.
+        # Only the stream waits, so ``timeout`` is not used here. If the event never comes, the monitor in
+        # zeropp.comm.watch notices.
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 
@@ -467,9 +535,14 @@ class _CudaEvent:
 
 
 class LaunchedStream:
-    """A CUDA stream whose work is launched by a thread, since it may have to wait for the host.
+    """A CUDA stream whose work is launched by a thread, because the work may have to wait for the host.
 
-    Otherwise as `CudaStream`; the host waits for the launch where it would only have queued a wait.
+    Otherwise this class behaves like `CudaStream`, except that waiting for one of its events blocks the host until the
+    thread has launched the work.
+
+    Args:
+        thread: stream whose thread launches the work.
+        device: CUDA device of the model.
     """
 
     def __init__(self, thread: Stream, device: torch.device) -> None:
@@ -478,8 +551,9 @@ class LaunchedStream:
         self._thread = thread
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works`` behind what the caller's stream has been given so far."""
-        # Both made here: the thread's launch is behind what the caller has issued by now, and not by then.
+        """Let the thread launch ``works`` behind all work that the caller's stream has been given so far."""
+        # Record the ``issued`` event here and not in the thread: the work must wait for what the caller has issued by
+        # now, and not for what the caller issues before the thread launches it.
         issued = torch.cuda.Event()
         done = torch.cuda.Event()
         issued.record(torch.cuda.current_stream(self._device))
@@ -489,36 +563,41 @@ class LaunchedStream:
     def _launch(
         self, works: Sequence[Callable[[], object]], after: Event | None, issued: Event, done: torch.cuda.Event
     ) -> None:
-        # A new thread begins with device 0 and its default stream as current ones. That stream is the model's, mostly:
-        # the comm stream would wait for all it has been given by now, and it for what comes before this on other comm
-        # streams.
+        # Make the comm stream the current stream of this thread. A new thread starts with device 0 and its default
+        # stream, usually the model's stream. Then ``CudaStream.run`` would make the comm stream wait for all work that
+        # the model's stream has by the time of the launch, including that stream's waits for other comm streams.
         with torch.cuda.device(self._device), torch.cuda.stream(self._cuda.stream):
             if after is not None:
-                after.wait(threading.TIMEOUT_MAX)  # the host may have to, and has nothing else to do here
+                after.wait(threading.TIMEOUT_MAX)  # may block this thread, which has nothing else to do
             self._cuda.run(*works, partial(done.record, self._cuda.stream), after=issued)
 
     def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate in this stream's order."""
+        """Call ``work`` with the CUDA stream as the current stream; see :meth:`CudaStream.allocate`."""
         self._cuda.allocate(work)
 
     def free(self, work: Callable[[], None]) -> None:
-        """Free in this stream's order: whoever frees has waited for the launch of what filled the memory."""
+        """Call ``work`` as :meth:`CudaStream.free` does.
+
+        The caller has waited for the launch of the work that filled the memory, so that work is already on the CUDA
+        stream.
+        """
         self._cuda.free(work)
 
     def abandon(self) -> None:
-        """Neither :meth:`close` nor the end of this object waits."""
+        """Make :meth:`close` and the finalizers of the thread and of the CUDA stream not wait for queued work."""
         self._thread.abandon()
         self._cuda.abandon()
 
     def close(self) -> None:
-        """Wait for everything queued."""
-        # In this order: what the thread still launches is to be waited for.
+        """Wait for the thread to launch all queued work, then block the host until the work has finished."""
+        # The thread is closed first, because the CUDA stream must also wait for the work that the thread still
+        # launches.
         self._thread.close()
         self._cuda.close()
 
 
 class _LaunchedEvent:
-    """The end of work that a thread launches."""
+    """The end of work that a thread launches: first the launch is waited for, then the work itself."""
 
     __slots__ = ("_end", "_launched")
 
@@ -534,29 +613,40 @@ class _LaunchedEvent:
 
 
 def callers_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The stream that the caller issues on now, to be entered later; on CPU there is none to enter."""
+    """Return a context manager that makes the caller's present CUDA stream current again when it is entered later.
+
+    Args:
+        device: device of the stream. On CPU the context manager does nothing.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.current_stream(device))
 
 
 def used_here(tensor: Tensor) -> None:
-    """Say that memory which was allocated on another stream is in use on this one, too.
+    """Tell the allocator that a tensor allocated on another stream is also used on the current stream.
 
-    Temporaries are freed when the last work on them has been queued, which on a GPU is before it has run.
+    Without this call, the allocator may reuse the memory as soon as Python frees the tensor, while kernels on the
+    current stream still read or write it. On CPU this function does nothing.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-# Copies between the memories of the host and of a device, which the host need not wait for.
+# Copies between host memory and device memory that the host does not have to wait for.
 
 
 def copy(into: Tensor, values: Tensor) -> Event:
-    """Copy, on the current stream of whichever is a card's; ``values`` must stay as they are until the event.
+    """Copy a tensor between host and device on the device's current stream, and return the event of the copy's end.
 
-    What the host does after waiting for the event finds the copy made. Page-locked memory of the host lets it go on
-    meanwhile; other memory has it wait here.
+    With page-locked host memory the host goes on during the copy. With other host memory the host waits in this call.
+
+    Args:
+        into: tensor to write to.
+        values: tensor to read from. It must not change until the event has happened.
+
+    Returns:
+        The event of the end of the copy. Its ``wait`` blocks the host.
     """
     card = into if into.is_cuda else values
     into.copy_(values, non_blocking=card.is_cuda)
@@ -564,7 +654,7 @@ def copy(into: Tensor, values: Tensor) -> Event:
 
 
 def issued_here(device: torch.device) -> Event:
-    """The end of what a device's current stream has been given, for the host to wait for."""
+    """Return an event for the end of all work that a device's current stream has so far; ``wait`` blocks the host."""
     if device.type != "cuda":
         return DONE
     event = torch.cuda.Event()
@@ -573,7 +663,7 @@ def issued_here(device: torch.device) -> Event:
 
 
 class _Ended:
-    """The host waits, and no stream: it is the one that uses the memory next."""
+    """An event whose ``wait`` blocks the host instead of a stream, because the host uses the memory next."""
 
     __slots__ = ("_event",)
 
@@ -581,13 +671,13 @@ class _Ended:
         self._event = event
 
     def wait(self, timeout: float) -> bool:
-        """See :class:`Event`."""
-        # A copy is a matter of seconds at most; nothing else that the device does comes before it on its stream.
+        """Block the host until the event has happened; ``timeout`` is ignored."""
+        # No time limit is needed: the work before the event is mostly a copy, which takes seconds at most.
         self._event.synchronize()
         return True
 
     def done(self) -> bool:
-        """See :class:`Event`."""
+        """Return True if the event has happened."""
         return bool(self._event.query())
 
 
@@ -595,5 +685,5 @@ _NOTHING = contextlib.nullcontext()
 
 
 def span(what: str, unit: str) -> contextlib.AbstractContextManager[object]:
-    """A range ``zeropp::<what> <unit>`` in a profile; it costs nothing while none is being recorded."""
+    """Return a profiler range ``zeropp::<what> <unit>``, or an empty context manager if no profiler is recording."""
     return torch.profiler.record_function(f"zeropp::{what} {unit}") if profiler_enabled() else _NOTHING
