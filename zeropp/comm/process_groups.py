@@ -1,8 +1,8 @@
-"""Process groups: the one that a user means, those that zeropp makes, and rows and objects gathered over them.
+"""Process groups: the user's group, the groups that zeropp makes, and small gathers of rows and objects over them.
 
-Owns the members of a run and how they lie on nodes (`find_members`), how groups connect and end (`make_group`,
-`free_groups`, `abort_groups`, `hang_up`), and the exchange of what ranks agree on, which goes over gloo between the
-hosts' memories (`gather_rows` and what is built on it).
+`find_members` lists the ranks of a run and how they are placed on nodes. `make_group`, `free_groups`, `abort_groups`
+and `hang_up` connect and end groups. `gather_rows`, and the functions built on it, exchange the small values on which
+ranks agree. These exchanges use gloo between host memories.
 """
 
 from __future__ import annotations
@@ -62,76 +62,101 @@ _T = TypeVar("_T")
 Group = dist.ProcessGroup | dist.DeviceMesh | None
 
 HOST = torch.device("cpu")
-"""The device of values that ranks agree on, whatever the model's device."""
+"""The device of values on which ranks agree, whatever the model's device is."""
 
 OUTLASTS = timedelta(seconds=60)
-"""Time that NCCL, which ends the process at its timeout, has more than zeropp, whose error comes first."""
+"""Time added to NCCL's timeout, at which NCCL ends the process, so that zeropp's own error comes first."""
 
-_ABORTING = 5.0  # seconds for groups to end
-_SILENCE = 30.0  # seconds to connect in silence
-_TAG = 0x7A65  # the group may be the user's, who may be about to receive something from the same rank
-_NEVER = 0x7A66  # a tag that nothing is sent with
-_MANY = 64  # members, to each of which a connection costs little up to here
-_OPEN_FILES = "/proc/self/fd"  # one entry for each; on Linux only
-_SPARE = 256  # files that others may open: data loaders, checkpoints
-_MARGIN = 1.0  # seconds: the group's own timeout says more
-_SIZE = 8  # bytes of a size
-_SHORT = 248  # bytes of a pickled value that needs no second round
-_TIMED_OUT = "timed? ?out"  # in the words of backends
+_ABORTING = 5.0  # seconds that all groups together get to abort
+_SILENCE = 30.0  # seconds of connecting after which a warning is logged
+# Message tag of ``gather_rows``. The group may be the user's own, and the user may receive another message from the
+# same rank.
+_TAG = 0x7A65
+_NEVER = 0x7A66  # a tag with which no message is ever sent
+_MANY = 64  # number of members up to which every pair connects at once
+_OPEN_FILES = "/proc/self/fd"  # folder with one entry for each open file; on Linux only
+_SPARE = 256  # spare files for other code: data loaders, checkpoints
+# Seconds added to the time limit of connecting, so that the group's own timeout comes first: its error is more
+# informative.
+_MARGIN = 1.0
+_SIZE = 8  # bytes of the integer that holds the size of a pickled value
+# Bytes of the longest pickled value that fits into the first round of ``gather_pickled``.
+_SHORT = 248
+_TIMED_OUT = "timed? ?out"  # pattern of the backends' messages for a timeout
 _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
-# Of each group that cannot send from the host's memory, the one made for that.
+# For each group that cannot send from host memory: the gloo group with the same ranks that was made for it.
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-# The members of a run.
+# Finding the members of a run.
 
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that take part in a run."""
+    """The ranks that take part in a run, and the backend that connects them.
 
-    ranks: tuple[int, ...]  # global rank of each member
-    local: int  # members per node
-    backend: str  # of the engine's groups, which carry weights and gradients
-    # Told apart by rank, and so not compared between ranks, which goes by repr.
-    device: torch.device = field(default=HOST, repr=False)  # the model's
-    shared: dist.ProcessGroup | None = field(default=None, repr=False)  # the user's, where it saves making one
-    timeout: float | None = None  # seconds, of the user's own group if that is not torch's default
-    limit: float | None = None  # seconds, of the one that is shared, whoever chose them
+    Ranks compare their Members by ``repr``. ``device`` and ``shared`` differ between ranks, so they have
+    ``repr=False``.
+
+    Attributes:
+        ranks: global rank of each member, in the order of the group.
+        local: number of members per node.
+        backend: name of the backend of the engine's groups, which carry weights and gradients.
+        device: device of the model.
+        shared: the user's process group, if the engine may use it instead of making a group; None for gloo and for fake
+            groups, or if the engine's backend differs.
+        timeout: timeout in seconds of the user's group for ``device``; None if it is torch's default.
+        limit: timeout in seconds of ``shared``, even if it is torch's default; None if ``shared`` is None.
+    """
+
+    ranks: tuple[int, ...]
+    local: int
+    backend: str
+    device: torch.device = field(default=HOST, repr=False)
+    shared: dist.ProcessGroup | None = field(default=None, repr=False)
+    timeout: float | None = None
+    limit: float | None = None
 
     def patience(self, hang_timeout: float) -> float:
-        """Seconds to wait for others: what the configuration says, or the group's timeout if that is shorter."""
+        """Return the seconds to wait for other ranks: the smaller of ``hang_timeout`` and :attr:`timeout`.
+
+        Args:
+            hang_timeout: seconds from the configuration.
+        """
         return hang_timeout if self.timeout is None else min(hang_timeout, self.timeout)
 
 
 def find_members(group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]) -> Members:
-    """Members of a group, and how they lie on nodes. Local; the same on every rank if all is well.
+    """Return the members of a group and their placement on nodes, without communication.
 
     Args:
         group: ranks to partition over: a process group, a one-dimensional DeviceMesh, or None for the world (one rank,
             if torch.distributed is not initialised).
-        device: where the model lives; decides the backend.
-        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE, or else one node for each host.
-        hosts: :func:`whereabouts` of the members. Of one that could not be asked (a fake group) it is this rank's.
+        device: device of the model, which decides the backend.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, or counts every host as one node if that is not
+            set.
+        hosts: host name of each global rank, from :func:`whereabouts`. For a missing rank (in a fake group) this rank's
+            host name is used.
 
     Raises:
-        ValueError: mesh of more than one dimension, unknown or uneven nodes, a group this rank does not belong to, or
-            that cannot send what is on the device.
-        TypeError: something else was given.
+        ValueError: the mesh has more than one dimension, nodes are unknown or have different numbers of members, this
+            rank is not in the group, or the group has no backend for the device.
+        TypeError: ``group`` is an object of another type.
     """
     if group is None and not dist.is_initialized():
-        # One process, without a launcher: no group is ever made, so the backend has no name.
+        # A single process without a launcher never makes a process group, so the backend needs no real name.
         return Members((0,), 1, "none", device)
     process_group = to_process_group(group)
-    # In group order: levels and pieces count by it, and not by global rank.
+    # Ranks stay in group order, because levels and pieces are numbered by rank in the group and not by global rank.
     ranks = tuple(dist.get_process_group_ranks(process_group))
     if dist.get_rank() not in ranks:
         raise ValueError(f"process_group has ranks {list(ranks)}, this is rank {dist.get_rank()}; only members wrap")
-    # A group may have one backend for each type of device; only the one that carries the weights matters here.
+    # A group may have one backend for each type of device. Only the backend for the device of the weights matters here.
     available = backends(process_group)
     backend = available.get(device.type)
     if device.type != "cpu" and backend in (None, "gloo"):
-        # gloo neither sends nor gathers from a card. The engine's groups are its own, and need not be as the user's.
+        # gloo can neither send nor gather tensors on a card. The engine makes its own groups, so their backend may
+        # differ from the backend of the user's group.
         backend = dist.Backend.default_device_backend_map.get(device.type)
     if backend is None:
         raise ValueError(
@@ -146,7 +171,12 @@ def find_members(group: Group, device: torch.device, local_world_size: int | Non
 
 
 def to_process_group(group: Group) -> dist.ProcessGroup:
-    """The process group meant by a group, a one-dimensional mesh, or None."""
+    """Return the process group for a user's argument: a process group, a one-dimensional mesh, or None for the world.
+
+    Raises:
+        ValueError: the mesh has several dimensions, or this rank is not a member of the group.
+        TypeError: the argument is an object of another type.
+    """
     if isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -154,7 +184,7 @@ def to_process_group(group: Group) -> dist.ProcessGroup:
                 "to partition over, as in mesh['dp']"
             )
         return group.get_group()
-    # What dist.new_group returns to ranks outside of the group: an integer, and no process group.
+    # dist.new_group returns this integer, and no process group, to ranks that are not members.
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError("process_group is one that this rank is no member of; only its members wrap a model")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -166,28 +196,28 @@ def to_process_group(group: Group) -> dist.ProcessGroup:
 
 
 def world_group() -> dist.ProcessGroup:
-    """The default process group."""
+    """Return the default process group. torch.distributed must be initialised."""
     world = dist.group.WORLD
     assert world is not None  # torch.distributed is initialised
     return world
 
 
 def group_size(group: Group) -> int:
-    """Ranks in a group; 1 if torch.distributed is not initialised."""
+    """Return the number of ranks in a group; 1 if torch.distributed is not initialised."""
     return dist.get_world_size(to_process_group(group)) if dist.is_initialized() else 1
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Tell whether a group only pretends: torch's own for trying out large worlds in one process."""
+    """Return True for a group of torch's "fake" backend, which simulates many ranks in one process."""
     return "fake" in backends(group).values()
 
 
 def whereabouts() -> tuple[int, str]:
-    """The global rank of this process and the name of its host, as other ranks are told them."""
+    """Return the global rank of this process and the name of its host."""
     return dist.get_rank() if dist.is_initialized() else 0, socket.gethostname()
 
 
-# Groups: how they connect and end.
+# Creating and ending process groups.
 
 
 def make_group(
@@ -200,13 +230,21 @@ def make_group(
     *,
     for_rows: bool = False,
 ) -> dist.ProcessGroup:
-    """A process group whose members connect now; only they call. Arguments as in :func:`zeropp._compat.new_group`.
+    """Create a process group and connect its members. Only the members call this function.
 
-    With ``for_rows`` it is mainly for :func:`gather_rows`. Of many members only those then connect that this function
-    has send to each other: 2 log2(n) connections a rank in place of n. Others do when they first send.
+    Args:
+        ranks: global ranks of the members, in the order of the group.
+        backend: name of the backend, as in ``dist.new_group``.
+        timeout: time limit of the group's collectives and of connecting.
+        name: name of the group, equal on all members and never used before in this job.
+        device: device of the tensors that the group will carry.
+        max_ctas: upper limit on the thread blocks of NCCL's kernels; None leaves the choice to NCCL.
+        for_rows: True if the group is mainly for :func:`gather_rows`. With gloo and more than 64 members, only the
+            pairs that exchange messages in ``gather_rows`` connect now: about ``2 * log2(n)`` connections per rank
+            instead of ``n``. Other pairs connect when they first exchange a message.
 
     Raises:
-        RuntimeError: they cannot; with what decides which network they take.
+        RuntimeError: the members cannot connect. The message names the variable that selects the network interface.
     """
     variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
     chosen = os.environ.get(variable) or "not set: then host names or routes decide"
@@ -219,7 +257,8 @@ def make_group(
     def make() -> dist.ProcessGroup:
         group = new_group(ranks, backend, timeout, name, device, max_ctas, lazily=lazily)
         if lazily:
-            # An unusable network is to be heard of here, where the error says what to do.
+            # Connect now, by a first gather: an unusable network must show here, where the error message names a
+            # remedy.
             gather_rows(torch.zeros(1, device=HOST), group, timeout)
         return group
 
@@ -227,7 +266,8 @@ def make_group(
         allow_files(len(ranks))
     try:
         with warn_of_waiting(_SILENCE, f"still making process group {name!r} after {_SILENCE:g} s. {remedy}"):
-            # Members find each other through the store, which may not answer: see zeropp.comm.watch.
+            # The time limit is needed because members exchange addresses through the store, which may not answer: see
+            # zeropp.comm.watch.
             return within(timeout.total_seconds() + _MARGIN, make, "connecting ranks")
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(
@@ -237,58 +277,63 @@ def make_group(
 
 
 def allow_files(count: int) -> None:
-    """Let this process have ``count`` more files and sockets open than it has, as far as the system permits."""
+    """Raise this process's limit on open files and sockets so that ``count`` more fit, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not os.path.isdir(_OPEN_FILES) or soft == resource.RLIM_INFINITY:
         return
     wanted = len(os.listdir(_OPEN_FILES)) + count + _SPARE
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
-    # No further than needed: programs that use select() cannot have many, and some close all that they might have.
+    # The limit is raised no further than needed, because select() fails for large file numbers, and some programs loop
+    # over all file numbers below the limit to close them.
     if wanted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
-    """A group of the same ranks that sends from the host's memory: itself, if it has gloo for that.
+    """Return a gloo group with the same ranks that sends from host memory.
 
-    Else one of gloo, made by the members together when they first ask, and kept as long as the group is.
+    The result is ``group`` itself if ``group`` has gloo for the CPU. Otherwise all members create a gloo group together
+    at the first call. That group is destroyed when ``group`` is collected as garbage.
 
     Args:
-        group: any.
-        seconds: to connect.
+        group: any process group.
+        seconds: time limit for connecting the members.
     """
     if sends_from_host(group):
         return group
     made = _host_groups.get(group)
     if made is None:
-        # torch gives a group one name on all of its members, and that name once in a job.
+        # torch gives a group the same name on all of its members and uses the name only once in a job, so the new name
+        # is unique.
         name = f"zeropp host {group.group_name}"
         ranks = dist.get_process_group_ranks(group)
         limit = timedelta(seconds=seconds)
         made = make_group(ranks, "gloo", limit, name, HOST, for_rows=True)
         _host_groups[group] = made
-        # torch keeps every group until it is destroyed. gloo's may be at any time: its members do not meet for it.
+        # torch keeps every group until it is destroyed explicitly. A gloo group may be destroyed on one rank at any
+        # time, because gloo does not wait for the other members.
         when_dropped(group, free_groups, [made])
     return made
 
 
 def free_groups(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy groups, once."""
+    """Destroy process groups and empty the list, so that a second call does nothing."""
     while groups:
         group = groups.pop()
-        # The user may have ended torch.distributed before, and all groups with it.
+        # The user may have called destroy_process_group() before, which destroys all groups.
         if dist.is_initialized() and is_registered(group):
-            # Or ends it now: this may be a thread's, which had the engine's last reference. Then torch finds nothing
-            # left to forget.
+            # The user may also call destroy_process_group() at this moment, because this function may run on a thread
+            # that dropped the last reference to an engine. Then torch raises these errors for a group that it no longer
+            # knows.
             with contextlib.suppress(KeyError, ValueError):
                 dist.destroy_process_group(group)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort groups, in a limited time."""
+    """Abort process groups, waiting at most 5 seconds in all."""
     ending = [threading.Thread(target=_abort, args=(group,), name="zeropp abort", daemon=True) for group in groups]
-    # Side by side: each may wait for the device, which another one's kernel holds up.
+    # The groups are aborted in parallel, because one abort may wait for a device that another group's kernel blocks.
     for thread in ending:
         thread.start()
     until = time.monotonic() + _ABORTING
@@ -297,58 +342,65 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    # The group may be ending by itself, or its backend has no abort.
+    """Abort one process group, ignoring errors."""
+    # RuntimeError: the group is already ending. NotImplementedError: the backend has no abort.
     with contextlib.suppress(RuntimeError, NotImplementedError):
         group.abort()
 
 
 def hang_up(group: dist.ProcessGroup, *, exchanges: bool = False) -> None:
-    """Close this rank's connections in a group with gloo for the CPU: who waits for it there hears so at once.
+    """Close this rank's gloo connections in a group, so that ranks that wait for this rank get an error at once.
 
-    And this rank, if it waits there on another thread.
+    Other threads of this rank that wait in the group get the error, too.
 
     Args:
-        group: to hang up in.
-        exchanges: each member sends to each. Otherwise the connections are those of :func:`gather_rows`, and of gloo's
-            own rings and trees: to ranks whose distance is a power of two.
+        group: group with gloo for the CPU.
+        exchanges: True if every member sends to every other member. False if the group only has the connections of
+            :func:`gather_rows` and of gloo's own rings and trees, which connect ranks at distances that are powers of
+            two.
     """
     rank = group.rank()
     world = group.size()
     distances = range(1, world) if exchanges else [1 << power for power in range((world - 1).bit_length())]
     into = [torch.empty(1, device=HOST)]
     for peer in {(rank + sign * distance) % world for distance in distances for sign in (1, -1)}:
-        # gloo's ``abort`` leaves them open; a wait that is in vain closes one.
+        # gloo's ``abort`` does not close connections, but a receive that times out closes its connection.
         with contextlib.suppress(RuntimeError):
             group.recv(into, peer, _NEVER).wait(timedelta(milliseconds=1))
 
 
-# Rows and objects of all members.
+# Gathers of rows and objects from all members.
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:
-    """Every member's row, in group order, over gloo, whose own all-gather is a ring of n - 1 hops.
+    """Gather one row from every member, over gloo sends and receives, in about log2(n) rounds.
 
-    By doubling what is known it takes log2(n), and each of them has a limit, whatever the group's timeout is. Source:
-    Bruck et al., IEEE TPDS 1997.
+    In each round a rank sends all rows that it has and so doubles the number of rows that others have (Bruck et al.,
+    IEEE TPDS 1997). gloo's own all-gather is a ring of n - 1 hops. Each round here has its own time limit, whatever the
+    timeout of the group is.
 
     Args:
-        own: of this rank, [width] on CPU; of one width and dtype on all.
-        group: with gloo for the CPU.
-        timeout: of each hop.
+        own: this rank's row, [width] on the CPU, of the same width and dtype on all ranks.
+        group: group with gloo for the CPU.
+        timeout: time limit of each round.
 
     Returns:
-        [members, width].
+        Tensor [members, width], in the order of the group.
+
+    Raises:
+        CollectiveError: a member did not send its rows in time, or its connection was closed.
     """
     rank = group.rank()
     world = group.size()
     known = 1
-    # This rank's own row is the first, then those of the ranks behind it.
+    # ``rows`` starts with this rank's own row, followed by the rows of the next higher ranks, modulo ``world``.
     rows = own.new_empty(world, own.numel())
     rows[0] = own
     while known < world:
         more = min(known, world - known)
-        # The group's own calls, which work while somebody holds it: a thread may still write a checkpoint when the user
-        # has ended torch.distributed.
+        # The group's own methods also work after the user has ended torch.distributed, as long as a reference to the
+        # group exists. A thread may still write a checkpoint then. ``dist.send`` and ``dist.recv`` would raise an
+        # error.
         try:
             received = group.recv([rows[known : known + more]], (rank + known) % world, _TAG)
             sent = group.send([rows[:more]], (rank - known) % world, _TAG)
@@ -361,19 +413,34 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Te
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup, seconds: float) -> list[_T]:
-    """Every member's picklable value, in group order; ranks may come ``seconds`` apart.
+    """Gather one picklable value from every member; ranks may arrive up to ``seconds`` apart.
 
-    Unlike torch's own, it works where NumPy is not installed, and never goes over a device: before the model has been
-    looked at, nobody knows which.
+    Unlike ``dist.all_gather_object``, this function needs no NumPy and sends from host memory, never from a device.
+    During wrapping the model's device is not yet known.
+
+    Args:
+        value: this rank's value.
+        group: any process group; the values travel over its :func:`host_group`.
+        seconds: time limit of each round of messages.
+
+    Returns:
+        The values of all members, in the order of the group.
     """
     return gather_pickled(value, host_group(group, seconds), seconds)
 
 
 def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[_T]:
-    """:func:`gather_objects` of a group that has gloo for the host's memory; it need not be torch's any more."""
+    """Gather one picklable value from every member, in the order of the group.
+
+    Args:
+        value: this rank's value.
+        group: group with gloo for the CPU. The group works even if torch no longer has it registered.
+        seconds: time limit of each round of messages.
+    """
     data = pickle.dumps(value)
     timeout = timedelta(seconds=seconds)
-    # The first round carries every size and, where it fits, the whole value; mostly it does.
+    # The first round sends the size of each value and the first 248 bytes of the value. Usually that is the whole
+    # value, and no second round is needed.
     first = bytearray(_SIZE + _SHORT)
     first[:_SIZE] = len(data).to_bytes(_SIZE, "little")
     first[_SIZE:] = data[:_SHORT].ljust(_SHORT, b"\0")
@@ -385,15 +452,36 @@ def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
 
 
 def gather_sized(data: bytes, sizes: list[int], group: dist.ProcessGroup, seconds: float) -> list[Any]:
-    """The values that members have pickled, in group order; all of them know the sizes in bytes."""
-    # A bytearray: torch warns of memory that it may not write to. Rows are of one length: that of the longest.
+    """Gather the pickled values of all members when every member already has all sizes.
+
+    Args:
+        data: this rank's pickled value.
+        sizes: size in bytes of each member's pickled value, in the order of the group.
+        group: group with gloo for the CPU.
+        seconds: time limit of each round of messages.
+
+    Returns:
+        The unpickled values, in the order of the group.
+    """
+    # A bytearray is used because torch warns about read-only memory. All rows are padded to the length of the longest
+    # value, because ``gather_rows`` needs equal widths.
     own = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
     rows = _rows_as_bytes(gather_rows(own, group, timedelta(seconds=seconds)))
     return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def send_to_all(value: _T, source: int, group: dist.ProcessGroup, seconds: float) -> _T:
-    """The picklable value of member ``source``, on every member of a group with gloo for the host's memory."""
+    """Broadcast a picklable value from one member to all members.
+
+    Args:
+        value: the value to send; ignored on other ranks than ``source``.
+        source: rank in the group of the member that sends.
+        group: group with gloo for the CPU.
+        seconds: time limit of each of the two broadcasts (the size, then the value).
+
+    Returns:
+        The value of member ``source``.
+    """
     options = dist.BroadcastOptions()
     options.rootRank = source
     options.timeout = timedelta(seconds=seconds)
@@ -410,43 +498,54 @@ def send_to_all(value: _T, source: int, group: dist.ProcessGroup, seconds: float
 
 
 def _rows_as_bytes(rows: Tensor) -> list[memoryview]:
-    """The rows of a contiguous uint8 matrix."""
+    """Return the rows of a contiguous uint8 matrix as memory views."""
     data = memoryview(_as_bytes(rows))
     width = rows.shape[1]
     return [data[start : start + width] for start in range(0, len(data), width)]
 
 
 def _as_bytes(tensor: Tensor) -> bytes:
-    # Not numpy(), which PyTorch does not require; tolist() would make an object of 8 bytes and more for every byte.
+    """Return the bytes of a contiguous uint8 tensor on the CPU."""
+    # numpy() is not used because PyTorch does not require NumPy. tolist() would create a Python object for every byte.
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
-# Errors of collectives, and ranks in words.
+# Errors of collectives, and names of ranks for messages.
 
 
 class CollectiveError(RuntimeError):
-    """An error of a collective over gloo, which raises plain RuntimeErrors; other backends have types of their own."""
+    """An error of a collective over gloo, whose own errors are plain RuntimeErrors without a type of their own."""
 
     @staticmethod
     def from_backend(error: RuntimeError) -> RuntimeError:
-        """The error to raise for one that the backend's call has raised; the same if it has a type, or a cause."""
+        """Return the error to raise for a RuntimeError that a backend's call has raised.
+
+        Args:
+            error: the error of the call.
+
+        Returns:
+            A CollectiveError with the same message for a plain RuntimeError without a cause; otherwise ``error``
+            itself, which is an error of another type or of other code.
+        """
         return CollectiveError(str(error)) if type(error) is RuntimeError and error.__cause__ is None else error
 
 
 def what_ended(error: BaseException) -> str | None:
-    """The reason why a collective ended: "time ran out", "a connection to another rank was closed", or None.
+    """Return the reason why a collective ended, in words for a message.
 
-    None, too, for an error that is not a collective's, whatever its message says.
+    Returns:
+        "time ran out" or "a connection to another rank was closed". None if the error has another reason, or does not
+        come from a collective, whatever its message is.
     """
     if not isinstance(error, (CollectiveError, dist.DistError)):
         return None
-    if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
+    if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the result is clearer than the backend's own message
         return "time ran out"
     return "a connection to another rank was closed" if re.search(_CLOSED, str(error), re.IGNORECASE) else None
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0, 1 and 2"; of many the first eight."""
+    """Return rank numbers as text: "rank 3", "ranks 0, 1 and 2", or the first eight and "... and 16 more"."""
     numbers = sorted(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
