@@ -1,10 +1,10 @@
-"""Hops between two levels: the process group of each, and the ledger of bytes sent and time waited for.
+"""Hops between levels, the process groups that carry them, and a ledger of bytes sent and seconds waited.
 
-Gathers and reductions travel over process groups of their own, made eagerly, so that neither waits until the other has
-been transferred. All calls here block the calling thread or stream; overlap is the business of the streams they run on.
+Gathers and reductions use separate process groups, which are created during wrapping, so that neither kind of traffic
+waits for the other. All calls here block the calling thread or stream; overlap comes from the streams that run them.
 
-`Ledger` counts bytes per unit, hop, codec and class of link. `make_stalls` gives it the times: by the host's clock, or
-on a GPU by that of the stream that waits. `span` names work of the engine for torch.profiler.
+`Ledger` counts bytes per unit, hop, codec and class of link. `make_stalls` returns a timer for the waits: it reads the
+host's clock, or on a GPU the events of the stream that waits.
 """
 
 from __future__ import annotations
@@ -75,23 +75,23 @@ __all__ = [
 ]
 
 
-# Bytes.
+# The ledger.
 
 
 class TrafficKey(NamedTuple):
-    """Over which hop, and how."""
+    """The key under which the ledger counts calls and bytes: unit, kind of traffic, hop, link, ranks and codec."""
 
     unit: str
-    kind: str  # "gather", "refresh" (of weights that are cached), "reduce" or "control"
+    kind: str  # "gather", "refresh" (of cached weights), "reduce" or "control"
     hop: str  # "outer->inner" levels in the direction of travel
-    link: str  # "local" inside a node, "cross" between nodes, "all" for what every rank gets
-    ranks: int  # that take part
+    link: str  # "local" inside a node, "cross" between nodes, "all" for collectives of all ranks
+    ranks: int  # number of ranks in the hop's process group
     codec: str  # "bf16", "int8", "feedback(int4)", "lossless", ...
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """Traffic of one unit over one hop in one encoding, as this rank sent it."""
+    """The traffic that this rank has sent for one unit over one hop with one codec; fields as in TrafficKey."""
 
     unit: str
     kind: str
@@ -100,71 +100,75 @@ class LedgerRow:
     ranks: int
     codec: str
     calls: int
-    bytes: int  # sent by this rank to others
-    exposed: float  # seconds that the model waited for this kind of the unit's, told with its slowest link
+    bytes: int  # number of bytes that this rank has sent to other ranks
+    exposed: float  # seconds that the model waited for (unit, kind); 0 in all but the slowest link's row
 
 
 @dataclass
 class Ledger:
-    """Counts what this rank sends to others, waits for, and notes besides.
+    """Counters of the bytes that this rank sends, the seconds that its model waits, and other events.
 
-    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange; twice that
-    of gloo's own reduce-scatter. Waiting is what the model, on a GPU its stream, stood still for; with ``overlap_comm``
-    off that is all of it, codecs included.
+    Bytes are the payload that this rank sends: ``n - 1`` messages for a gather over n ranks, and ``(n - 1) / n`` of the
+    message for an exchange. gloo's own reduce-scatter counts twice the bytes of an exchange. Seconds are the time that
+    the model (on a GPU its stream) stood still. With ``overlap_comm`` off, that is the whole time of the work,
+    including codecs.
 
     Attributes:
-        events: (unit, what) -> how often: how weights that are cached were renewed.
+        events: number of times each event happened, by (unit, name of the event), such as ways of refreshing cached
+            weights.
     """
 
     events: Counter[tuple[str, str]] = field(default_factory=Counter)
     _calls: Counter[TrafficKey] = field(default_factory=Counter)
     _bytes: Counter[TrafficKey] = field(default_factory=Counter)
     _exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    # Comm streams count on their threads, the model's thread counts waits, and reports may come at any time.
+    # Threads of comm streams count bytes, the model's thread counts waits, and any thread may ask for a report.
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_call(self, key: TrafficKey, nbytes: int) -> None:
-        """Count one call."""
+        """Count one call of a collective and the bytes that this rank sends in the call."""
         with self._lock:
             self._calls[key] += 1
             self._bytes[key] += nbytes
 
     def add_wait(self, unit: str, kind: str, seconds: float) -> None:
-        """Count seconds that the model stood still."""
+        """Add seconds that the model waited for one kind of a unit's work."""
         with self._lock:
-            # For the whole work: the model waits for its end, and cannot tell which of its hops took the time.
+            # The time is counted for all hops of the work together: the model waits for the end of the work, and the
+            # share of each hop is not measured.
             self._exposed[unit, kind] += seconds  # type: ignore[assignment]  # a Counter of floats
 
     def count_event(self, unit: str, what: str) -> None:
-        """Count something else that happened."""
+        """Count one event of a unit, such as a way in which cached weights were refreshed."""
         with self._lock:
             self.events[unit, what] += 1
 
     @property
     def rows(self) -> list[LedgerRow]:
-        """One row per unit, hop and codec: by unit and kind, links between nodes before those inside."""
+        """Rows per unit, hop and codec, sorted by unit and kind; links between nodes come before links inside one."""
         with self._lock:
             exposed = dict(self._exposed)
             return [
-                # "cross" sorts before "local", and pop gives the time once: to the row of the slowest link.
+                # Rows of "cross" links come before rows of "local" links. ``pop`` returns the time only once, so the
+                # row of the slowest link gets it.
                 LedgerRow(*key, self._calls[key], self._bytes[key], exposed.pop((key.unit, key.kind), 0.0))
                 for key in sorted(self._calls, key=lambda key: (key.unit, key.kind, key.link, key))
             ]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes this rank sent."""
+        """Number of bytes that this rank has sent."""
         return sum(row.bytes for row in self.rows)
 
     def bytes_by_link(self) -> dict[str, int]:
-        """Bytes this rank sent, for each class of link."""
+        """Return the bytes that this rank has sent, by class of link."""
         totals: Counter[str] = Counter()
         for row in self.rows:
             totals[row.link] += row.bytes
         return dict(totals)
 
     def bytes_by_hop(self) -> dict[str, int]:
-        """Bytes this rank sent of weights and gradients, for each "kind hop codec"."""
+        """Return the bytes of weights and gradients that this rank has sent, by "kind hop codec"."""
         totals: Counter[str] = Counter()
         for row in self.rows:
             if row.kind != "control":
@@ -186,61 +190,61 @@ class Ledger:
         return "\n".join(lines)
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
+        """Set all counters to zero."""
         with self._lock:
             for counter in (self._calls, self._bytes, self._exposed, self.events):
                 counter.clear()
 
 
-# Times.
+# Timers of waits.
 
 Tell = Callable[[str, str, float], None]
-"""Takes a unit, the kind of its work that was waited for, and seconds."""
+"""Callback for a measured wait; takes a unit, the kind of the work that was waited for, and seconds."""
 
 
 class Stalls(Protocol):
-    """Times what happens inside a ``with`` block, and tells it."""
+    """A timer that measures the body of a ``with`` block and reports the seconds to a callback."""
 
     def timing(self, unit: str, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Time a wait, if it ends well."""
+        """Return a context manager that measures a wait; a wait that raises an error is not reported."""
         ...
 
     def collect(self) -> None:
-        """Tell what is known by now and was not when its wait was queued."""
+        """Report the measured waits that the device has finished since the last call."""
         ...
 
 
 def make_stalls(device: torch.device, tell: Tell) -> Stalls:
-    """The timer for the waits of a model on ``device``."""
+    """Return the timer for the waits of a model on ``device``, which reports to the callback ``tell``."""
     return StreamStalls(device, tell) if device.type == "cuda" else HostStalls(tell)
 
 
 class HostStalls:
-    """Times waits of the host itself."""
+    """A timer for waits that block the host."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
 
     @contextlib.contextmanager
     def timing(self, unit: str, kind: str) -> Iterator[None]:
-        """See :class:`Stalls`."""
+        """Measure the body by the host's clock; an error in the body is not reported."""
         start = time.perf_counter()
-        # No ``finally``: a wait that ends in an error says nothing of how long the model waits.
+        # There is no ``finally``, because the time of a wait that ends in an error must not enter the ledger.
         yield
         self._tell(unit, kind, time.perf_counter() - start)
 
     def collect(self) -> None:
-        """Nothing is told later."""
+        """Do nothing, because every wait is reported at once."""
 
 
 class StreamStalls:
-    """Times waits that the host only queues: by two events around each, read once the device has passed them.
+    """A timer for waits of a CUDA stream, by two CUDA events around each wait.
 
-    Nothing here waits for the device. What it has not passed yet is told at a later call.
+    The host does not wait for the events. A wait that the device has not finished yet is reported at a later call.
 
     Args:
-        device: whose current stream waits.
-        tell: gets the times.
+        device: device whose current stream waits.
+        tell: callback that gets each wait's unit, kind and seconds.
     """
 
     def __init__(self, device: torch.device, tell: Tell) -> None:
@@ -250,11 +254,12 @@ class StreamStalls:
 
     @contextlib.contextmanager
     def timing(self, unit: str, kind: str) -> Iterator[None]:
-        """See :class:`Stalls`."""
+        """Record an event before and after the body on the current stream; an error in the body is not reported."""
         stream = torch.cuda.current_stream(self._device)
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        # The host only queues the wait. What stands still is the stream, so its own clock is read.
+        # The host only queues the wait, and the stream stands still, so the time between the stream's events is
+        # measured.
         start.record(stream)
         yield
         end.record(stream)
@@ -262,49 +267,56 @@ class StreamStalls:
         self.collect()
 
     def collect(self) -> None:
-        """See :class:`Stalls`."""
-        # Events of one stream are passed in order: behind one that is still ahead, none can have been passed.
+        """Report the waits whose end event has happened."""
+        # A stream reaches its events in order, so if the first end event has not happened, no later one has.
         while self._open and self._open[0][3].query():
             unit, kind, start, end = self._open.popleft()
             self._tell(unit, kind, start.elapsed_time(end) / 1000)
 
 
-# Ranges in a profile.
+# Hops.
 
 
 _T = TypeVar("_T")
 
 
 GroupKey = tuple[str, int, int]
-"""What a process group of hops is for: a kind of work, and the levels that data moves between."""
+"""The kind of work of a process group, and the two levels (outer, inner) between which its hops move data."""
 
 
 class Hop:
-    """One hop bound to a process group.
+    """One hop in one process group: the collectives that move one unit's data between two levels.
 
-    On gloo both collectives are sends and receives between members, straight to and from where the data lies: its own
-    all-gather and all-to-all copy through buffers of their own and take a third longer. Elsewhere the backend's
-    collectives run.
+    On gloo the all-gather and the all-to-all are sends and receives between members that read and write the tensors
+    directly: gloo's own collectives copy through internal buffers and take a third longer. On other backends the
+    backend's collectives run.
     """
 
     def __init__(
         self, spec: HopSpec, group: dist.ProcessGroup | None, backend: str, rank: int, ledger: Ledger, kind: str
     ) -> None:
         self.spec = spec
-        self.kind = kind  # in the ledger
-        self.group = group  # None in a plan, which sends nothing
+        self.kind = kind  # kind of traffic, for the ledger
+        self.group = group  # None in a memory plan, which sends nothing
         self.backend = backend
-        # The backend of the group decides, and not the device: a backend of collectives may serve CPU tensors, too.
+        # The backend decides and not the device, because another backend than gloo may also carry CPU tensors.
         self.pairwise = backend == "gloo"
         self.ledger = ledger
         self.size = len(spec.ranks)
         self.index = spec.ranks.index(rank)
 
     def all_gather(self, out: Tensor, own: Tensor, unit: str, codec: str) -> None:
-        """``out`` becomes the members' slices in order; ``own`` is this rank's, and lies in ``out`` already."""
+        """Fill ``out`` with the members' slices, in the order of the group.
+
+        Args:
+            out: result, ``[size * own.numel()]``.
+            own: this rank's slice, a view into its place in ``out`` that is already filled.
+            unit: name of the unit, for the ledger.
+            codec: name of the codec, for the ledger.
+        """
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * own.nbytes)
         if self.pairwise:
-            # This rank's row of ``out`` is neither sent nor received: it is there.
+            # ``_swap`` skips this rank's row of ``out``, which is already filled.
             swap = self._swap(list(out.view(self.size, -1).unbind()), [own] * self.size)
             try:
                 for work in dist.batch_isend_irecv(swap):
@@ -318,15 +330,16 @@ class Hop:
                 raise CollectiveError.from_backend(error) from error.__cause__
 
     def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor | list[Tensor]:
-        """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
-
-        They are the rows of one tensor, [members, part], or several tensors where they lie apart.
+        """Send part i of ``message`` to member i, and return the parts that the members sent to this rank.
 
         Args:
-            message: one part for each member.
-            unit: for the ledger, like ``codec``.
-            codec: what the message is encoded in.
-            apart: the parts returned need not follow each other in memory.
+            message: ``size`` equal parts, one for each member.
+            unit: name of the unit, for the ledger.
+            codec: name of the codec, for the ledger.
+            apart: True if the returned parts may lie in separate tensors.
+
+        Returns:
+            The parts in the order of the members: one tensor [members, part], or a list of tensors.
         """
         sent = message.nbytes // self.size * (self.size - 1)
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
@@ -336,16 +349,17 @@ class Hop:
                 dist.all_to_all_single(whole, message, group=self.group)
             except RuntimeError as error:
                 raise CollectiveError.from_backend(error) from error.__cause__
-            # Without a view of each part: a thousand of them take the host ten milliseconds.
+            # One tensor is returned instead of a list of views, because creating a thousand views takes the host 10 ms.
             return whole.view(self.size, -1)
         parts = list(message.view(self.size, -1).unbind())
         rows = None
         if apart:
             received = [torch.empty_like(part) for part in parts]
-            # Not copied: the sum reads it where it lies, in the message, which the caller keeps until then.
+            # This rank's own part is not copied: the sum reads it in ``message``, which the caller keeps alive until
+            # then.
             received[self.index] = parts[self.index]
         else:
-            # For kernels that want all parts in one stretch, this rank's own among them.
+            # Some kernels need all parts, including this rank's own part, in one contiguous tensor.
             rows = torch.empty_like(message).view(self.size, -1)
             received = list(rows.unbind())
             received[self.index].copy_(parts[self.index])
@@ -357,15 +371,15 @@ class Hop:
         return received if rows is None else rows
 
     def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
-        """The members' messages, summed by the backend in their dtype: the part for this rank.
+        """Sum the members' messages by the backend, in their dtype, and return this rank's part of the sum.
 
         Args:
-            message: plain values, one part for each member.
-            unit: for the ledger, like ``codec``.
-            codec: what the message is encoded in.
+            message: ``size`` equal parts of plain values, one for each member.
+            unit: name of the unit, for the ledger.
+            codec: name of the codec, for the ledger.
         """
         part = torch.empty(message.numel() // self.size, dtype=message.dtype, device=message.device)
-        # gloo sums whole messages in a ring, everywhere, of which each rank then keeps its part.
+        # gloo runs a ring all-reduce on the whole messages and keeps this rank's part, so it sends twice the bytes.
         times = 2 if self.pairwise else 1
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, times * part.nbytes * (self.size - 1))
         try:
@@ -375,14 +389,14 @@ class Hop:
         return part
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
-        # Counted before the call, so that a report after a failure has what was under way.
+        # Count before the call, so that a report after a failure includes the collective that failed.
         self.ledger.count_call(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
-        """Messages that send ``out_of[i]`` to member i and receive ``into[i]`` from it; none for this rank itself."""
+        """Return operations that send ``out_of[i]`` to each other member i and receive ``into[i]`` from that member."""
         swap = []
-        # In each step a rank sends to another member, so that no rank is the first target of all. Receives first: a
-        # send then finds its memory waiting.
+        # In each step every rank sends to a different member, so that no member gets all messages at once. The receive
+        # is posted first, so that its memory is ready when the message arrives.
         for step in range(1, self.size):
             source = (self.index - step) % self.size
             target = (self.index + step) % self.size
@@ -392,7 +406,7 @@ class Hop:
 
 
 class Groups(Protocol):
-    """The source of the hops' process groups."""
+    """The object that provides the process groups of hops: `Comm`, or a stand-in that makes no groups."""
 
     @property
     def world(self) -> int:
@@ -400,11 +414,11 @@ class Groups(Protocol):
         ...
 
     def hop(self, kind: str, spec: HopSpec) -> Hop:
-        """A hop, on a group of one kind of work."""
+        """Return a hop in the process group for one kind of work."""
         ...
 
     def all_ranks(self, kind: str) -> object:
-        """The group of all ranks for a kind of work."""
+        """Return the process group of all ranks for one kind of work."""
         ...
 
 
@@ -412,24 +426,24 @@ class Comm:
     """The process groups of one engine.
 
     Attributes:
-        communicators: those that carry weights and gradients, where engines may share them.
-        rehearsed: how many of them have run each of their collectives once.
-        history: of the collectives of this engine, and of those that it shares communicators with.
+        communicators: communicators of this engine that carry weights and gradients; empty over gloo.
+        rehearsed: number of these communicators whose collectives have each run once before training.
+        history: hash of the collectives issued by this engine and by the engines that share its communicators.
     """
 
     def __init__(
         self, members: Members, chain: Chain, rank: int, timeout: timedelta, job: str, sharing: Sharing, ctas: Ctas
     ) -> None:
-        """Make the groups of all ranks; collective over the members. Those of hops come with their paths.
+        """Create the groups of all ranks; collective over the members. The groups of hops are created by :meth:`hop`.
 
         Args:
-            members: who takes part, and over which backend weights and gradients go.
+            members: ranks and backend of the run.
             chain: levels of the run.
             rank: this rank in the group.
-            timeout: after which waiting for other ranks is an error.
-            job: unique prefix of the groups' names, the same on every member.
-            sharing: which kinds of work and which engines have communicators in common.
-            ctas: limits of their kernels.
+            timeout: time after which waiting for other ranks is an error.
+            job: unique prefix of the groups' names, equal on every member.
+            sharing: kinds of work and engines that share communicators.
+            ctas: upper limits on the thread blocks of NCCL's kernels.
         """
         self.job = job
         self.chain = chain
@@ -441,7 +455,7 @@ class Comm:
         self.device = members.device
         self.timeout = timeout
         self.ledger = Ledger()
-        self.lost_at: float | None = None  # when the ranks lost each other, by time.monotonic()
+        self.lost_at: float | None = None  # time.monotonic() when the ranks lost each other
         self.world_group: dist.ProcessGroup | None = None
         self.communicators: list[Communicator] = []
         self.rehearsed = 0
@@ -449,15 +463,15 @@ class Comm:
         self._sharing = sharing
         self._ctas = ctas
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []  # groups of this engine alone, which end without waiting for others
-        self._held: dict[int, dict[str, bool]] = {}  # while wrapping: communicators of each global rank
+        self._made: list[dist.ProcessGroup] = []  # groups that only this engine uses
+        self._held: dict[int, dict[str, bool]] = {}  # during wrapping: held_here() of each global rank
         self._told: weakref.WeakMethod[Callable[[str], None]] | None = None
         self._issued: weakref.WeakMethod[Callable[[Event, str], None]] | None = None
         when_dropped(self, free_groups, self._made)
         _engines.add(self)
-        # Here, where all ranks are at the same place: the members connect while a group is made.
+        # Creating a group connects its members, so the groups are created here, where all ranks are at the same place.
         if chain.world > 1:
-            # Agreement is about numbers on the host; over NCCL they would have to go through the device.
+            # Ranks agree on integers in host memory; over NCCL the integers would have to be copied to the device.
             self.control_group = self._make(ranks, "gloo" if backend != "fake" else "fake", "control")
             if self.communicates:
                 own = held_here()
@@ -465,49 +479,55 @@ class Comm:
                 before = history_here(alike)
                 rows = self.all_gather_objects((own, None if before is None else before.state, ctas))
                 self._held = {rank: held for rank, (held, _, _) in zip(ranks, rows, strict=True)}
-                # Cards may differ, and NCCL wants one number of channels.
+                # Cards may differ, but NCCL needs the same number of channels on all ranks.
                 self._ctas = least([each for _, _, each in rows])
                 destroy_unused(self._held, own)
                 if sharing.engines:
                     self.history = join_history(alike, [state for _, state, _ in rows])
-            # What is small and for all goes over the user's group where that serves, since a communicator costs memory
-            # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
+            # Small collectives of all ranks use the user's group if possible, since a communicator takes memory on the
+            # card. Not on gloo, where a collective ends at its group's timeout instead of at ``hang_timeout``.
             self.world_group = self._shared(members) or self._obtain(ranks, WORLD, self._widest, WORLD)
 
     @property
     def communicates(self) -> bool:
-        """True if weights and gradients travel over communicators that ranks make and destroy together."""
+        """True if weights and gradients use communicators that ranks create and destroy together (not over gloo)."""
         return self.world > 1 and self.backend not in ("gloo", "fake")
 
     @property
     def uses_users_group(self) -> bool:
-        """True if small sums go over a group that the user has made."""
+        """True if small sums over all ranks use a process group that the user has made."""
         return self.communicates and all(each.group is not self.world_group for each in self.communicators)
 
     @property
     def _widest(self) -> str:
-        """The class of links between all ranks."""
+        """The class of links that connects all ranks."""
         return "local" if self.local >= self.world else "cross"
 
     def hop(self, kind: str, spec: HopSpec) -> Hop:
-        """A hop, on a group of one kind of work. Collective over the members."""
-        # Where threads launch, each kind of work has groups of its own, so that one thread gives a group its
-        # collectives, in one order: see [Note: communicators]. Sums that go back to replicas share the groups of
-        # reductions: they run on the same comm streams.
+        """Return a hop in the process group for one kind of work; collective over the members at the first call."""
+        # Where threads launch collectives, each kind of work has its own groups, so that one thread issues all
+        # collectives of a group, in one order: see [Note: communicators]. Sums that return to replicas share the groups
+        # of reductions, because they run on the same comm streams.
         key = (kind, spec.outer, spec.inner)
         if key not in self._groups:
-            # In piece order, which need not ascend. new_group keeps it, so that member i of the group has part i.
+            # The ranks are in piece order, which may not be ascending. new_group keeps the order, so member i has part
+            # i.
             members = tuple(self.ranks[rank] for rank in spec.ranks)
             self._groups[key] = self._obtain(members, kind, spec.link, f"{kind} {spec.outer}->{spec.inner}")
         return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, kind)
 
     def broadcast(self, tensor: Tensor, source: int | None = None) -> None:
-        """Give everyone the values of one rank: of global rank ``source``, or of the group's first."""
+        """Copy a tensor from one rank to all ranks, in place.
+
+        Args:
+            tensor: values to send on the source; filled on other ranks.
+            source: global rank of the source; None for the first rank of the group.
+        """
         source = self.ranks[0] if source is None else source
         if self.world > 1:
             sends = self.ranks[self.rank] == source
             self._note_control("<broadcast>", (self.world - 1) * tensor.nbytes if sends else 0)
-            # The source is a global rank, as torch wants it, whatever group carries it.
+            # torch expects the source as a global rank, whatever the group is.
             try:
                 with self.launching("a broadcast"):
                     dist.broadcast(tensor, source, group=self.world_group)
@@ -520,14 +540,15 @@ class Comm:
             self._all_reduce(tensor, dist.ReduceOp.SUM, self.world_group, "<boundary>")
 
     def largest(self, tensor: Tensor, kind: str) -> None:
-        """Take the maximum over all ranks, element by element and in place, on a group of one kind of work."""
+        """Replace a tensor by its element-wise maximum over all ranks, in place, in the group for one kind of work."""
         if self.world > 1:
             self._all_reduce(tensor, dist.ReduceOp.MAX, self.all_ranks(kind), f"<{kind}>")
 
     def _all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None, unit: str
     ) -> None:
-        # As a ring sends it, gloo's too: n-1 parts of n while they are summed, and n-1 while sums are handed on.
+        # A ring all-reduce, as gloo's, sends (n-1)/n of the tensor while summing and (n-1)/n while distributing the
+        # sums.
         nbytes = 2 * (self.world - 1) * tensor.nbytes // self.world
         self.ledger.count_call(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
         try:
@@ -537,30 +558,37 @@ class Comm:
             raise CollectiveError.from_backend(error) from error.__cause__
 
     def all_ranks(self, kind: str) -> dist.ProcessGroup:
-        """The group of all ranks for a kind of work. Collective over the members when first asked for."""
+        """Return the group of all ranks for a kind of work. The first call for a kind is collective."""
         if self._sharing.kinds:
             assert self.world_group is not None  # there are other ranks
             return self.world_group
-        # 0 is no level, so this meets no hop's key; the group differs from the world's own in whose thread uses it.
+        # 0 is not a level, so this key differs from all keys of hops. The group is separate from ``world_group``
+        # because another thread uses it.
         key = (kind, self.world, 0)
         if key not in self._groups:
             self._groups[key] = self._obtain(self.ranks, kind, self._widest, f"{kind} all")
         return self._groups[key]
 
     def host_group(self, kind: str) -> dist.ProcessGroup:
-        """The group of all ranks for what a thread of its own agrees on. Collective when first asked for."""
+        """Return a gloo group of all ranks that only one thread uses; the first call for a kind is collective."""
         key = (kind, self.world, -1)
         if key not in self._groups:
             self._groups[key] = self._make(self.ranks, "gloo", f"{kind} host")
         return self._groups[key]
 
     def tell_issued(self, told: Callable[[Event, str], None]) -> None:
-        """Call a method, which is not kept alive, with the end of each collective of all ranks, and its name."""
+        """Register a method, referenced weakly, that :meth:`launching` calls with an event and a description."""
         self._issued = weakref.WeakMethod(told)
 
     @contextlib.contextmanager
     def launching(self, doing: str) -> Iterator[None]:
-        """Have the monitor watch the collectives inside, from their launch on: NCCL connects the ranks in its first."""
+        """Report the collectives in the body to the monitor before they are launched.
+
+        The launch itself can hang, because NCCL connects the ranks in the first launch of each kind of collective.
+
+        Args:
+            doing: description of the collectives, for error messages.
+        """
         told = None if self._issued is None else self._issued()
         if told is None:
             yield
@@ -571,18 +599,18 @@ class Comm:
             yield
             launch.end = issued_here(self.device)
         finally:
-            # After an error there is nothing to wait for.
+            # If the launch raised an error, mark the work as done, so that the monitor does not wait for it.
             launch.end = launch.end or DONE
 
     def _note_control(self, unit: str, nbytes: int) -> None:
         self.ledger.count_call(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
 
     def all_gather_ints(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
-        """Every rank's row of integers; blocks the host. For agreement outside the steady state.
+        """Gather one row of integers from every rank over gloo. Blocks the host.
 
         Args:
-            values: this rank's; as many on all.
-            seconds: limit of each step; None for the usual one.
+            values: this rank's row; equal lengths on all ranks.
+            seconds: time limit of each round of messages; None for the timeout of this object.
         """
         if self.world == 1 or self.backend == "fake":
             return [values] * self.world
@@ -593,26 +621,26 @@ class Comm:
         return table
 
     def all_gather_objects(self, value: _T, seconds: float | None = None) -> list[_T]:
-        """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports.
+        """Gather one picklable value from every rank over gloo. Blocks the host.
 
         Args:
-            value: this rank's.
-            seconds: limit of each step; None for the usual one.
+            value: this rank's value.
+            seconds: time limit of each round of messages; None for the timeout of this object.
         """
         if self.world == 1 or self.backend == "fake":
             return [value] * self.world
         return gather_objects(value, self.control_group, self.timeout.total_seconds() if seconds is None else seconds)
 
     def all_gather_sized(self, data: bytes, sizes: list[int]) -> list[Any]:
-        """The pickled bytes of every rank, whose sizes all of them know."""
+        """Gather one pickled value from every rank and return the values; ``sizes`` has each rank's number of bytes."""
         return gather_sized(data, sizes, self.control_group, self.timeout.total_seconds())
 
     def send_to_all(self, value: _T, source: int) -> _T:
-        """The picklable value of one rank of the group, on every rank of a world of several; blocks the host."""
+        """Broadcast a picklable value from group rank ``source``. Blocks the host; needs at least two ranks."""
         return send_to_all(value, source, self.control_group, self.timeout.total_seconds())
 
     def free_host_group(self, kind: str) -> None:
-        """Destroy the group of a thread that is not going to use it again."""
+        """Destroy the group that :meth:`host_group` returned for a kind, when its thread no longer uses it."""
         group = self._groups.pop((kind, self.world, -1), None)
         if group is not None:
             self._made.remove(group)
@@ -620,46 +648,47 @@ class Comm:
 
     @property
     def has_groups(self) -> bool:
-        """True while torch still knows the groups."""
+        """True if torch.distributed still has the groups registered."""
         return dist.is_initialized() and is_registered(self.control_group)
 
     def end_of_wrap(self) -> None:
-        """Share no communicator from here on that this engine does not use yet: other ranks may have closed it."""
+        """Stop taking over communicators of other engines: from now on other ranks may destroy them."""
         self._held = {}
 
     @property
     def unused_after(self) -> list[str]:
-        """Names of the communicators that nothing in this process uses once this engine is closed."""
+        """Names of the communicators that no other engine of this process uses."""
         return [each.name for each in self.communicators if set(each.users) <= {self}]
 
     def close(self, unused: dict[int, list[str]] | None) -> None:
-        """Destroy the groups that no other engine uses. They are not used again.
+        """Release this engine's groups, and destroy the groups that no other engine uses.
 
         Args:
-            unused: names of the communicators that each global rank uses no more; None if this rank is alone, which
-                aborts them.
+            unused: :attr:`unused_after` of each global rank; None if other ranks do not close now. Then this rank
+                aborts its communicators, because destroying one would wait for the other ranks.
         """
-        # Hops keep their groups, which are of no use from here on.
+        # Existing hops still refer to the groups but must not use them any more.
         self._groups = {}
         _engines.discard(self)
         ended = release(self.communicators, self)
         if unused is None:
             abort_groups([each.group for each in ended if not each.aborted])
         else:
-            # Others end when a model is wrapped after that: a rank still has an engine that was dropped on this one, or
-            # the other way round. See `destroy_unused`.
+            # Destroy only the communicators that no rank uses any more. On some rank an engine that this rank has
+            # dropped may still exist. ``destroy_unused`` destroys the remaining communicators when the next model is
+            # wrapped.
             ended = [e for e in ended if e.aborted or all(e.name in unused.get(rank, []) for rank in e.key.ranks)]
         forget(ended)
-        # Sorted: ranks wait for each other, one group after another.
+        # Sorted, because ``destroy`` waits for other ranks: all ranks must destroy the groups in the same order.
         free_groups([each.group for each in sorted(ended, key=lambda each: each.name, reverse=True)])
         self.communicators = []
         free_groups(self._made)
 
     def abort(self) -> None:
-        """End what is under way, here and on the others: the ranks have lost each other.
+        """Abort the communicators after the ranks lost each other, which ends their running collectives.
 
-        The user's own group, too, where it was shared: what hangs on it would keep the host. Not gloo's, whose waits
-        have limits of their own.
+        This includes the user's own group if it is shared, because a hanging collective in that group would block the
+        host. gloo groups are not aborted; gloo's waits have time limits.
         """
         self.lost_at = time.monotonic()
         for each in self.communicators:
@@ -667,11 +696,11 @@ class Comm:
         abort_groups(self._carriers())
 
     def on_lost_elsewhere(self, told: Callable[[str], None]) -> None:
-        """Call a method, which is not kept alive, when another engine has aborted a group that this one uses."""
+        """Register a method, referenced weakly, to call when another engine aborts a group that this engine uses."""
         self._told = weakref.WeakMethod(told)
 
     def tell_sharers(self, reason: str) -> None:
-        """Tell the engines of this process that use an aborted group of this one."""
+        """Call the methods registered by the engines of this process that use a group which this engine has aborted."""
         aborted = set(self._carriers())
         for engine in list(_engines):
             told = engine._told() if engine._told is not None else None
@@ -679,16 +708,19 @@ class Comm:
                 told(reason)
 
     def _carriers(self) -> list[dist.ProcessGroup]:
-        """Groups that other engines may use."""
+        """Return the groups that other engines may use, too; empty over gloo."""
         if not self.communicates:
             return []
         groups = [each.group for each in self.communicators]
         return groups if self.world_group is None else list(dict.fromkeys([*groups, self.world_group]))
 
     def hang_up(self, *, hops: bool = False) -> None:
-        """End exchanges of numbers over gloo, here and on ranks that wait for this one; with ``hops`` collectives, too.
+        """Close gloo connections: waits on this rank, and waits of other ranks for this rank, end with an error.
 
-        Where comm streams have threads, these are left in their collectives, and the model's thread waits no more.
+        Threads of comm streams may stay blocked in their collectives, but the model's thread no longer waits for them.
+
+        Args:
+            hops: True to close the connections of the groups of hops, too, and not only those for small exchanges.
         """
         if self.world > 1 and self.backend != "fake":
             for group in self._groups.values() if hops and self.backend == "gloo" else ():
@@ -698,12 +730,12 @@ class Comm:
                 hang_up(self.world_group)
 
     def _shared(self, members: Members) -> dist.ProcessGroup | None:
-        """The user's group, if its timeout, at which NCCL ends the process, comes after the error that names ranks."""
+        """Return the user's group if NCCL's timeout in it comes after zeropp's own error; None otherwise."""
         enough = members.limit is None or members.limit >= (self.timeout + OUTLASTS).total_seconds()
         return members.shared if enough else None
 
     def _obtain(self, ranks: tuple[int, ...], kind: str, link: str, description: str) -> dist.ProcessGroup:
-        """The group that carries a kind of work over links of a class; collective over ``ranks``."""
+        """Return the group for a kind of work over a class of links. Collective over ``ranks`` if the group is new."""
         if not self.communicates:
             return self._make(ranks, self.backend, description)
         owner = "" if self._sharing.engines else self.job
@@ -718,18 +750,18 @@ class Comm:
         return found.group
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
-        """A group of this engine alone."""
+        """Create a group that only this engine uses."""
         device = HOST if backend == "gloo" else self.device
         group = make_group(ranks, backend, self.timeout, self._name(ranks, description), device, for_rows=True)
         self._made.append(group)
         return group
 
     def _name(self, ranks: tuple[int, ...], description: str) -> str:
-        # Groups of one kind exist side by side and share no member, so the first one tells them apart.
+        # Groups with the same description have no common member, so the first member's number makes the name unique.
         return f"{self.job} {description} {self.ranks.index(ranks[0])}"
 
 
-_engines: weakref.WeakSet[Comm] = weakref.WeakSet()  # of this process, that are not closed
+_engines: weakref.WeakSet[Comm] = weakref.WeakSet()  # engines of this process that are not closed
 
 
 def make_comm(
@@ -740,15 +772,15 @@ def make_comm(
     sharing: Sharing = Sharing(),  # noqa: B008  # immutable
     ctas: Ctas = Ctas(),  # noqa: B008  # immutable
 ) -> Comm:
-    """Make the process groups of a run. Collective over the members.
+    """Create the process groups of a run. Collective over the members.
 
     Args:
-        members: from :func:`find_members`.
+        members: result of :func:`find_members`.
         chain: levels of the run.
-        hang_timeout: seconds after which a collective that does not finish is an error.
-        job: unique name, the same on every member.
-        sharing: which kinds of work and which engines have communicators in common.
-        ctas: limits of their kernels.
+        hang_timeout: seconds after which an unfinished collective is an error.
+        job: unique name, equal on every member.
+        sharing: kinds of work and engines that share communicators.
+        ctas: upper limits on the thread blocks of NCCL's kernels.
     """
     rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     return Comm(members, chain, rank, timedelta(seconds=hang_timeout), job, sharing, ctas)
