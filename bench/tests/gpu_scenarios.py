@@ -418,10 +418,12 @@ def ranks_are_judged(folder: Path) -> None:
         return told(steps[f"{kind} 2"], *lines, {"name": "closed", "rank": 0, "seconds": closed}).why
 
     most = DRY.ranks.hang_timeout + nccl.GRACE
-    assert lost("killed", "rank 1 said nothing", most) == ""
-    assert f"rank 0 was heard after {most + 1:.1f} s, and {most:g}" in lost("killed", "rank 1 said nothing", most + 1)
+    assert lost("killed", "rank 1 reported nothing", most) == ""
+    assert f"rank 0 was heard after {most + 1:.1f} s, and {most:g}" in lost(
+        "killed", "rank 1 reported nothing", most + 1
+    )
     assert lost("stopped", "", 1.0) == "rank 0 does not name rank 1: no error"
-    assert "close() of rank 0 did not return" in lost("stopped", "rank 1 said nothing", 1.0, closed=most + 1)
+    assert "close() of rank 0 did not return" in lost("stopped", "rank 1 reported nothing", 1.0, closed=most + 1)
     both = lost("raising", "rank 1 failed", 1.0, {"name": "did not end", "rank": 0})
     assert both.startswith("rank 0 did not end; rank 1 said nothing and was killed; rank 1, which raised, got another")
     queue = {"name": "launch queue", "rank": 0, "launch": 2.0, "queries": 9, "query": 0.01, "returned": True}

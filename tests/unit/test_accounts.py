@@ -54,8 +54,8 @@ WAITING = RankStatus("waiting for the gather of unit 'blocks.0'", where=FORWARD)
         (
             {0: WAITING, 1: RankStatus("asking for unit 'head'", where=FORWARD, beyond="runs a module more often")},
             2,
-            "rank 1 alone runs a module more often; the other ranks cannot know of it, and do not wait there. "
-            "If all ranks have done so in one pass, as in a first step, each of them may do so alone",
+            "rank 1 alone runs a module more often; the other ranks do not expect it and do not wait there. "
+            "After a pass in which all ranks did so, such as the first step, one rank alone may do so",
         ),
         (
             {0: WAITING, 1: WAITING},
@@ -73,7 +73,7 @@ def test_accounts_of_ranks_that_say_the_same_are_one() -> None:
     text = explain({0: SAVING, 1: WAITING, 2: WAITING}, 5)
     assert text.endswith(
         "rank 0 was at state_dict() of a GPT; ranks 1 and 2 were waiting for the gather of unit 'blocks.0' in a "
-        "forward with gradients; ranks 3 and 4 said nothing"
+        "forward with gradients; ranks 3 and 4 reported nothing"
     )
 
 

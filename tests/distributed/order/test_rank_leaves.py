@@ -172,7 +172,7 @@ def hung_gather(settings: dict[str, object]) -> tuple[str, float]:
 def test_the_unit_that_is_waited_for_is_named() -> None:
     message, seconds = run_ranks(2, hung_gather, {"reuse": 0, "prefetch": 0})[0]
     assert "rank 0 was waiting for the gather of unit 'blocks.0'" in message
-    assert "rank 1 said nothing" in message and message.startswith("rank 1 does not wait for others")
+    assert "rank 1 reported nothing" in message and message.startswith("rank 1 does not wait for others")
     assert seconds < 1 + GRACE
 
 
