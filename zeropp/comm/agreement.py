@@ -1,13 +1,13 @@
-"""Agreement between ranks outside the steady state, and the ways in which they tell each other what went wrong.
+"""Small exchanges of integers between ranks, and the handling of errors that all ranks must raise together.
 
-In the steady state a pass exchanges nothing beside weights and gradients: every rank follows the order it has learned
-together with the others. Messages here are sent while an order is learned, where known orders part, at the end of
-passes that vary, after errors, and when a rank gives up waiting; and between passes, where all ranks must come to the
-same call, such as ``state_dict()``, or bring the same settings to a step.
+In the steady state a pass sends only weights and gradients, because every rank follows the order of collectives that
+all ranks learned together. Ranks exchange messages here while an order is learned, at forks of known orders, at the end
+of passes that vary, after errors, and when a rank gives up waiting. Between passes they exchange messages where all
+ranks must make the same call, such as ``state_dict()``, or use the same settings in a step.
 
-`Watch` warns long before waiting becomes an error. The thread that waits may be inside a call of torch and cannot
-speak. So another one looks at it now and then, puts the rank's account into the store once it has waited for long,
-reads the others' and logs them.
+`Watch` logs a warning long before a wait becomes an error. The waiting thread may be blocked inside a torch call, so a
+second thread checks it periodically. When a wait has become long, the second thread writes this rank's status into the
+store, reads the statuses of the other ranks, and logs all of them.
 """
 
 from __future__ import annotations
@@ -37,21 +37,34 @@ __all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS",
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
-# An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
-_WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
-# Kinds of exchanges between passes; the schedule has its own below 100.
+# Every exchange has the same length. If ranks are at different kinds of exchange with messages of different sizes, gloo
+# ends the process instead of raising an error.
+_WIDTH = 8  # integers in an exchange, after the first integer, which encodes kind and pass
+# Kinds of exchanges between passes. The kinds that the schedule uses are below 100.
 _SAME_CALL, GATHERED, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
 MICRO_BATCHES, _CLOSING = 108, 109
 
-_FIRST_LOOK, _RARELY = 1.0, 5.0  # seconds between looks whether another rank has failed: the first, and the longest
-_GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
-_FEW = 64  # ranks that may ask the store at the same moment
-_NEARLY = 0.9  # of hang_timeout: gloo's clock is another one
-_MEETING = 10.0  # seconds a rank that closes waits for the others to close
+# Seconds between two checks of the store for failures of other ranks: the first interval and the longest interval.
+_FIRST_LOOK, _RARELY = 1.0, 5.0
+_GRACE = 2.0  # seconds for which a failing rank waits for the other ranks' statuses
+_FEW = 64  # number of ranks that may send requests to the store at once
+# Fraction of ``hang_timeout`` after which a timeout of gloo counts as a hang. gloo uses another clock.
+_NEARLY = 0.9
+_MEETING = 10.0  # seconds, at most, for which a closing rank waits for the other ranks to close
 
 
 class Agreement:
-    """Exchange of small rows of integers, and of last words."""
+    """Small exchanges between the ranks of one engine, and the common error that all ranks raise after a failure.
+
+    Attributes:
+        lost: text of the common error after the ranks have lost each other; None before.
+        hang_timeout: seconds of waiting for other ranks after which a wait is an error.
+        warn_after: seconds of waiting after which a warning is logged; None for no warning.
+        where: pass that this rank is in, in words such as "a backward"; "" between passes.
+        beyond: action of this rank that no rank's known order contains, for `RankStatus`; or "".
+        unconfirmed: True if the last step was taken before the host has read the step sync.
+        edits: hash of this rank's edits of frozen weights of which every rank has a full copy; compared between ranks.
+    """
 
     def __init__(
         self,
@@ -62,35 +75,42 @@ class Agreement:
         *,
         overlap: bool,
     ) -> None:
-        """Start watching, if there are other ranks; ``overlap`` tells whether work on comm streams runs beside the
-        model.
+        """Start watching waits, if there are other ranks.
+
+        Args:
+            comm: process groups of the engine.
+            hang_timeout: seconds of waiting for other ranks after which a wait is an error.
+            warn_after: seconds of waiting after which a warning is logged; None for no warning.
+            device: device of the model.
+            overlap: True if work on comm streams runs beside the model.
         """
-        # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
+        # A fake group and a single rank never wait for other ranks, so no thread needs to watch them.
         alone = comm.world == 1 or comm.backend == "fake"
         self.comm = comm
         self._alone = alone
         self.hang_timeout = hang_timeout
         self.warn_after = warn_after
-        # Without ``overlap_comm`` work on comm streams is done in the model's own order, which stands still for it.
+        # Without ``overlap_comm`` work on comm streams runs in the model's own order, and the model stands still
+        # meanwhile.
         self.at_once = not alone and not overlap
         self.stalls = make_stalls(device, comm.ledger.add_wait)
-        # The common error, once it was raised. Nothing is waited for after it.
+        # After ``lost`` is set, nothing is waited for any more.
         self.lost: str | None = None
-        self.where = ""  # the pass that this rank is in, in words
-        self.beyond = ""  # see RankStatus
-        self._place = 0  # tells that pass from others; equal on every rank
-        self._step_stopped = False  # whether an exception has ended the last step
-        self._stepped = False  # whether stepped weights are being queued for where they are cached
-        self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
-        self.edits = 0  # follows from this rank's edits of frozen weights that all ranks hold; ranks compare it
-        self._sent: list[Event] = []  # ends of what was queued so
-        self._under_way: list[Event] = []  # ends of what the host steps
+        self.where = ""
+        self.beyond = ""
+        self._place = 0  # number that identifies the pass, equal on every rank; 0 between passes
+        self._step_stopped = False  # True if an exception has ended the last step
+        self._stepped = False  # True while refreshes of stepped weights are being issued
+        self.unconfirmed = False
+        self.edits = 0
+        self._sent: list[Event] = []  # events of the refreshes issued after the last step
+        self._under_way: list[Event] = []  # events of the last step on the host
         self._when_lost: list[Callable[[], None]] = []
         self.board = board_of(comm.ranks, comm.rank)
         self._code = code_of(comm.job)
         if not alone:
             self.board.join()
-        # gloo's own waits end with their time or with a connection, so it is closed.
+        # A gloo wait ends only at its timeout or when its connection is closed, so connections are closed.
         hang_up = partial(comm.hang_up, hops=self.at_once)
         self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, hang_up, alone=alone)
         failed = partial(self.board.some_rank_failed, self._code)
@@ -102,12 +122,15 @@ class Agreement:
     def wait_for_event(
         self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None
     ) -> None:
-        """Call ``arrives(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
+        """Wait until an event happens; raise the common error on a timeout or if a rank or the work has failed.
 
         Args:
-            arrives: whether what is waited for has come within so many seconds.
-            doing: for the error.
-            timed: (unit, kind) in the ledger that the time goes to.
+            arrives: function that waits for at most the given seconds and returns True if the event has happened.
+            doing: description of the wait for the error message.
+            timed: (unit, kind) for which the ledger counts the waiting time; None to count nothing.
+
+        Raises:
+            RuntimeError: ``hang_timeout`` was reached, or a rank has failed.
         """
         timing = contextlib.nullcontext() if timed is None else self.stalls.timing(*timed)
         with timing, self.watching(doing):
@@ -116,44 +139,50 @@ class Agreement:
             while not arrives(min(pause, max(until - time.monotonic(), 0.0))):
                 waited = time.monotonic() >= until
                 if waited or self._others_failed():
-                    # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
+                    # ``watching`` passes this error on unchanged, because ``lost`` is set by then.
                     raise self.failure(doing, waited=waited)
-                # Less and less often: many ranks may be asking one store, and what fails soon is heard of soon.
+                # The intervals grow, because many ranks may send requests to one store. A failure soon after the start
+                # is still noticed soon.
                 pause = min(2 * pause, _RARELY)
 
     def on_loss(self, action: Callable[[], None]) -> None:
-        """Do something once the ranks have lost each other, before communicators are aborted."""
+        """Register a function to call when the ranks have lost each other, before communicators are aborted."""
         self._when_lost.append(action)
 
     @contextlib.contextmanager
     def watching(self, *doing: str, call: str = "", where: str = "") -> Iterator[None]:
-        """Turn an error of a collective into the common error; at once if the ranks have lost each other before.
+        """Turn an error of a collective in the body into the common error.
 
         Args:
-            doing: for the error.
-            call: the collective call of the user that this is a part of, if ranks may come to it one by one.
-            where: the step, if the rank is in no pass.
+            *doing: description of the body for the error message; the parts are joined by spaces.
+            call: collective call of the user that the body belongs to, if ranks may reach it one by one; or "".
+            where: name of the step, if the rank is in no pass; or "".
+
+        Raises:
+            RuntimeError: the common error. Raised at once if the ranks have lost each other before.
         """
         if self.lost is not None:
             raise RuntimeError(self.lost)
         began = time.monotonic()
         try:
-            # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
+            # The status is a lambda because the text is needed only for long waits, and this code runs at every use of
+            # a unit.
             with self.watch.waiting(lambda: RankStatus(" ".join(doing), call, where or self.where, beyond=self.beyond)):
                 yield
-            if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
+            if self.lost is not None:  # set meanwhile by the monitor's thread, after a wait that never ended
                 raise RuntimeError(self.lost)
-        # Of this process alone: no rank is to blame, and nothing of its parent's is touched.
+        # A ForkedError concerns only this process. The other ranks and the parent's objects must not be touched.
         except ForkedError:
             raise
-        # A disk's errors come from comm streams, too.
+        # OSError: disk errors of offloading reach this thread through comm streams.
         except (RuntimeError, OSError) as error:
-            # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays
-            # torch's own error, after which one may try less.
+            # With other ranks, the error must become the common error, because the other ranks would wait in a
+            # collective for this rank. With one rank, an out-of-memory error stays torch's own error, so that the
+            # program can retry with less.
             alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)
             if alone:
                 raise
-            if self.lost is not None:  # raised inside, or on the monitor's thread while this went wrong, too
+            if self.lost is not None:  # set in the body, or meanwhile by the monitor's thread
                 raise RuntimeError(self.lost) from None
             account = RankStatus(" ".join(doing), call, where or self.where, beyond=self.beyond)
             if isinstance(error, OSError):
@@ -161,7 +190,8 @@ class Agreement:
                     replace(account, until=", until that failed", failure=str(error), unsure=True)
                 ) from error
             ended = what_ended(error)
-            # Connections that the watching thread has closed, since another rank has failed, end with such words, too.
+            # If the watching thread has closed the connections because another rank failed, gloo reports a timeout,
+            # too.
             if ended == "time ran out":
                 if time.monotonic() - began >= _NEARLY * self.hang_timeout:
                     raise self._lose(account, waited=True) from None
@@ -169,89 +199,120 @@ class Agreement:
             if ended is not None:
                 raise self._lose(replace(account, until=f", until {ended}")) from None
             first = (str(error).splitlines() or [""])[0]
-            # An error of this rank's own, as where memory runs out while work is queued: the others would wait for it.
+            # An error of this rank itself, such as out of memory while work is issued: the other ranks would wait for
+            # this rank.
             own = not isinstance(error, (CollectiveError, torch.distributed.DistError))
             failure = f"{type(error).__name__}: {first}" if own else ""
             raise self._lose(replace(account, until=f" ({first})", failure=failure)) from error
 
     @contextlib.contextmanager
     def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
-        """Watch a unit's work being queued; where it is done at once, its time is told under this kind."""
+        """Watch a unit's collectives being issued.
+
+        Without overlap the work runs at once, so its time is counted as waiting.
+
+        Args:
+            doing: participle for the error message, such as "gathering".
+            unit: name of the unit.
+            kind: kind of the work for the ledger, such as "gather".
+        """
         timing = self.stalls.timing(unit, kind) if self.at_once else contextlib.nullcontext()
         with timing, self.watching(doing, unit):
             yield
 
     def queued(self, event: Event, unit: str, kind: str) -> None:
-        """A unit's work was queued and ends with ``event``."""
+        """Record that a unit's collectives were issued and end with ``event``; the monitor watches them."""
         if self._stepped:
             self._sent.append(event)
         if self.monitor is not None:
             self.monitor.watch_event(event, f"the {kind} of unit {unit!r}")
 
     def monitors(self, event: Event, doing: str) -> None:
-        """Other work that waits for other ranks was queued; ``doing`` says which, after "waiting for"."""
+        """Let the monitor watch other work that waits for other ranks.
+
+        Args:
+            event: event of the work's end.
+            doing: description of the work, in words that follow "waiting for".
+        """
         if self.monitor is not None:
             self.monitor.watch_event(event, doing)
 
     def _give_up(self, waited_for: str, *, waited: bool) -> None:
-        """On the monitor's thread: the device has not come on for ``hang_timeout``, or another rank has failed."""
+        """Set the common error and log it; called on the monitor's thread after a hang or a failure of another rank."""
         if self.lost is None:
-            # The main thread may be in a launch, and never come to raise it.
+            # The error is logged, because the main thread may be blocked in a launch and never raise it.
             self._lose(RankStatus(f"waiting for {waited_for}", where=self.where), waited=waited, log=True)
 
     def step_under_way(self, events: list[Event]) -> None:
-        """The host steps weights until ``events``; they are the last step's."""
-        # Those of the step before have been waited for: their gradients would have been written over.
+        """Record the events of the last step on the host, which is finished when all events have happened."""
+        # The events of the previous step may be dropped. That step has finished, because otherwise its gradients would
+        # have been overwritten.
         self._under_way = events
 
     @contextlib.contextmanager
     def sending_weights(self, *, stepped: bool) -> Iterator[None]:
-        """Let errors inside say that weights were ``stepped`` before."""
+        """Mark the issuing of refreshes in the body.
+
+        Args:
+            stepped: True if weights were stepped before. An error in the body then reports that this rank has stepped
+                weights that other ranks may not have stepped.
+        """
         self._stepped = stepped
         self._sent.clear()
         yield
-        self._stepped = False  # not after an error, which is told later
+        self._stepped = False  # not reset after an error, whose message reads it later
 
     def enter(self, where: str, place: int) -> None:
-        """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
+        """Record that this rank begins a pass.
+
+        Args:
+            where: name of the pass in words, such as "a backward".
+            place: number that identifies the pass, equal on every rank.
+        """
         self.where = where
         self._place = place
         self.beyond = ""
 
     def go_on(self, *, met: bool = False) -> None:
-        """Note that this rank begins something with the others; see [Note: one rank's exception].
+        """Record that this rank begins something with the other ranks, which withdraws an earlier stop.
+
+        See [Note: one rank's exception]. After a step that failed, the beginning of a pass does not withdraw the stop:
+        other ranks may still wait in the sums of that step.
 
         Args:
-            met: the others have come, or this is a step. A step that has failed may have left them in its sums, so a
-                pass that begins after it does not end the stop.
+            met: True if an exchange shows that the other ranks are here, or if this rank begins a step.
         """
         if self.lost is None and (met or not self._step_stopped):
             self._step_stopped = False
-            # Nearly always this rank has nothing to take back.
+            # The check saves time: this rank rarely has a stop to withdraw.
             if self.board.ends:
                 self.board.go_on(self._code)
 
     def leave(self) -> None:
-        """This rank is in no pass any more."""
+        """Record that this rank has ended its pass."""
         self.where = ""
         self._place = 0
         self.beyond = ""
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
-        """Every rank's values; all ranks must be at the same kind of exchange, in the same pass, or in none.
+        """Gather a few integers from every rank. All ranks must be at the same kind of exchange and in the same pass.
 
         Args:
-            kind: of exchange.
-            values: this rank's.
-            doing: for the error.
-            call: see :meth:`watching`.
+            kind: kind of the exchange; one of the constants of this module, or of the schedule below 100.
+            values: this rank's integers, at most 8.
+            doing: description for the error message.
+            call: collective call of the user that the exchange belongs to; or "".
+
+        Returns:
+            The integers of every rank.
 
         Raises:
-            RuntimeError: some rank did not come within ``hang_timeout``, or is somewhere else.
+            RuntimeError: a rank did not arrive within ``hang_timeout``, or is at another kind of exchange or in another
+                pass.
         """
-        # In one number, so that a row is no wider for it: a place has 32 bits and a kind 8, of 64.
+        # Place (32 bits) and kind (8 bits) are packed into one 64-bit integer, so that the row stays short.
         head = self._place << 8 | kind
-        # One width, or ranks at different kinds could not talk.
+        # All rows have the same width; see ``_WIDTH``.
         row = [head, *values, *[0] * (_WIDTH - len(values))]
         with self.watching(doing, call=call):
             rows = self.comm.all_gather_ints(row)
@@ -261,54 +322,62 @@ class Agreement:
         return [row[1 : 1 + len(values)] for row in rows]
 
     def require_same_call(self, what: str) -> None:
-        """Make sure that every rank has come to the same call, before it gathers or changes anything.
+        """Check that every rank makes the same call, before the call gathers or changes anything.
+
+        Args:
+            what: the call, such as "full_state()".
 
         Raises:
-            RuntimeError: some rank has not, or has edited weights by itself.
+            RuntimeError: a rank makes another call, or frozen weights were edited differently on the ranks.
         """
-        # Not hash(): of strings it is another number in every process.
+        # crc32 instead of hash(), because hash() of a string differs between processes.
         code = zlib.crc32(what.encode())
         rows = self.exchange(_SAME_CALL, [code, self.edits], f"at {what}", what)
         if any(row[0] != code for row in rows):
             raise self.failure(f"at {what}", what)
         other = next((rank for rank, row in enumerate(rows) if row[1] != rows[0][1]), None)
         if other is not None:
-            # Every rank comes to this, so they are not lost to each other.
+            # Every rank raises this error, so the ranks stay in step and ``lost`` is not set.
             raise RuntimeError(
                 f"{what} was called after ranks 0 and {other} had made different edits of frozen weights, as by "
-                "merge_and_unload() on one rank alone; each rank has edited its own copy, and what they keep together "
-                "would be of both kinds. Make the same edits on every rank"
+                "merge_and_unload() on one rank alone; each rank has edited its own copy, and weights gathered from "
+                "all ranks would mix both versions. Make the same edits on every rank"
             )
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's picklable value; for the end of a learned phase and for reports."""
+        """Gather one picklable value from every rank, in the order of the ranks.
+
+        Args:
+            value: this rank's value.
+            doing: description for the error message.
+        """
         if self.comm.world == 1 or self.comm.backend == "fake":
             return [value] * self.comm.world
         own = pickle.dumps(value)
-        # Sizes by an exchange of the one width: ranks that are somewhere else hear of it, see above.
+        # The sizes travel in an exchange of the fixed width, so that a rank at another kind of exchange is noticed.
         sizes = [size for (size,) in self.exchange(_OBJECTS, [len(own)], doing)]
         with self.watching(doing):
             return self.comm.all_gather_sized(own, sizes)
 
     def failure(self, doing: str, call: str = "", where: str = "", *, waited: bool = False) -> RuntimeError:
-        """The error to raise when waiting is over: the likely cause, and what each rank was doing.
+        """Return the common error: the likely cause and what each rank was doing. The ranks count as lost from now on.
 
         Args:
-            doing: of this rank.
-            call: see :meth:`watching`.
-            where: see :meth:`watching`.
-            waited: whether ``hang_timeout`` was reached.
+            doing: description of this rank's activity.
+            call: collective call of the user that the activity belongs to; or "".
+            where: name of the step, if the rank is in no pass; or "".
+            waited: True if ``hang_timeout`` was reached.
         """
         return self._lose(RankStatus(doing, call, where or self.where, beyond=self.beyond), waited=waited)
 
     def meet_to_close(self) -> dict[int, list[str]] | None:
-        """Wait a few seconds for all ranks to close, which ranks do before they destroy communicators.
+        """Wait up to 10 seconds for all ranks to close, because ranks must destroy communicators together.
 
         Returns:
-            Names of the communicators that each global rank uses no more; None if a rank does not come.
+            Names of the communicators that each global rank no longer uses; None if a rank does not come.
         """
         comm = self.comm
-        # The user may have ended torch.distributed before, and all groups with it.
+        # The user may have called destroy_process_group() before, which destroys all groups.
         if not comm.communicates or not comm.has_groups:
             return {}
         if self.lost is not None:
@@ -316,7 +385,7 @@ class Agreement:
         head = self._place << 8 | _CLOSING
         seconds = min(self.hang_timeout, _MEETING)
         try:
-            # First a row as wide as any other exchange, in which other ranks may be.
+            # The first row has the width of every exchange, because other ranks may be in another exchange.
             if all(row[0] == head for row in comm.all_gather_ints([head, *[0] * _WIDTH], seconds)):
                 names = comm.all_gather_objects(comm.unused_after, seconds)
                 return dict(zip(comm.ranks, names, strict=True))
@@ -330,26 +399,26 @@ class Agreement:
             late,
         )
         account = RankStatus("closing its optimizer", failure="it closed its optimizer before the others")
-        # For ranks that train on and would wait for this one.
+        # Report a failure, because ranks that continue training would wait for this rank.
         with contextlib.suppress(RuntimeError, TimeoutError):
             self.board.lose(self._code, account, closed=True)
         return None
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the watching threads."""
         self.watch.close()
         if self.monitor is not None:
             self.monitor.close()
 
     def stopped(self, error: BaseException | None, where: str = "", *, step: int | None = None) -> None:
-        """Tell ranks that wait for this one that an exception has ended what they do together.
+        """Report to the other ranks that an exception has ended this rank's pass or step.
 
         See [Note: one rank's exception].
 
         Args:
-            error: the exception, if it is known.
-            where: it was raised, if the rank is in no pass.
-            step: the place of a step, if it was one; the same on all ranks, and of no pass.
+            error: the exception; None if it is not known.
+            where: place of the exception in words, if the rank is in no pass.
+            step: number of the step, if the exception ended a step; equal on all ranks, and different from all passes.
         """
         if self._alone or self.lost is not None:
             return
@@ -360,7 +429,12 @@ class Agreement:
 
     @contextlib.contextmanager
     def reporting_errors(self, where: str, *, step: int | None = None) -> Iterator[None]:
-        """Call :meth:`stopped` if what is inside raises an exception."""
+        """Call :meth:`stopped` if the body raises an exception, then raise the exception.
+
+        Args:
+            where: place of the body in words.
+            step: number of the step, if the body is a step.
+        """
         try:
             yield
         except BaseException as error:
@@ -368,28 +442,40 @@ class Agreement:
             raise
 
     def found_stopped(self, failure: str) -> None:
-        """:meth:`stopped`, where the exception is not known, and nobody may wait for the store."""
+        """Report that this rank's pass has ended, if the exception is not known. Does not wait for the store.
+
+        Args:
+            failure: text of the failure.
+        """
         if not self._alone and self.lost is None and not self.board.is_stopped(self._code):
             account = RankStatus(f"in {self.where}", failure=failure)
             self.board.stop(self._code, self._place, account, at_once=False)
 
     def _lose(self, account: RankStatus, *, waited: bool = False, log: bool = False) -> RuntimeError:
+        """Collect the statuses of all ranks, set the common error, end pending work, and return the error.
+
+        Args:
+            account: status of this rank.
+            waited: True if ``hang_timeout`` was reached.
+            log: True to log the error, too.
+        """
         comm = self.comm
         accounts = {comm.rank: account}
         store_is_gone = False
         if comm.world > 1 and comm.backend != "fake":
             try:
-                # Over the store: ranks that have lost each other can no longer meet in a collective.
+                # The store is used, because ranks that have lost each other cannot take part in a collective any more.
                 accounts = self._ask_around(account)
-            # The process that keeps the store is gone or stands still, perhaps the very one that failed.
-            # And nothing that asking raises may keep the abort from coming.
+            # The process that serves the store is gone or hangs; it may be the failed rank. No error of this request
+            # may prevent the abort below.
             except Exception:
                 store_is_gone = True
         parts = [explain(accounts, comm.world)]
         if store_is_gone:
-            parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
-        # What has not been sent may be stepped on this rank and not on others: its refresh was queued behind the step,
-        # and does not end without them. A disk that has failed may hold what was to be stepped.
+            parts[0] += "; the statuses of other ranks are missing because the job's store is gone or does not answer"
+        # A refresh is issued after the step and needs all ranks. If a refresh has not finished, this rank may have
+        # stepped weights that other ranks have not. If a disk has failed (``unsure``), the weights on it may not have
+        # been stepped.
         failed = any(each.unsure for each in accounts.values())
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
@@ -413,92 +499,96 @@ class Agreement:
         return RuntimeError(self.lost)
 
     def _lost_elsewhere(self, reason: str) -> None:
-        """Another engine has aborted process groups that this one uses."""
+        """Set the common error because another engine has aborted process groups that this engine uses."""
         if self.lost is None:
             self.lost = (
-                f"another model of this process has lost its ranks, and shares process groups with this: {reason}"
+                f"another model of this process has lost the other ranks, and shares process groups with this: {reason}"
             )
             self._end_work()
             self.comm.tell_sharers(reason)
-            # Whoever waits in this model is told what has stopped the rank in the other.
+            # Ranks that wait for this rank in this model read the reason from the store.
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self.board.lose(self._code, RankStatus("using process groups that another model has lost"), closed=True)
 
     def _end_work(self) -> None:
-        # Aborting comes last: by then no comm stream waits for a collective that may never end.
+        """Call the functions registered by :meth:`on_loss`, then abort the communicators."""
+        # Abort last, when no comm stream waits any more for a collective that may never end.
         for action in (*self._when_lost, self.comm.abort):
             try:
                 action()
-            except Exception as error:  # the others must still be done, and the error be raised
-                _log.error("after the ranks lost each other: %s", error)
+            except Exception as error:  # the other actions must still run, and the common error must be raised
+                _log.error("cleaning up after the ranks lost each other failed: %s", error)
 
     def _has_sent(self) -> bool:
-        """Tell whether weights are stepped, and have come to where they are cached."""
+        """Return True if all weights of the last step are stepped and refreshed."""
         try:
             return all(event.done() for event in (*self._sent, *self._under_way))
-        except RuntimeError:  # a device that has failed answers nothing any more
+        except RuntimeError:  # a failed device raises errors from every query
             return False
 
     def _others_failed(self) -> bool:
-        """Tell whether a rank has said what is wrong with it: gloo does not tell those that wait for it."""
+        """Return True if the store shows that another rank has failed, which gloo does not report to waiting ranks."""
         if self.comm.world == 1 or self.comm.backend == "fake":
             return False
-        # A store that is gone is the business of whoever waits for it.
+        # Errors of the store are ignored here; a thread that needs the store's answer raises them itself.
         with contextlib.suppress(RuntimeError, TimeoutError):
             return self.board.some_rank_failed(self._code)
         return False
 
     def _ask_around(self, account: RankStatus) -> dict[int, RankStatus]:
+        """Write this rank's status to the store, and collect the other ranks' statuses for about two seconds."""
         try:
             self.board.lose(self._code, account)
         finally:
             if account.failure:
-                # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own
-                # waits end with their time or the connection.
+                # Ranks that wait for the device check the store periodically, but ranks in a gloo exchange do not.
+                # Their wait ends only at its timeout or when the connection is closed.
                 self.comm.hang_up(hops=self.at_once)
         rank, world = self.comm.rank, self.comm.world
-        # Many ranks ask one store: the more there are, the less often, and not all at once. See
-        # [Note: accounts in the store].
+        # Many ranks send requests to one store. With more ranks the requests are rarer and spread over time. See [Note:
+        # accounts in the store].
         late = rank / world if world > _FEW else 0.0
         until = time.monotonic() + _GRACE + late
         pause = 0.05 * max(world / _FEW, 1.0) ** 1.5 + late
         accounts: dict[int, RankStatus] | None = None
-        # Others run into the same failure at nearly the same time, and the message is better with what they say.
+        # Other ranks notice the same failure at nearly the same time, and their statuses make the message better.
         while (left := until - time.monotonic()) > 0 and (accounts is None or len(accounts) < world):
             time.sleep(min(pause, left))
             pause *= 2
             try:
                 accounts = self.board.accounts(self._code)
             except (RuntimeError, TimeoutError):
-                if accounts is None:  # what was heard before is worth telling
+                if accounts is None:  # statuses from an earlier request are still useful
                     raise
         return {**(accounts or {}), rank: account}
 
 
 def _in_a_line(error: BaseException) -> str:
-    """The type and first line of an exception, whose text may itself raise one."""
+    """Return the type and the first line of an exception; only the type if converting the exception to text fails."""
     with contextlib.suppress(Exception):
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return type(error).__name__
 
 
-# A thread that looks at this rank's waiting.
+# A thread that watches this rank's waits.
 
-_LOOKS_WHILE_WAITING = 4  # before waiting is long
-_LATER = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
+_LOOKS_WHILE_WAITING = 4  # number of checks until a wait is long
+# Seconds, at most, after a status was written until the other statuses are read: other ranks may begin to wait a little
+# later.
+_LATER = 1.0
 
 
 class Watch:
-    """Watches one rank's waiting in one engine.
+    """A thread that watches this rank's waits in one engine, warns of long waits, and checks for failed ranks.
 
     Args:
-        board: with the statuses of the engine's ranks.
-        engine: its code there.
+        board: statuses of the engine's ranks.
+        engine: code of the engine on the board.
         rank: this rank in the engine's group.
-        world: how many there are.
-        after: seconds, or None never to say anything.
-        when_failed: called on the watching thread while this rank waits for others, one of which has failed.
-        alone: there is nobody to wait for.
+        world: number of ranks.
+        after: seconds of a wait until the warning; None for no warning.
+        when_failed: function called on the watching thread if this rank waits and another rank has failed.
+        alone: True if this rank never waits for other ranks; then nothing is watched.
     """
 
     def __init__(
@@ -519,20 +609,24 @@ class Watch:
         self._when_failed = when_failed
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
-        self._asked = 0.0  # when it was last asked whether a rank has failed
+        self._asked = 0.0  # time of the last check for failed ranks
         self._patrol = Patrol("watch", self.look, self.end)
 
     @contextlib.contextmanager
     def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:
-        """Inside, this rank may wait for others; ``account`` says where."""
+        """Watch the body, in which this rank may wait for other ranks.
+
+        Args:
+            account: function that returns this rank's status; called only if the wait becomes long.
+        """
         if self._after is None:
             yield
             return
-        # At the first wait: a rank that never waits for others needs no thread.
+        # The thread is started at the first wait: a rank that never waits for other ranks needs no thread.
         if not self._patrol.started:
             self._patrol.start(min(self._after / _LOOKS_WHILE_WAITING, status.PERIOD))
-        # Waits nest, as an exchange does inside a call of the user. The other thread reads ``_current`` without a
-        # lock: one reference replaces another.
+        # Waits can be nested, for example an exchange inside a user's call. The watching thread reads ``_current``
+        # without a lock, because assigning a reference is atomic.
         before = self._current
         wait = _Wait(account, time.monotonic())
         self._current = wait
@@ -544,18 +638,18 @@ class Watch:
                 self._board.post_waiting(self._engine, None)
 
     def end(self) -> None:
-        """Write a status that has not been written yet, as the program ends; on the watching thread."""
-        # Without a limit: Python does not start threads any more by then.
+        """Write a pending status at the end of the program; called on the watching thread."""
+        # There is no time limit, because a limit needs a new thread, and Python starts no threads at this point.
         self._board.write_status(limit=False)
 
     def close(self) -> None:
-        """Stop watching."""
+        """End the watching thread."""
         self._after = None
         self._patrol.stopped.set()
 
     def look(self) -> None:
-        """Speak if the wait of this moment has become long; on the watching thread."""
-        # Read once: the main thread may begin or end a wait at any moment.
+        """Check the present wait, and log a warning if the wait is long; called on the watching thread."""
+        # Read ``_current`` only once, because the main thread may change it at any moment.
         wait = self._current
         now = time.monotonic()
         self._board.tell_stop()
@@ -569,31 +663,33 @@ class Watch:
                     self._when_failed()
         if wait.told or waited < self._after:
             return
-        # Before the account goes out, so that a wait that ends meanwhile withdraws it.
+        # ``told`` is set before the status is written, so that a wait that ends meanwhile withdraws the status.
         wait.told = True
         account = wait.account()
         try:
             self._board.post_waiting(self._engine, account)
-            # On the event and not in sleep, so that the end of the program need not wait for this.
+            # Wait on the event and not by sleep(), so that the end of the program does not wait for this thread.
             self._patrol.stopped.wait(min(_LATER, self._after / _LOOKS_WHILE_WAITING))
             words = self._words({**self._board.accounts(self._engine), self._rank: account})
         except (RuntimeError, TimeoutError) as error:
             words = (
-                f"rank {self._rank} has been waiting for {self._after:g} s, {account}; the others cannot be asked, "
-                f"since the job's store, which rank 0 keeps, or the launcher, does not answer ({error})"
+                f"rank {self._rank} has been waiting for {self._after:g} s, {account}; the statuses of other ranks are "
+                f"missing because the job's store, in rank 0's process or the launcher's, does not answer ({error})"
             )
         if self._current is wait:
             _log.warning("%s", words)
         else:
-            # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
+            # The wait has ended meanwhile, perhaps before the status was written, so the status must be withdrawn
+            # again.
             self._board.post_waiting(self._engine, None)
 
     def _words(self, accounts: dict[int, RankStatus]) -> str:
+        """Return the text of the warning: the status of each rank and the likely cause."""
         said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})
         others = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}" for text, ranks in said.items()]
         silent = [rank for rank in range(self._world) if rank not in accounts]
         if silent:
-            others.append(f"{name_ranks(silent)} {'waits' if len(silent) == 1 else 'wait'} for nobody")
+            others.append(f"{name_ranks(silent)} {'is' if len(silent) == 1 else 'are'} not waiting for other ranks")
         return (
             f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
             f"Perhaps {likely_cause(accounts, self._world)}"
@@ -602,7 +698,13 @@ class Watch:
 
 @dataclass(eq=False)
 class _Wait:
-    """One wait of the rank's main thread."""
+    """One wait of the rank's main thread.
+
+    Attributes:
+        account: function that returns this rank's status.
+        start: time.monotonic() at the beginning of the wait.
+        told: True once the status has been written to the store.
+    """
 
     account: Callable[[], RankStatus]
     start: float

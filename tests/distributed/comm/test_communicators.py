@@ -172,7 +172,9 @@ def lost_together() -> list[str]:
 def test_a_loss_reaches_every_engine_that_shares() -> None:
     errors, _ = run_ranks(2, over, lost_together, init=False)
     assert "rank 1 does not wait for others" in errors[0]
-    assert errors[1].startswith("another model of this process has lost its ranks, and shares process groups with this")
+    assert errors[1].startswith(
+        "another model of this process has lost the other ranks, and shares process groups with this"
+    )
     assert "rank 1 does not wait for others" in errors[1]
 
 

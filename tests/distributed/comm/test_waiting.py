@@ -54,7 +54,10 @@ def test_a_rank_that_waits_says_so_once() -> None:
     assert len(said) == 2 and silent == [] and seconds < 10, said  # once for each of two waits
     for message in said:
         assert message.startswith("rank 0 has been waiting for 0.4 s, ")
-        assert "in a forward with gradients; rank 1 waits for nobody. Perhaps rank 1 does not wait" in message
+        assert (
+            "in a forward with gradients; rank 1 is not waiting for other ranks. Perhaps rank 1 does not wait"
+            in message
+        )
 
 
 def test_a_wait_that_is_short_or_unwatched_is_not_told() -> None:
