@@ -1,8 +1,8 @@
-"""Work that all ranks do together before there is an engine: any of them may fail, and then all of them raise.
+"""Work that all ranks do together before there is an engine. If the work fails on one rank, all ranks raise an error.
 
-`run_on_all_ranks` runs local work on every rank, and raises on all of them if it fails on any. `exchange` tells every
-rank what each has to say. `BuildComm` moves tensors while a model is built, before there are comm streams and a ledger
-for that.
+`run_on_all_ranks` runs local work on every rank and raises on all ranks if the work fails on any rank. `exchange`
+gathers one value from every rank. `BuildComm` moves tensors between ranks while a model is built, before comm streams
+and a ledger exist.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from zeropp.comm.timers import warn_of_waiting
 __all__ = ["PATIENCE", "BuildComm", "Failure", "exchange", "naming_absence", "run_on_all_ranks"]
 
 _T = TypeVar("_T")
-_SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
-_LETTING_GO = 1.0  # seconds to wait for threads that have nothing left to do
+_SILENCE = 30.0  # seconds of waiting until a warning, where ``warn_after`` is not known yet
+_LETTING_GO = 1.0  # seconds to wait until gloo's threads have released tensors
 
 PATIENCE = 600.0
-"""Seconds to wait for other ranks where no configuration has been read: the default of ``hang_timeout``."""
+"""Seconds to wait for other ranks if no configuration has been read yet; the default of ``hang_timeout``."""
 
 
 def run_on_all_ranks(
@@ -54,22 +54,27 @@ def run_on_all_ranks(
     same: bool = False,
     patience: Callable[[_T], float] = lambda result: PATIENCE,
 ) -> _T:
-    """Do local work that may fail, and fail on every rank if it failed on any.
+    """Run local work that may fail on every rank, and raise on every rank if the work fails on any rank.
 
     Args:
-        group: ranks that do the work.
-        what: for the message.
-        work: local; its result must have a telling repr if ``same``.
-        same: every rank must come to the same result.
-        patience: seconds to wait for other ranks, by this rank's result.
+        group: ranks that do the work, as a process group, a one-dimensional mesh, or None for the world.
+        what: description of the work for error messages.
+        work: local function. If ``same``, the repr of its result must show everything that must be equal.
+        same: True if every rank must get the same result.
+        patience: function that returns the seconds to wait for other ranks, from this rank's result.
+
+    Returns:
+        This rank's result.
 
     Raises:
-        Exception: this rank's own error, as it was.
-        RuntimeError: another rank failed; with its rank and message. Or it has not come, or ended.
-        ValueError: results differ.
+        Exception: the error of ``work`` on this rank, unchanged.
+        RuntimeError: the work failed on another rank (the message has its rank and error), or another rank did not
+            arrive or has ended.
+        ValueError: ``same`` is set and the results differ.
     """
     result: _T | None = None
-    # Kept until every rank has been told. Raised at once, it would leave the others waiting for this rank.
+    # The error is kept until every rank has received it. If it were raised at once, the other ranks would wait for this
+    # rank.
     error: Exception | None = None
     seconds = PATIENCE
     try:
@@ -79,14 +84,14 @@ def run_on_all_ranks(
         error = caught
     late = f"waiting at {what} for {_SILENCE:g} s; some rank has not come; it is collective: every rank calls it"
     with warn_of_waiting(_SILENCE, f"rank {whereabouts()[0]} has been {late}"):
-        # Exceptions travel as text: not every one can be pickled. Of results a digest does: those that name all ranks
-        # are long, and every rank would receive as many of them as there are ranks.
+        # Errors are sent as text, because some exceptions cannot be pickled. Results are sent as digests: results that
+        # name all ranks are long, and every rank would receive one from each rank.
         told = repr(result) if same else ""
         account = (error and f"{type(error).__name__}: {error}", hashlib.sha256(told.encode()).digest())
         try:
             accounts = exchange(group, account, what, seconds)
         except RuntimeError as absence:
-            # Its own error says more than that others, told or not, have gone.
+            # This rank's own error is more informative than the error that other ranks are gone.
             raise (absence if error is None else error) from absence.__cause__
     if error is not None:
         raise error
@@ -104,31 +109,39 @@ def run_on_all_ranks(
 
 
 def exchange(group: Group, account: _T, what: str, seconds: float) -> list[_T]:
-    """Everyone's account, over the group the user gave; over the world, if what was given is none.
+    """Gather a picklable value from every rank of the user's group.
+
+    If ``group`` is of a wrong type, the world is used. If torch.distributed is not initialised, or this rank is not a
+    member of the group, the result has this rank's value only.
 
     Args:
-        group: as given.
-        account: of this rank, picklable.
-        what: ranks do together, for the error.
-        seconds: to wait for the others.
+        group: process group, one-dimensional mesh, or None for the world.
+        account: this rank's value.
+        what: description of the common work for error messages.
+        seconds: seconds to wait for the other ranks.
+
+    Returns:
+        The values of all ranks, in the order of the group.
 
     Raises:
-        RuntimeError: some rank has not come, or ended, or failed; or ranks are at different calls. On all alike.
+        RuntimeError: a rank did not arrive, has ended or has failed, or the ranks are at different calls. All ranks
+            raise this error.
     """
     if not dist.is_initialized():
         return [account]
     try:
         process_group = to_process_group(group)
     except TypeError:
-        # This rank is about to fail over what it was given. The others may have given None, and wait in the world.
+        # This rank will soon fail because of the wrong argument. Other ranks may have passed None and wait in the world
+        # group, so exchange there.
         process_group = world_group()
     except ValueError:
-        # Nobody waits for a rank that is no member.
+        # No rank waits for a rank that is not a member.
         return [account]
     size = dist.get_world_size(process_group)
     if size <= 1 or is_fake(process_group):
         return [account]
-    # The user's own timeout, where it is shorter.
+    # The timeout that the user has set for the group applies if it is shorter.
     chosen = chosen_timeout(process_group, HOST)
     with naming_absence(what):
         limit = seconds if chosen is None else min(seconds, chosen)
@@ -140,13 +153,25 @@ def exchange(group: Group, account: _T, what: str, seconds: float) -> list[_T]:
 
 @dataclass(frozen=True)
 class Failure:
-    """The words of a rank that has failed, which it says in place of an account, wherever the others are."""
+    """An error text that a failed rank sends in :func:`exchange` in place of its value.
+
+    The other ranks raise an error with this text, even if they are at another call.
+
+    Attributes:
+        text: text of the error.
+    """
 
     text: str
 
 
 def _refuse_apart(rows: Sequence[tuple[str, object]], ranks: Sequence[int], what: str) -> None:
-    """Refuse accounts of ranks that have failed, or that are about something else."""
+    """Raise an error if a rank has sent a `Failure`, or if ranks are at different calls.
+
+    Args:
+        rows: (description of the call, value) of each rank.
+        ranks: global rank of each row.
+        what: description of this rank's call.
+    """
     for rank, (_, account) in zip(ranks, rows, strict=True):
         if isinstance(account, Failure):
             raise RuntimeError(f"{what} failed on rank {rank}: {account.text}")
@@ -160,7 +185,14 @@ def _refuse_apart(rows: Sequence[tuple[str, object]], ranks: Sequence[int], what
 
 @contextlib.contextmanager
 def naming_absence(what: str) -> Iterator[None]:
-    """An error of a backend, inside, means that some rank is not there; say so, and for what it was wanted."""
+    """Turn a backend's error in the body into an error that says that some rank is missing.
+
+    Args:
+        what: description of the body for the error message.
+
+    Raises:
+        RuntimeError: a collective in the body timed out or lost a connection.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -175,22 +207,25 @@ def naming_absence(what: str) -> Iterator[None]:
 
 
 class BuildComm:
-    """Collectives of a group, one at a time, each with a limit. Making one is collective.
+    """Blocking collectives of a group, each with a time limit, for building a model. Creating one is collective.
 
     Attributes:
-        rank: of this process in the group.
-        world: ranks in it.
-        ranks: the global rank of each.
-        device: where what is sent and received lies.
+        rank: this process's rank in the group.
+        world: number of ranks in the group.
+        ranks: global rank of each member.
+        device: device of the tensors that are sent and received.
     """
 
     def __init__(self, group: Group, device: torch.device, seconds: float) -> None:
-        """Connect.
+        """Connect the ranks.
 
         Args:
-            group: as users give it.
-            device: to send from, if the group can send from there; else the host's memory.
-            seconds: to wait for other ranks.
+            group: process group, one-dimensional mesh, or None for the world.
+            device: device to send from, if the group can send from there; otherwise tensors are sent from host memory.
+            seconds: time limit for each collective.
+
+        Raises:
+            ValueError: this rank is not a member of the group.
         """
         self.world = group_size(group)
         self.rank = 0
@@ -205,25 +240,30 @@ class BuildComm:
         if (rank := dist.get_rank()) not in self.ranks:
             raise ValueError(f"the process group has ranks {list(self.ranks)}, and this is rank {rank}")
         self.rank = self.ranks.index(rank)
-        # gloo neither scatters nor gathers from a card.
+        # gloo can neither scatter nor gather tensors on a card.
         direct = device.type != "cpu" and backends(given).get(device.type) not in (None, "gloo")
         self.device = device if direct else HOST
         self._process_group = given if direct else host_group(given, seconds)
 
     def exchange(self, account: _T, doing: str) -> list[_T]:
-        """The picklable accounts of all ranks, in the order of the group; see :func:`exchange`."""
+        """Gather a picklable value from every rank, in the order of the group; see :func:`exchange`.
+
+        Args:
+            account: this rank's value.
+            doing: description for error messages.
+        """
         late = f"waiting at {doing} for {_SILENCE:g} s; some rank has not come to it"
         with warn_of_waiting(_SILENCE, f"rank {self.ranks[self.rank]} has been {late}"):
             return exchange(self._group, account, doing, self._seconds)
 
     def scatter(self, own: Tensor, rows: list[Tensor] | None, source: int, doing: str) -> None:
-        """Each rank gets its row.
+        """Send one row from the source to each rank.
 
         Args:
-            own: uint8 [n] on :attr:`device`, filled.
-            rows: on the source one for each rank, uint8 [n]; None elsewhere.
-            source: whose rows they are, counted in the group.
-            doing: for errors.
+            own: uint8 [n] on :attr:`device`; receives this rank's row.
+            rows: on the source one uint8 [n] for each rank; None on other ranks.
+            source: rank in the group that sends the rows.
+            doing: description for error messages.
         """
         if rows is not None and self.world == 1:
             own.copy_(rows[0])
@@ -233,28 +273,42 @@ class BuildComm:
             self._wait(work)
 
     def broadcast(self, row: Tensor, source: int, doing: str) -> None:
-        """Every rank gets the source's uint8 [n], in place."""
+        """Copy a row from one rank to all ranks, in place.
+
+        Args:
+            row: uint8 [n] on :attr:`device`.
+            source: rank in the group that sends its row.
+            doing: description for error messages.
+        """
         if self.world == 1:
             return
         with naming_absence(doing):
             self._wait(dist.broadcast(row, self.ranks[source], self._process_group, async_op=True))
 
     def all_gather(self, out: Tensor, own: Tensor, doing: str) -> None:
-        """Rows of all ranks, uint8 [world * n], from this rank's uint8 [n]."""
+        """Gather the rows of all ranks.
+
+        Args:
+            out: uint8 [world * n] on :attr:`device`; receives the rows.
+            own: uint8 [n] on :attr:`device`; this rank's row.
+            doing: description for error messages.
+        """
         if self.world == 1:
             out.copy_(own)
             return
         uses = storage_uses(out)
         with naming_absence(doing):
             self._wait(all_gather_single(out, own, group=self._process_group, async_op=True))
-        # A thread of gloo lets go of the tensors a little later, when it gets the interpreter's lock. Until then they
-        # seem to be aliased, and would stay whole for that: see [Note: building in pieces].
+        # A gloo thread releases its references to the tensors a little later, when it gets the interpreter's lock.
+        # Until then the tensors' storages seem to be aliased, and aliased parameters would not be sharded: see [Note:
+        # building in pieces].
         until = time.monotonic() + _LETTING_GO
         while self.device == HOST and storage_uses(out) > uses and time.monotonic() < until:
             time.sleep(1e-4)
 
     def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None  # None is for those who are not in the group
+        """Wait for a collective with the time limit, and raise its error as a `CollectiveError`."""
+        assert work is not None  # torch returns None only on ranks that are not in the group
         try:
             work.wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
