@@ -94,7 +94,7 @@ class Agreement:
         # meanwhile.
         self.at_once = not alone and not overlap
         self.stalls = make_stalls(device, comm.ledger.add_wait)
-        # After ``lost`` is set, nothing is waited for any more.
+        # After ``lost`` is set, this rank waits for no other rank and for no device.
         self.lost: str | None = None
         self.where = ""
         self.beyond = ""
@@ -244,9 +244,9 @@ class Agreement:
             self._lose(RankStatus(f"waiting for {waited_for}", where=self.where), waited=waited, log=True)
 
     def step_under_way(self, events: list[Event]) -> None:
-        """Record the events of the last step on the host, which is finished when all events have happened."""
-        # The events of the previous step may be dropped. That step has finished, because otherwise its gradients would
-        # have been overwritten.
+        """Record the events of the last step on the host. The step is finished when all events have happened."""
+        # The previous step's events can be dropped. Backward has waited for them, because it overwrites the gradients
+        # that the host's step reads.
         self._under_way = events
 
     @contextlib.contextmanager
@@ -545,8 +545,8 @@ class Agreement:
                 # Their wait ends only at its timeout or when the connection is closed.
                 self.comm.hang_up(hops=self.at_once)
         rank, world = self.comm.rank, self.comm.world
-        # Many ranks send requests to one store. With more ranks the requests are rarer and spread over time. See [Note:
-        # accounts in the store].
+        # Many ranks send requests to one store. With more ranks the requests are rarer and spread over time: see
+        # [Note: accounts in the store].
         late = rank / world if world > _FEW else 0.0
         until = time.monotonic() + _GRACE + late
         pause = 0.05 * max(world / _FEW, 1.0) ** 1.5 + late

@@ -300,8 +300,8 @@ class BuildComm:
         with naming_absence(doing):
             self._wait(all_gather_single(out, own, group=self._process_group, async_op=True))
         # A gloo thread releases its references to the tensors a little later, when it gets the interpreter's lock.
-        # Until then the tensors' storages seem to be aliased, and aliased parameters would not be sharded: see [Note:
-        # building in pieces].
+        # Until then the tensors' storages seem to be aliased, and aliased parameters would not be sharded: see
+        # [Note: building in pieces].
         until = time.monotonic() + _LETTING_GO
         while self.device == HOST and storage_uses(out) > uses and time.monotonic() < until:
             time.sleep(1e-4)

@@ -406,7 +406,7 @@ class Hop:
 
 
 class Groups(Protocol):
-    """The object that provides the process groups of hops: `Comm`, or a stand-in that makes no groups."""
+    """The interface of objects that provide hops and their process groups, such as `Comm`."""
 
     @property
     def world(self) -> int:

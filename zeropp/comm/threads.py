@@ -142,8 +142,8 @@ class Threads:
 
 
 def _stop(stop: Callable[[], object], made_in: int) -> None:
-    # In a forked child ``stop`` could block for ever on a lock that a thread of the parent held at the fork. See [Note:
-    # forked children].
+    # In a forked child ``stop`` could block for ever on a lock that a thread of the parent held at the fork. See
+    # [Note: forked children].
     if made_in == PROCESS.forks:
         stop()
 

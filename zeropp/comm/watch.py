@@ -260,8 +260,8 @@ class StatusBoard:
         self._said_waits = _Lines(f"{self._name}/waits", rank, len(ranks))
         self._stored: dict[str, str] = {}  # texts that this rank has written to the store, by key
         self._writing = threading.Lock()
-        # Statuses of other ranks.
-        # Number of lines when the list was last read, and the ends that were read, by rank and engine.
+        # Ends of other ranks' work: the number of lines in the list when it was last read, and the ends by rank and
+        # engine.
         self._heard: tuple[int, dict[int, dict[str, _End]]] = (0, {})
         # For each engine of a waiting caller: {(rank, engine, place): time when this stop was first read}.
         self._suspected: dict[str, dict[tuple[int, str, str], float]] = {}
@@ -312,7 +312,8 @@ class StatusBoard:
     def go_on(self, engine: str) -> None:
         """Record that this rank begins something with other ranks in an engine.
 
-        This withdraws this rank's stop in that engine. Its stops in other engines are no longer idle.
+        This withdraws this rank's stop in that engine. Its stops in other engines then matter only to ranks that wait
+        in those engines.
 
         Args:
             engine: code of the engine.
@@ -407,7 +408,7 @@ class StatusBoard:
         return within(_ANSWER, partial(self._find_accounts, engine), "reading the accounts of ranks")
 
     def _end(self, engine: str, end: _End) -> None:
-        """Record the end of this rank's work in an engine. Earlier ends in other engines are no longer idle."""
+        """Record the end of this rank's work in an engine, and mark its ends in other engines as no longer idle."""
         others = {other: replace(each, idle=False) for other, each in self.ends.items()}
         self.ends = {**others, engine: end}
 
@@ -504,8 +505,8 @@ class StatusBoard:
             found[rank] = waits.get(engine) or next(iter(waits.values()))
         for rank, ends in self._read_ends(store).items():
             other = engine if engine in ends else next((each for each, end in ends.items() if end.idle), None)
-            # A stop or loss that this rank shares explains nothing, unless the other rank has lost the very engine of
-            # the wait.
+            # A stop or loss that this rank shares explains nothing, unless the other rank has lost the engine in which
+            # this rank waits.
             if other is not None and (
                 (other == engine and ends[other].lost) or not self._has_ended(other, ends[other])
             ):
@@ -533,7 +534,7 @@ class StatusBoard:
         return found
 
     def _read_ends(self, store: dist.Store) -> dict[int, dict[str, _End]]:
-        """Read the ends of all ranks from the store, by rank and engine."""
+        """Read from the store, for all ranks, the ends of their work in each engine (exceptions, losses and closes)."""
         ends: dict[int, dict[str, _End]] = {}
         for rank, words in self._said_ends.read_lines(store).items():
             for marks, engine, place, key in (word.split(":") for word in words):
