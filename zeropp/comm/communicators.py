@@ -228,7 +228,7 @@ def obtain(key: Key, user: object, held: Mapping[int, Mapping[str, bool]], name:
     Args:
         key: properties that the communicator must have.
         user: the `Comm` object of the engine.
-        held: result of :func:`held_here` on each global rank, read after the last call of :func:`destroy_unused`.
+        held: result of :func:`held_here` on each global rank, read while the present model is wrapped.
         name: name for a new process group, never used before in this job.
     """
     found = None
