@@ -1,5 +1,5 @@
-"""The wrapper that users hold: a torch optimizer on this rank's slices.
+"""``ZeroOptimizer``, the class that users create: it steps this rank's slices with a torch optimizer.
 
-Knows the engine, torch's optimizers, and which hops and codecs paths have; not what those do.
-Start with `wrapper`, then `sharded_params`; `step_sync` is the one sum by which ranks agree on a step.
+This package uses the engine and torch's optimizers. It reads which hops and codecs a path has, but runs none of them.
+Start with `wrapper`, then read `sharded_params`. `step_sync` holds the step sync, by which all ranks agree on a step.
 """

@@ -1,7 +1,7 @@
-"""Checks of an optimizer that is to be wrapped, and stand-ins for its methods afterwards.
+"""Checks of an optimizer before ``ZeroOptimizer`` wraps it, and substitutes for the wrapped optimizer's methods.
 
-An optimizer may step slices of parameters if it treats every element alike: known classes are told by their names, and
-others by trial steps of a :class:`Twin`.
+An optimizer can step slices of parameters only if its step is elementwise. Known classes are accepted or refused by
+name. Unknown classes are tested by trial steps of a :class:`Twin`.
 """
 
 from __future__ import annotations
@@ -51,23 +51,29 @@ _T = TypeVar("_T")
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> None:
-    """Refuse what cannot be wrapped.
+    """Raise if ``ZeroOptimizer`` cannot wrap this optimizer and model.
+
+    Args:
+        optimizer: plain torch optimizer over parameters of ``model``.
+        model: model whose parameters the optimizer steps.
+        config: loaded configuration.
 
     Raises:
-        TypeError: no optimizer, or no model.
-        ValueError: foreign parameters, already wrapped, or not with this configuration.
+        TypeError: ``optimizer`` is no torch optimizer, or ``model`` is no ``nn.Module``.
+        ValueError: the optimizer is already wrapped, has a parameter that is not the model's, has a state or setting on
+            the meta device, has states of one rank's slices, or cannot keep its states in the configured dtype.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    # By its attributes: the class cannot be imported here, since its module imports this one.
+    # Recognize a ZeroOptimizer by its attributes. Importing the class here would be circular.
     if hasattr(optimizer, "engine") and hasattr(optimizer, "inner"):
         raise ValueError("the optimizer is a ZeroOptimizer already; give it the plain torch optimizer")
     own = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            # By identity: two models of one class have parameters of the same names and shapes.
+            # Compare by identity, because two models of one class have parameters of the same names and shapes.
             if id(parameter) not in own:
                 raise ValueError(
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
@@ -88,14 +94,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> N
 
 
 def check_scale(gradient_scale: object) -> None:
-    """Refuse a factor on gradients that is no number.
+    """Raise if the user's factor on gradients is not a finite number.
+
+    Args:
+        gradient_scale: the argument of ``ZeroOptimizer``; None selects the configured mean or sum.
 
     Raises:
-        TypeError, ValueError: with what was given.
+        TypeError: the factor is neither a number nor None.
+        ValueError: the factor is infinite or NaN.
     """
     if gradient_scale is None:
         return
-    # True is an int, and would be taken for a factor of 1.
+    # Refuse bool first: True is an int, and would pass as a factor of 1.
     if isinstance(gradient_scale, bool) or not isinstance(gradient_scale, (int, float)):
         raise TypeError(f"gradient_scale is {gradient_scale!r}; expected a number, or None for the configured mean")
     if not math.isfinite(gradient_scale):
@@ -103,12 +113,12 @@ def check_scale(gradient_scale: object) -> None:
 
 
 def _check_states(optimizer: Optimizer, config: Config) -> None:
-    """Refuse states in float16 of an optimizer that divides by them.
+    """Raise if float16 states are configured for an optimizer that divides by second moments.
 
     Raises:
-        ValueError: the configuration asks for them.
+        ValueError: ``fp16_master_weights_and_grads`` is set and the optimizer has an ``eps``.
     """
-    # Whoever divides by a moment has an eps beside it.
+    # Optimizers that divide by a second moment have an eps setting.
     if config.fp16.fp16_master_weights_and_grads and any("eps" in group for group in optimizer.param_groups):
         raise ValueError(
             f"fp16_master_weights_and_grads has {type(optimizer).__name__} keep its states in float16. It divides by "
@@ -118,10 +128,10 @@ def _check_states(optimizer: Optimizer, config: Config) -> None:
 
 
 def _check_shapes(optimizer: Optimizer) -> None:
-    """Refuse states of one value an element that have not the shape of their parameter: they are a rank's slices.
+    """Raise if an elementwise state does not have its parameter's shape, because the state is of one rank's slice.
 
     Raises:
-        ValueError: some are; with what to do.
+        ValueError: a state has another shape; the message says how to load the states of slices.
     """
     of_elements: set[str] | None = None
     for index, group in enumerate(optimizer.param_groups):
@@ -129,7 +139,8 @@ def _check_shapes(optimizer: Optimizer) -> None:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor) or key == "step" or value.shape in ((), parameter.shape):
                     continue
-                # Asked only now, since it takes a trial step: a table of codes, say, may have any shape.
+                # Run the trial step only for a state of another shape. States that are not elementwise, such as a table
+                # of codes, may have any shape.
                 of_elements = _states_of_elements(optimizer) if of_elements is None else of_elements
                 if key in of_elements:
                     raise ValueError(
@@ -141,41 +152,50 @@ def _check_shapes(optimizer: Optimizer) -> None:
 
 
 def _states_of_elements(optimizer: Optimizer) -> set[str]:
-    """Names of states that have the shape of their parameter, by a trial step on a vector; none if it fails."""
+    """Return the names of the states with one value per element, found by a trial step; empty if the step fails."""
     states = trial_states(optimizer, optimizer.param_groups[0], torch.float32)
     return {name for name, value in states.items() if value.shape == (_TRIED,)}
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Lines that must be the same on every rank: the class, and each group's parameters and plain settings."""
-    # By name: parameters in another order would be cut for other groups, and nothing later would show it.
+    """Return lines that must be the same on every rank.
+
+    The lines have the optimizer's class, and for each group its parameter names, its plain settings, and the names of
+    the parameters that have states.
+
+    Args:
+        optimizer: optimizer that is to be wrapped.
+        model: model that the optimizer's parameters belong to.
+    """
+    # Compare names, because parameters in another order would be cut into slices for other groups, and no later check
+    # would notice.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
         lines.append(f"group {index} of {[names[id(p)] for p in group['params']]} with {plain_settings(group)}")
-        # A slice lies on several ranks, and all of them step it from the same state.
+        # Ranks that step slices of one parameter, or replicas of one slice, must start from the same state.
         lines.append(f"states of {[names[id(p)] for p in group['params'] if optimizer.state.get(p)]}")
     return lines
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, object]:
-    """A group's settings in a form that ranks can compare."""
+    """Return a parameter group's settings, without its parameters, in a form that ranks can compare."""
     return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 
 def _plain(value: object) -> object:
-    """A setting in a form that ranks can compare: numbers and text, in tensors and sequences too; else its type."""
+    """Return a setting in a comparable form: numbers, text, lists of both, or the name of any other type."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    # Other objects by their type: what repr says of them, an address perhaps, may differ between ranks.
+    # Objects of other types are compared by type name: their repr may contain an address, which differs between ranks.
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
 # The check that an optimizer may step slices.
 
-_TRIED = 64  # elements of the parameter of a trial step
+_TRIED = 64  # number of elements of the parameter that a trial step updates
 
 
 _ELEMENTWISE = frozenset(
@@ -202,13 +222,16 @@ _WHOLE_MATRIX = {
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose step on slices differs from their step on whole parameters.
+    """Raise if the optimizer's step on slices differs from its step on whole parameters.
 
-    Known names are decided by name. An unknown optimizer is tried out: steps on a matrix must equal, bit for bit,
-    steps on two slices of it.
+    Known classes are decided by name. An unknown optimizer takes trial steps: steps on an 8 x 8 matrix must equal steps
+    on two halves of that matrix, bit for bit.
+
+    Args:
+        optimizer: optimizer that is to be wrapped; it is not changed.
 
     Raises:
-        TypeError: the optimizer needs whole matrices, or failed the trial; with the reason.
+        TypeError: the optimizer is not elementwise, or its trial step failed; the message gives the reason.
     """
     if reason := reason_for_whole(type(optimizer)):
         raise TypeError(
@@ -232,37 +255,41 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def reason_for_whole(kind: type[Optimizer]) -> str:
-    """A clause that says why a known class cannot step slices of parameters; empty for every other class."""
-    # Classes that are derived from one of these work on whole matrices as well.
+    """Return a clause that says why a known class cannot step slices; an empty string for all other classes.
+
+    Args:
+        kind: class of the optimizer.
+    """
+    # Subclasses of these classes also work on whole matrices, so look through all base classes.
     return next((_WHOLE_MATRIX[cls.__name__] for cls in kind.__mro__ if cls.__name__ in _WHOLE_MATRIX), "")
 
 
 def treats_each_alone(optimizer: Optimizer) -> bool:
-    """Tell whether this is one of torch's own whose step on some parameters does not depend on the others."""
+    """Return True if this is a known elementwise optimizer of torch.optim, which steps each parameter by itself."""
     return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 
 
 def _steps_alike(optimizer: Optimizer) -> bool:
-    # The same numbers on every rank: all accept the optimizer, or none.
+    # A fixed seed gives every rank the same numbers, so all ranks accept the optimizer or all refuse it.
     generator = torch.Generator().manual_seed(20)
     values, gradient = torch.randn(2, 64, generator=generator, device="cpu").unbind()
-    # So that anything scaled by a norm shows.
+    # Make one half much larger, so that scaling by a norm shows in the result.
     gradient[32:] *= 100
-    # As a matrix: some optimizers treat vectors alike and matrices in their own way.
+    # Use a matrix as the whole parameter, because some optimizers treat vectors elementwise but matrices as a whole.
     whole = _trial(optimizer, [values.view(8, 8)], [gradient.view(8, 8)])
     halves = _trial(optimizer, list(values.chunk(2)), list(gradient.chunk(2)))
     return torch.equal(whole, halves)
 
 
 def _trial(optimizer: Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Two steps of a twin of the optimizer, with its first group's settings."""
+    """Take two steps of a twin with the first group's settings, and return the new values as one vector."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     settings = dict(optimizer.param_groups[0])
     if not float(settings.get("lr", 1.0)):
-        # A warm-up that starts at 0 would hide everything.
+        # With a learning rate of 0, as at the start of a warm-up, no step would change anything.
         settings["lr"] = 1e-3
     twin = Twin(optimizer, settings, parameters)
-    # Momentum and the like show from the second step on.
+    # Take two steps, because momentum has an effect from the second step on.
     for _ in range(2):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
@@ -271,25 +298,28 @@ def _trial(optimizer: Optimizer, values: list[torch.Tensor], gradients: list[tor
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """States of one value an element that an optimizer keeps, in the dtype of what it steps: those after a trial step.
+    """Return the number of float32 states with one value per element that the optimizer keeps.
 
-    0 where it cannot step a small vector on the CPU: what is counted by it then is too low, and never too high.
+    The states are counted after a trial step. The count is 0 if the optimizer cannot step a small vector on the CPU, so
+    a memory estimate by this count may be too low but never too high.
     """
     states = trial_states(optimizer, optimizer.param_groups[0], torch.float32).values()
     return sum(value.numel() == _TRIED and value.dtype == torch.float32 for value in states)
 
 
 def trial_states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors that an optimizer makes as states of one parameter; none if it cannot step a small vector on the CPU.
+    """Return the tensors that the optimizer creates as states of one parameter, by their keys.
+
+    The parameter has 64 elements. The result is empty if the optimizer cannot step a small vector on the CPU.
 
     Args:
-        optimizer: stays as it is.
-        group: with the settings to step by.
-        dtype: of the parameter.
+        optimizer: optimizer whose class takes the trial step; it is not changed.
+        group: parameter group with the settings of the trial step.
+        dtype: dtype of the trial parameter.
     """
     parameter = nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
-    # Steps that a graph replays are taken on a card only.
+    # torch takes capturable steps on an accelerator only, and the trial parameter is on the CPU.
     twin = Twin(optimizer, {**group, **({"capturable": False} if "capturable" in group else {})}, [parameter])
     try:
         twin.step()
@@ -299,23 +329,25 @@ def trial_states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
 
 
 class Twin:
-    """A copy of an optimizer without states, for steps on other parameters that leave it as it is.
+    """A copy of an optimizer without its states, which can step other parameters without changing the original.
 
     Args:
-        optimizer: to copy.
-        settings: of the one group that the copy has; parameters in it are left out.
-        parameters: of that group.
+        optimizer: optimizer to copy.
+        settings: settings of the copy's only parameter group; ``params`` in it is ignored.
+        parameters: parameters of that group.
 
     Attributes:
-        state: of the copy.
+        state: states of the copy, by parameter.
     """
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        # copy.copy would leave out attributes that torch does not know: Optimizer pickles three of them.
+        # Copy __dict__ by hand: Optimizer.__getstate__ keeps three attributes, so copy.copy would drop those of a
+        # subclass.
         self._copy = twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
         for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
-            # The user's hooks are for real steps. Shared dicts: new ones for the twin, and the user's stay as they are.
+            # Give the twin empty hook dicts, since the user's hooks are for real steps. The originals are shared
+            # objects, so they must not be cleared.
             twin.__dict__[name] = OrderedDict()
         settings = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
         twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
@@ -323,31 +355,35 @@ class Twin:
         twin.state = self.state
         switch = getattr(twin, "train", None)
         if callable(switch):
-            # Schedule-free optimizers have two modes, and step in one.
+            # Schedule-free optimizers have two modes and can step in one only.
             switch()
 
     def step(self) -> None:
-        """Step on the gradients that the parameters have."""
-        # Past torch's wrapper, which runs hooks that are registered for all optimizers; and past what a scheduler has
-        # put into the object.
+        """Step the twin's parameters with their current ``.grad``."""
+        # Call the class's own step. torch's wrapper around it would run hooks that are registered for all optimizers,
+        # and a scheduler may have replaced ``step`` on the object.
         kind = type(self._copy)
         getattr(kind.step, "__wrapped__", kind.step)(self._copy)
 
 
-# Checks, and stand-ins for methods, after wrapping.
+# Checks after wrapping, and substitutes for methods of the wrapped optimizer.
 
 
 def refuse_unused(engine: Engine, stats: StepStats) -> None:
-    """Refuse a step in which a trained parameter had no gradient anywhere.
+    """Raise if a trained parameter had no gradient on any rank.
+
+    Args:
+        engine: engine of the model.
+        stats: statistics of the step, with the used mask of every unit.
 
     Raises:
-        UnusedParameterError: with its name; the same on every rank.
+        UnusedParameterError: some trained parameters are unused; the message names them and is the same on every rank.
     """
     unused = [
         name
         for unit in engine.units
         for name, trained, used in zip(
-            # In the order of Unit.trained and of the step's statistics: buffer by buffer.
+            # Unit.trained and stats.used list parameters buffer by buffer, so the names must be in that order, too.
             (n for buffer in unit.trainable_buffers for n in buffer.names),
             unit.trained,
             stats.used[unit.index],
@@ -364,11 +400,15 @@ def refuse_unused(engine: Engine, stats: StepStats) -> None:
 
 
 class UnusedParameterError(RuntimeError, AssertionError):
-    """Trained parameters had no gradient anywhere; DeepSpeed raises an AssertionError then."""
+    """Error for trained parameters without a gradient on any rank. DeepSpeed raises an AssertionError in this case."""
 
 
 def refusal_of_scaler(window: GradAccumulation) -> RuntimeError:
-    """The error of a ``GradScaler.step()`` before all gradients are shown on every rank."""
+    """Return the error for a ``GradScaler.step()`` while some gradients are not shown in the groups yet.
+
+    Args:
+        window: counter of micro-batches, for the numbers in the message.
+    """
     return RuntimeError(
         f"GradScaler.step() was called after {window.count} of gradient_accumulation_steps {window.steps} "
         "micro-batches, or after a backward inside no_sync(): some gradients wait for further ones, and GradScaler "
@@ -379,7 +419,7 @@ def refusal_of_scaler(window: GradAccumulation) -> RuntimeError:
 
 
 def refusal_of_early_unscale() -> RuntimeError:
-    """The error of a ``GradScaler.step()`` after ``unscale_()``, where that may have been called too early."""
+    """Return the error for a ``GradScaler.step()`` whose ``unscale_()`` may have come before the last backward."""
     return RuntimeError(
         "GradScaler.step() was called after unscale_(), and optimizer.param_groups was read before the last backward, "
         "as unscale_() does: if it was unscale_(), later gradients are still multiplied by the scale. Call unscale_() "
@@ -389,19 +429,22 @@ def refusal_of_early_unscale() -> RuntimeError:
 
 
 def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -> Callable[..., None]:
-    """Make a substitute for the wrapped optimizer's ``zero_grad``, which does not see gradients that are held.
+    """Return a substitute for the wrapped optimizer's ``zero_grad``.
+
+    The optimizer's own method would not clear gradients that the engine holds for a later reduction.
 
     Args:
-        optimizer: the wrapped one.
-        wrapper: calls that of the ZeroOptimizer; False if that does nothing now, None if it is gone or closed.
+        optimizer: the wrapped optimizer.
+        wrapper: function that calls ``ZeroOptimizer.zero_grad`` with ``set_to_none``. It returns True if gradients were
+            cleared, False if the call does nothing now, and None if the ZeroOptimizer is closed or garbage-collected.
     """
-    # The optimizer holds this function in its __dict__: a strong reference would be a circle.
+    # Refer to the optimizer weakly, because this function is stored in the optimizer's __dict__.
     ref = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         done = wrapper(set_to_none)
         target = ref()
-        # A class may do more in a method of its own.
+        # Also run a zero_grad that the optimizer's class overrides: it may do more than clear gradients.
         if target is not None and (done is None or (done and type(target).zero_grad is not Optimizer.zero_grad)):
             type(target).zero_grad(target, set_to_none)
 
@@ -409,7 +452,13 @@ def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -
 
 
 def weakly(method: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """The method, unless its object is gone: the engine must not keep its wrapper alive."""
+    """Return a function that calls a bound method, or returns None if the method's object is garbage-collected.
+
+    The function holds the object weakly, so its owner (for example the engine) does not keep the object alive.
+
+    Args:
+        method: bound method to call.
+    """
     ref = weakref.WeakMethod(method)
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -420,17 +469,17 @@ def weakly(method: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 
 def refuse_inner_step(*args: object, **kwargs: object) -> None:
-    """Stand in for the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
+    """Raise in place of the wrapped optimizer's ``step``, because cached weights would not be renewed after it."""
     raise RuntimeError(
         "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
         "gathered. If that one was closed or destroyed, make a new optimizer: this one has slices, not parameters"
     )
 
 
-# Schedulers on either optimizer look for this mark: without it they warn that step() was replaced behind them.
+# Schedulers look for this mark on step(). Without it they warn that step() was replaced after they were created.
 refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def refuse_inner_group(*args: object, **kwargs: object) -> None:
-    """Stand in for the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
+    """Raise in place of the wrapped optimizer's ``add_param_group``: the parameters would not become slices."""
     raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")
