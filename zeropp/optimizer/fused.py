@@ -1,8 +1,8 @@
-"""Rules: which of torch's optimizers have a fused step on the CPU, and one call of it on plain tensors.
+"""Rules that step plain CPU tensors with torch's fused kernels, and the choice of the rule for an optimizer.
 
-torch's kernels work on every element by itself, so a tensor may be stepped in chunks: with the same bits, as long as
-chunks begin at multiples of a processor's vector. The elements behind the last whole vector are computed by other
-instructions, which round otherwise. See `CUT`.
+torch's fused kernels are elementwise, so a tensor may be stepped in chunks. The result has the same bits if every chunk
+begins at a multiple of the processor's vector length. Elements after the last whole vector are computed by scalar
+instructions, which round differently. See `CUT`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from zeropp._compat import fused_adagrad, fused_adam, fused_adamw, fused_sgd
 __all__ = ["CUT", "Rule", "SettingsSnapshot", "SliceStep", "rule_of"]
 
 CUT = 256
-"""Chunks of a tensor begin at multiples of this many elements: whole vectors, and whole cache lines, of any dtype."""
-# What a group may ask for that the kernels do not do: gradients through the step, and steps that a graph replays.
+"""Chunk alignment in elements: chunks begin at multiples of it, so they have whole vectors and whole cache lines."""
+# Group settings that the fused CPU kernels do not support: differentiable steps, and steps captured in a CUDA graph.
 _BEYOND = ("differentiable", "capturable")
 
 
 @dataclass(frozen=True)
 class SettingsSnapshot:
-    """A parameter group's settings at one moment, as plain numbers; later edits of the group change nothing here.
+    """Copy of a parameter group's settings as plain numbers, which later edits of the group do not change.
 
     Attributes:
-        numbers: by their names in the group, which are those of the kernel's arguments.
-        decoupled: whether weight decay stays out of the moments, as in AdamW.
-        step_dtype: of the count of steps in a fresh state.
+        numbers: settings by their names in the group, which are also the kernel's argument names. ``betas`` is stored
+            as ``beta1`` and ``beta2``.
+        decoupled: True if weight decay does not enter the moments, as in AdamW.
+        step_dtype: dtype of the step count in a new state.
     """
 
     numbers: Mapping[str, float]
@@ -45,16 +46,16 @@ class SettingsSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class SliceStep:
-    """One step of a parameter, or of a slice of it.
+    """Arguments of one step of a parameter or of a slice of a parameter.
 
     Attributes:
-        param: 1-D, contiguous, on the CPU; float32, or float64, bfloat16 and float16 where all tensors are.
-        grad: of its shape and dtype.
-        states: tensors of its shape and dtype, by the names in :meth:`Rule.states`.
-        settings: of the parameter's group.
-        step: the number that :meth:`Rule.begin_step` returned.
-        grad_scale: float32 scalar; the gradient is divided by it, and left divided. None leaves it as it is. Also for
-            float64 it has 24 bits, which are too few for clipping there.
+        param: [numel] contiguous weights on the CPU: float32, float64, bfloat16 or float16.
+        grad: [numel] gradient in the dtype of ``param``.
+        states: [numel] states in the dtype of ``param``, by the names that :meth:`Rule.states` returns.
+        settings: settings of the parameter's group.
+        step: number of the step, as returned by :meth:`Rule.begin_step`.
+        grad_scale: float32 scalar on the CPU that the kernel divides ``grad`` by, in place; None to use ``grad``
+            unchanged. For float64 weights its 24-bit precision is too low for clipping.
     """
 
     param: Tensor
@@ -66,23 +67,23 @@ class SliceStep:
 
 
 class Rule(ABC):
-    """The step of one of torch's optimizers; from :func:`rule_of`."""
+    """The step of one torch optimizer, done by its fused CPU kernel. :func:`rule_of` creates rules."""
 
     _floats: tuple[str, ...]
     _flags: tuple[str, ...]
 
     def snapshot(self, group: Mapping[str, Any]) -> SettingsSnapshot:
-        """Settings of a parameter group now. The host waits for those that are tensors on a card.
+        """Return a copy of a parameter group's current settings. The host waits for settings that are CUDA tensors.
 
         Args:
-            group: of the optimizer.
+            group: one entry of ``optimizer.param_groups``.
         """
-        # Also of tensors: the kernels read an lr that is one as the same number.
+        # float() also reads a setting that is a tensor: an lr tensor has the same effect in the kernels as its value.
         numbers = {name: float(group[name]) for name in self._floats}
         numbers |= {name: bool(group[name]) for name in self._flags}
         if "betas" in group:
             numbers["beta1"], numbers["beta2"] = map(float, group["betas"])
-        # torch counts in its default dtype, and in float32 for a step that is fused.
+        # torch counts steps in its default dtype. Fused optimizers always count in float32.
         double = not group.get("fused") and torch.get_default_dtype() == torch.float64
         return SettingsSnapshot(
             MappingProxyType(numbers),
@@ -92,17 +93,21 @@ class Rule(ABC):
 
     @abstractmethod
     def states(self, settings: SettingsSnapshot) -> tuple[str, ...]:
-        """Names of the states that have one value an element."""
-
-    def check_state(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
-        """Make sure that a parameter can be stepped.
+        """Return the names of the states that have one value per element.
 
         Args:
-            settings: of its group.
-            state: of it; empty for a fresh one.
+            settings: settings of the parameter's group.
+        """
+
+    def check_state(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
+        """Raise if a parameter cannot be stepped with its current state.
+
+        Args:
+            settings: settings of the parameter's group.
+            state: state of the parameter; empty before the parameter's first step.
 
         Raises:
-            RuntimeError: a setting needs a state that is not there, since it was off when the states were made.
+            RuntimeError: a setting, such as amsgrad, needs a state that was not created at the first step.
         """
         missing = [name for name in self.states(settings) if state and name not in state]
         if missing:
@@ -113,30 +118,37 @@ class Rule(ABC):
 
     @abstractmethod
     def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
-        """Begin a step of one parameter: make its states where they are missing, and count the step in them.
+        """Prepare one step of a parameter: create missing states and increment the step count.
 
-        Afterwards ``state`` has the keys and dtypes that torch's optimizer leaves after a step.
+        Afterwards ``state`` has the keys and dtypes that torch's optimizer would leave.
 
         Args:
-            settings: of its group.
-            param: whose shape, dtype and device states get.
-            state: of it, with new tensors afterwards; an empty dict for a fresh parameter. One that stays empty, of
-                SGD without momentum, is no entry of ``optimizer.state``: ``state_dict()`` would show it.
+            settings: settings of the parameter's group.
+            param: tensor whose shape, dtype and device new states get.
+            state: state of the parameter, updated in place; an empty dict before the first step. SGD without momentum
+                leaves it empty. The caller must not store an empty dict in ``optimizer.state``, because
+                ``state_dict()`` would show it.
 
         Returns:
             Number of the step, for :class:`SliceStep`.
 
         Raises:
-            RuntimeError: a setting needs a state that is not there, since it was off when the states were made.
+            RuntimeError: a setting needs a state that was not created at the first step.
         """
 
     @abstractmethod
     def step_slice(self, one: SliceStep) -> None:
-        """Step a slice in place, in the calling thread with as many intra-op threads as it has; in no_grad."""
+        """Step a slice in place, in the calling thread and with its number of intra-op threads.
+
+        The caller must have disabled gradients.
+
+        Args:
+            one: tensors and settings of the slice.
+        """
 
 
 class _Adam(Rule):
-    """Adam and AdamW."""
+    """Rule of Adam and AdamW."""
 
     _floats = ("lr", "weight_decay", "eps")
     _flags = ("amsgrad", "maximize")
@@ -150,7 +162,7 @@ class _Adam(Rule):
         if not state:
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")
             state.update({name: torch.zeros_like(param) for name in names})
-        # Before the count, so that a step which is refused leaves the state as it was.
+        # Check before incrementing the count, so that a refused step leaves the state unchanged.
         self.check_state(settings, state)
         state["step"] += 1
         return float(state["step"])
@@ -158,7 +170,7 @@ class _Adam(Rule):
     def step_slice(self, one: SliceStep) -> None:
         states = one.states
         numbers = one.settings.numbers
-        # An empty list without amsgrad: the kernel would look for a missing one.
+        # Pass an empty list without amsgrad, because that state does not exist then.
         largest = [states["max_exp_avg_sq"]] if numbers["amsgrad"] else []
         kernel = fused_adamw if one.settings.decoupled else fused_adam
         moments = [states["exp_avg"]], [states["exp_avg_sq"]], largest
@@ -166,6 +178,8 @@ class _Adam(Rule):
 
 
 class _SGD(Rule):
+    """Rule of SGD."""
+
     _floats = ("lr", "weight_decay", "momentum", "dampening")
     _flags = ("nesterov", "maximize")
 
@@ -173,11 +187,12 @@ class _SGD(Rule):
         return ("momentum_buffer",) if settings.numbers["momentum"] else ()
 
     def check_state(self, settings: SettingsSnapshot, state: Mapping[str, Any]) -> None:
-        """A buffer is made whenever momentum is set."""
+        """Accept every state: begin_step creates a missing momentum buffer at any step."""
 
     def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
-        # torch's SGD counts no steps: the first one is that without a buffer. None is what older ones have saved.
-        # Momentum may be set later, so this need not be the first step of training.
+        # torch's SGD has no step count. The first step with momentum is the one without a buffer. Momentum may be
+        # turned on later, so this need not be the first step of training. Older SGD versions saved the missing buffer
+        # as None.
         if not settings.numbers["momentum"] or state.get("momentum_buffer") is not None:
             return 2.0
         state["momentum_buffer"] = torch.empty_like(param)
@@ -186,12 +201,15 @@ class _SGD(Rule):
     def step_slice(self, one: SliceStep) -> None:
         numbers = one.settings.numbers
         buffers = [one.states["momentum_buffer"]] if numbers["momentum"] else []
-        # The first gradient becomes the momentum, undampened; the values in the buffer are not read.
+        # In the first step the kernel overwrites the buffer with the undampened gradient, so the buffer may be
+        # uninitialized.
         first = bool(buffers) and one.step == 1
         fused_sgd([one.param], [one.grad], buffers, **numbers, is_first_step=first, grad_scale=one.grad_scale)
 
 
 class _Adagrad(Rule):
+    """Rule of Adagrad."""
+
     _floats = ("lr", "lr_decay", "weight_decay", "eps")
     _flags = ("maximize",)
 
@@ -202,7 +220,7 @@ class _Adagrad(Rule):
         return ("sum",)
 
     def begin_step(self, settings: SettingsSnapshot, param: Tensor, state: MutableMapping[str, Any]) -> float:
-        # torch makes them with the optimizer, but those of groups added later when it steps.
+        # torch's Adagrad creates states in its constructor. States of groups that were added later are created here.
         if not state:
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")
             state["sum"] = torch.full_like(param, self._initial)
@@ -216,31 +234,33 @@ class _Adagrad(Rule):
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """The rule by which an optimizer steps; None if there is no fused kernel on the CPU that does the same.
+    """Return the rule that steps like this optimizer, or None if no fused CPU kernel does the same.
 
-    There is one for torch's AdamW, Adam, SGD and Adagrad, and for classes derived from them that step as they do. The
-    kernels' results differ in the last bits from those of torch's optimizers without ``fused=True``.
+    Rules exist for torch's AdamW, Adam, SGD and Adagrad, and for subclasses that inherit their step. The kernels'
+    results differ in the last bits from those of torch's optimizers without ``fused=True``.
 
     Args:
-        optimizer: whose groups may hold other settings later; ask again then.
+        optimizer: the wrapped optimizer. Call this function again after its settings have changed.
     """
-    # In one group is enough: the others would be stepped by the rule, and the states of one optimizer be of two kinds.
+    # One group with an unsupported setting disables the rule for all groups. Otherwise states of two kinds would be
+    # mixed in one optimizer.
     if any(group.get(name) for group in optimizer.param_groups for name in _BEYOND):
         return None
     kind = next((kind for kind in (Adam, SGD, Adagrad) if _steps_as(optimizer, kind)), None)
-    # torch 2.13's kernel steps 16-bit weights by wrong amounts: 0.6 where it should be 0.1.
+    # The fused SGD kernel of torch 2.13 steps 16-bit weights by wrong amounts, for example 0.6 instead of 0.1.
     if kind is SGD and any(p.dtype.itemsize < 4 for group in optimizer.param_groups for p in group["params"]):
         return None
     if kind is Adagrad:
-        # From the defaults, as torch takes it for states that are made late: groups cannot have their own.
+        # Read the initial value from the defaults, as torch does for states that are created late: groups cannot set
+        # it.
         return _Adagrad(float(optimizer.defaults["initial_accumulator_value"]))
     return {Adam: _Adam, SGD: _SGD}[kind]() if kind is not None else None
 
 
 def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Tell whether the class steps, and makes states, by the methods of ``kind``."""
-    # The class's and not the object's, in which schedulers put a step that counts. Unwrapped: torch wraps the step of a
-    # class for profiles when the first object of it is made.
+    """Return True if the optimizer's class inherits ``step`` and the creation of states from ``kind``."""
+    # Compare methods of the class, because schedulers replace ``step`` on the object. Unwrap them, because torch wraps
+    # a class's ``step`` for profiling when the first object of the class is created.
     return isinstance(optimizer, kind) and all(
         inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name))
         for name in ("step", "_init_group")
@@ -248,5 +268,5 @@ def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
 
 
 def _counted(step: float) -> Tensor:
-    """The number of the step as kernels read it."""
+    """Return the step number as a float32 tensor, which the kernels expect."""
     return torch.tensor(step, dtype=torch.float32, device="cpu")
