@@ -1,21 +1,23 @@
-"""Steps on the host's cores, beside the next forward.
+"""Optimizer steps on the host's cores, which run beside the next forward.
 
-:class:`HostStep` decides and queues a step, unit by unit. :class:`CpuStepPool` are the threads that take it: torch
-would divide each kernel among intra-op threads, whose number is the process's, and training would have to give up its
-own; a few threads that each call the kernel on chunks leave that number alone. :class:`SubGroupSteps` steps shards
-whose numbers are not all in memory, or whose new weights go on elsewhere: a sub-group's numbers are read into staging
-buffers, stepped there, and written back, while the next sub-group's may be read and the last one's written. A sub-group
-is as large as the staging buffers allow: each kind of number that is not in memory has a buffer, or a part of one, for
-each sub-group under way.
+:class:`HostStep` decides a step and queues it, unit by unit.
 
-[Note: steps on the host] Where states are offloaded, ``step()`` decides all that there is to decide: whether the step
-is skipped, by what gradients are clipped, which of them there are, and with which settings and counts they are stepped,
-which are copied here. Then it queues one piece of work for each unit, in the order in which the next forward is going
-to want them, and returns. Nothing is guessed, so nothing is ever undone, and the results are those of a step that is
-waited for. From there on versions say that weights are new (`Engine.weights_changed`), and whoever uses a unit waits
-for its step: gathers and refreshes on their comm streams, the model on the host where it computes with main weights
-themselves, and everything else in `Engine.require_idle`, unless it says that it goes on beside a step. A backward does
-not: its gradients take the place of those that are being stepped with.
+:class:`CpuStepPool` holds the threads that run a step. Each thread calls torch's fused kernel on chunks, with one
+intra-op thread. A kernel call on a whole tensor would use the intra-op threads of the process, which training needs.
+
+:class:`SubGroupSteps` steps shards whose numbers are not all in host memory, or whose new weights must be copied
+elsewhere. A sub-group's numbers are read into staging buffers, stepped there and written back. Meanwhile the next
+sub-group may be read and the previous one written. The staging buffers limit the size of a sub-group: each kind of
+number that is not in host memory needs a part of a buffer for each sub-group in flight.
+
+[Note: steps on the host] If optimizer states are offloaded, ``step()`` first decides everything: if the step is
+skipped, the factor that clips gradients, the set of gradients, and a copy of the settings and step counts. Then
+``step()`` queues one piece of work per unit, in the order of the next forward, and returns. Nothing is speculative, so
+nothing is ever undone, and the results equal those of a step that ``step()`` waits for. From then on the weights'
+versions count as new (`Engine.weights_changed`). Each use of a unit waits for that unit's step: gathers and refreshes
+wait on their comm streams, and a model that computes with main weights waits on the host. All other calls wait in
+`Engine.require_idle`, except calls that are allowed beside a step. A backward also waits, because its gradients
+overwrite those that the step reads.
 """
 
 from __future__ import annotations
@@ -60,52 +62,58 @@ __all__ = [
 
 
 class HostStep:
-    """Steps slices of one engine's weights; see [Note: steps on the host].
+    """Steps the slices of one engine's weights on the host; see [Note: steps on the host].
 
     Attributes:
-        lazy: ``step()`` returns before the host has stepped.
+        lazy: True if ``step()`` returns before the host has stepped the weights.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams, config: Config) -> None:
         block = config.zero.offload_optimizer
-        assert block is not None  # or the host would not step
+        assert block is not None  # HostStep is created only if offload_optimizer is configured
         self.lazy = config.zeropp.lazy_step
         self._read_ahead, self._write_behind = block.pipeline_read, block.pipeline_write
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
         self._pool = CpuStepPool(spare_cores(_ranks_on_the_same_cores(engine)))
-        # A thread for all of it, so that units are stepped one after another: the first ones are wanted first. Copies
-        # have a stream of their own: on the model's they would wait for the forward that they are to be hidden behind.
+        # One thread runs all steps, so units are stepped in order and the next forward's first units are ready first.
+        # The step's copies use a stream of their own. On the model's stream they would wait behind the forward that
+        # should hide them.
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
         self._states: dict[FlatBuffer, dict[str, storage_tiers.StoredTensor]] = {}
         engine.agreement.on_loss(self._stream.abandon)
-        # Somebody may ask the wrapped optimizer itself for its states.
+        # Users may call state_dict() or load_state_dict() of the wrapped optimizer itself, which must wait for the
+        # step.
         waits = partial(_wait, weakref.ref(engine), Engine.wait_for_step)
         optimizer.register_state_dict_pre_hook(waits)
         optimizer.register_load_state_dict_pre_hook(waits)
-        # Not methods of this object, by which the engine would hold itself.
+        # Register methods of the pool and the stream. A method of this object would create a cycle, since it holds the
+        # engine.
         engine.on_close(self._pool.close)
         engine.on_close(self._stream.close)
 
     def can_step(self) -> bool:
-        """Tell whether the host has a step of its own for this optimizer; a change of its settings may change that."""
+        """Return True if a fused CPU kernel exists for the optimizer with its current settings."""
         return rule_of(self._optimizer) is not None
 
     def take_settings(self, slices: Sequence[Slice]) -> list[SettingsSnapshot]:
-        """Settings of each group as they are now, by which all of the host's part can be stepped.
+        """Return a copy of each group's settings after checking that the given slices can be stepped with them.
+
+        Args:
+            slices: slices that the host steps.
 
         Raises:
-            RuntimeError: it cannot; nothing has been counted yet, nor stepped.
+            RuntimeError: a slice lacks a state that a setting needs; no step has been counted or taken.
         """
         rule = rule_of(self._optimizer)
-        assert rule is not None  # asked before
+        assert rule is not None  # the caller has checked can_step()
         chosen = {id(part.parameter) for part in slices if part.parameter.grad is not None}
         taken = [rule.snapshot(group) for group in self._optimizer.param_groups]
         for settings, group in zip(taken, self._optimizer.param_groups, strict=True):
             for parameter in group["params"]:
                 if id(parameter) in chosen:
-                    # By dict's own method here and below: the one of these states looks for the model's parameters.
+                    # Call dict's own methods here and below. Those of SliceStates also look up parameters of the model.
                     rule.check_state(settings, dict.get(self._optimizer.state, parameter, {}))
         return taken
 
@@ -113,22 +121,24 @@ class HostStep:
     def start_step(
         self, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None, *, waits: bool
     ) -> None:
-        """Queue a step of every slice that shows a gradient.
+        """Queue a step of each given slice that shows a gradient.
 
         Args:
-            slices: of the host's part.
-            taken: settings of each group.
-            divisor: of gradients, a float32 scalar on the CPU; None to take them as they are.
-            waits: until all of them have been stepped.
+            slices: slices that the host steps.
+            taken: settings of each parameter group, from :meth:`take_settings`.
+            divisor: float32 scalar on the CPU to divide gradients by; None to use them unchanged.
+            waits: True to return only after all slices are stepped, even if steps are lazy.
         """
         rule = rule_of(self._optimizer)
         engine = self._engine
-        assert rule is not None  # asked before
-        # New states take space, which may not be there.
+        assert rule is not None  # the caller has checked can_step()
+        # New states may fail to fit into memory or disk. `watching` turns that failure into the common error of all
+        # ranks.
         with engine.agreement.watching("making room for optimizer states", call="step()"):
             jobs = self._decide(rule, slices, taken, divisor)
             events = []
-        # The model waits for the first of them soonest, and while it computes with one the next are stepped.
+        # Use the forward's order, because the next forward waits for the first units and computes while later ones are
+        # stepped.
         for unit in engine.units_in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]
             if own:
@@ -136,22 +146,22 @@ class HostStep:
                 unit.note_step(events[-1])
         engine.agreement.step_under_way(events)
         if divisor is not None:
-            # They are going to be divided, and their versions will not say so.
+            # The step divides gradients in place without raising their versions, so their norms must count as outdated.
             for gradient in engine.gradients:
                 gradient.doubt()
         if waits or not self.lazy:
             engine.wait_for_step()
 
     def _step(self, rule: Rule, jobs: list[BufferStep]) -> None:
-        """Step one unit's buffers; on the thread."""
-        # In one call, so that small slices fill the threads together.
+        """Step the buffers of one unit. Runs on the step thread."""
+        # Step all slices in one call, so that small slices together keep all threads busy.
         in_place = [each for job in jobs if job.in_place for _, each in job.slices]
         if in_place:
             step_slices(self._pool, rule, in_place)
         others = [job for job in jobs if not job.in_place]
         if others:
             ring = self._engine.maker.tiers.ring
-            assert ring is not None  # or nothing would be anywhere else
+            assert ring is not None  # a ring exists if any weights, gradients or states are outside host memory
             sub_groups = SubGroupSteps(
                 ring, self._pool, rule, read_ahead=self._read_ahead, write_behind=self._write_behind
             )
@@ -160,7 +170,7 @@ class HostStep:
     def _decide(
         self, rule: Rule, slices: Sequence[Slice], taken: Sequence[SettingsSnapshot], divisor: Tensor | None
     ) -> dict[FlatBuffer, BufferStep]:
-        """The parts of each buffer that are to be stepped, with everything as it is now."""
+        """Create missing states, count the step, and return the work of each buffer with copies of its settings."""
         chosen = {id(part.parameter): part for part in slices}
         jobs: dict[FlatBuffer, BufferStep] = {}
         for settings, group in zip(taken, self._optimizer.param_groups, strict=True):
@@ -168,13 +178,14 @@ class HostStep:
                 part = chosen.get(id(parameter))
                 if part is None or part.buffer is None or parameter.grad is None:
                     continue
-                # By ``.data``, which raises no version: only the user's edits are to show in it.
+                # Step through ``.data``, which does not raise the parameter's version: versions must show only the
+                # user's edits.
                 param = parameter.data
                 state = dict.get(self._optimizer.state, parameter, {})
-                # Of weights on a card, too, the host's part of the states is made on the host.
+                # The host creates the states of the slices that it steps, even if their weights are in GPU memory.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 number = rule.begin_step(settings, like, state)
-                # SGD without momentum has none, and an entry would show in its state dict.
+                # SGD without momentum has no state, and an empty entry would show in the optimizer's state_dict().
                 if state:
                     dict.__setitem__(self._optimizer.state, parameter, state)
                 job = jobs.setdefault(part.buffer, BufferStep(part.buffer))
@@ -184,8 +195,12 @@ class HostStep:
         return jobs
 
     def keep_states(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Bring states that the optimizer's own code has made to where they stay; it finds them there afterwards."""
-        # A set, since every slice asks: a large model has hundreds of both.
+        """Move states that the optimizer's own step created to their storage tier, where later steps find them.
+
+        Args:
+            buffers: flat buffers that the optimizer's own step has updated.
+        """
+        # Use a set, because every slice is looked up in it, and a large model has hundreds of slices and buffers.
         elsewhere = {buffer for buffer in buffers if not buffer.main.in_memory}
         for part in self._slices.stepped if elsewhere else ():
             state = dict.get(self._optimizer.state, part.parameter)
@@ -195,21 +210,25 @@ class HostStep:
     def _bring_home(
         self, part: Slice, buffer: FlatBuffer, state: dict[str, object]
     ) -> dict[str, storage_tiers.StoredTensor]:
-        """Keep states of one value an element in their tier, unless they are made there; their rows."""
+        """Move a slice's elementwise states to their storage tier; return the buffer's stored tensors by state key.
+
+        The result is empty if the states stay where the step creates them.
+        """
         first = buffer.tiers.device_numel
         if buffer.main.in_memory and (not first or buffer.tiers.states.serves(buffer.device)):
             return {}
         rows = self._states.setdefault(buffer, {})
         for key, value in state.items():
-            # Of a scalar parameter the count of steps has its shape, too.
+            # A step count may have the shape of a parameter with one element, so exclude it by its key.
             if not isinstance(value, Tensor) or value.shape != part.parameter.shape or key == "step":
                 continue
             if key not in rows:
                 rows[key] = buffer.tiers.states.allocate_tensor(buffer.main.tensor.numel() - first, value.dtype)
             own = rows[key].tensor[part.offset - first : part.offset - first + value.numel()]
-            # Made anew, or loaded since the last step. By address, since a view is another object each time.
+            # Copy a state that was created or loaded since the last step. Compare addresses, because each view is a new
+            # object.
             if value.data_ptr() != own.data_ptr():
-                # Zeros are there already, and writing them would take as long as a step.
+                # New stored tensors are zero already. Skip writing zeros, which would take as long as a step.
                 if value.any() or own.any():
                     own.copy_(value)
                 state[key] = own
@@ -217,11 +236,14 @@ class HostStep:
 
 
 def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
-    """A function that waits until nothing under way keeps the caller from main weights; None where nothing ever does.
+    """Return a function that waits until the caller may access the main weights; None if no wait is ever needed.
 
-    These are steps of the host, and refreshes by messages whose size depends on the weights: those that are counted
-    must be those that are sent. Other refreshes may read a weight while the caller edits it. Nobody sees the result,
-    since an edit that is noticed makes another refresh, and one that is not is refused.
+    The function waits for steps on the host. It also waits for refreshes whose message size depends on the weights,
+    because the weights must not change between counting and sending. Other refreshes may read a weight while the caller
+    edits it. Such a mixed value is never used: a noticed edit starts another refresh, and an unnoticed edit is refused.
+
+    Args:
+        engine: engine of the main weights; the function holds it weakly.
     """
     counted = any(buffer.counts_escapes for unit in engine.units for buffer in unit.buffers)
     wait = Engine.wait_for_refresh if counted else Engine.wait_for_step if engine.maker.tiers.steps_on_host else None
@@ -234,33 +256,40 @@ def _wait(ref: weakref.ref[Engine], wait: Callable[[Engine], None], *_: object) 
 
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:
-    """The number of ranks of this node that may run on the cores that this one may."""
+    """Return the number of ranks on this node whose process may run on the same set of cores as this one.
+    Collective."""
     comm = engine.comm
     own = sorted(os.sched_getaffinity(0))
-    # A launcher may have given each rank cores of its own.
+    # A launcher may bind each rank to its own cores. Such ranks do not share cores with this rank.
     told = engine.agreement.exchange_objects(own, "counting cores")
     node = comm.rank // comm.local
     return sum(cores == own for rank, cores in enumerate(told) if rank // comm.local == node)
 
 
-# Threads that step, chunk by chunk.
+# The pool of threads that step chunks.
 
 CHUNK_NUMEL = 2048 * CUT
-"""Elements of a chunk, 512 Ki: AdamW takes a quarter of a millisecond where memory is fast, of which a call's 9 us are
-little (2.08e9 elements a second against 2.24e9 in one call), and yet a few million elements keep several threads busy
-until the end."""
-_ALIKE = 1.25  # the second fastest of four runs to the fastest, where figures can be believed
-_NEARLY = 1.15  # what fewer threads may take, where more would take 1
+"""Number of elements of a chunk, 512 Ki. With fast memory, AdamW takes 0.25 ms for a chunk, so the 9 us of a kernel
+call cost little: 2.08e9 elements per second, against 2.24e9 in one call. A few million elements still give several
+threads enough chunks to stay busy until the end."""
+_ALIKE = 1.25  # timings are trusted if the second fastest of four runs takes at most this multiple of the fastest
+_NEARLY = 1.15  # fewer threads are preferred if they take at most this multiple of the fastest time
 
 
 class CpuStepPool:
-    """Threads that run small closures, the caller among them; each with one intra-op thread, and no gradients.
+    """Threads that run closures together with the calling thread, each with one intra-op thread and without gradients.
 
-    The threads are daemons. They end when this object is closed or dropped, and before the interpreter does.
+    The threads are daemons. They end when this object is closed or garbage-collected, and before the interpreter exits.
+
+    Attributes:
+        count: number of threads, including the calling thread.
     """
 
     def __init__(self, count: int) -> None:
         """Start ``count - 1`` threads.
+
+        Args:
+            count: number of threads, including the calling thread.
 
         Raises:
             ValueError: ``count`` is less than 1.
@@ -271,28 +300,29 @@ class CpuStepPool:
         self._streams = [ThreadStream(f"core {number}") for number in range(1, count)]
 
     def run_chunks(self, chunks: Sequence[Callable[[], object]]) -> None:
-        """Run all of ``chunks``, in any order and at once; returns when all have ended, those that fail as well.
+        """Run all chunks in parallel and in any order, and return when all have ended, even if some failed.
 
         Args:
-            chunks: closures that do not call this.
+            chunks: closures without arguments, which must not call this method.
 
         Raises:
-            BaseException: the first error of one of them.
+            BaseException: the first error that a chunk raised.
         """
         waiting = deque(chunks)
         errors = list[BaseException]()
         ended = SimpleQueue[None]()
         work = partial(_work, waiting, errors, ended)
-        # The caller takes one of them, and no thread is woken for nothing.
+        # The caller runs chunks too, so wake at most one thread fewer than there are chunks.
         for stream in self._streams[: max(len(chunks) - 1, 0)]:
             stream.run(work)
         work()
-        # One answer for each chunk, not for each thread: a thread that has ended takes no chunk.
+        # Wait for each chunk instead of each thread, because a closed thread never answers.
         for _ in chunks:
             ended.get()
         if errors:
             first = errors[0]
-            # Or the errors, whose tracebacks have frames with this list and this name, would hold themselves.
+            # Clear the list, because the errors' tracebacks refer to this frame, and thus to the list: a reference
+            # cycle.
             errors.clear()
             try:
                 raise first
@@ -300,7 +330,7 @@ class CpuStepPool:
                 del first
 
     def close(self) -> None:
-        """End the threads; what is run afterwards runs in the caller alone."""
+        """End the threads. Chunks that are run afterwards run in the calling thread only."""
         streams = self._streams
         self._streams = []
         for stream in streams:
@@ -308,15 +338,15 @@ class CpuStepPool:
 
 
 def _work(waiting: deque[Callable[[], object]], errors: list[BaseException], ended: SimpleQueue[None]) -> None:
-    # At each run and in every thread: whoever else uses a thread, the caller's above all, finds it as it was.
+    # Enter these contexts for each run, because other code also uses these threads, above all the caller's thread.
     with one_intra_op_thread(), torch.no_grad():
         while True:
             try:
                 chunk = waiting.popleft()
-            except IndexError:  # another thread took the last
+            except IndexError:  # another thread took the last chunk
                 return
             _attempt(chunk, errors)
-            # Before the caller hears of it, which may then want the tensors' memory back.
+            # Drop the chunk before reporting its end, because the caller may then need its tensors' memory.
             del chunk
             ended.put(None)
 
@@ -329,12 +359,17 @@ def _attempt(chunk: Callable[[], object], errors: list[BaseException]) -> None:
 
 
 def step_slices(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
-    """Step all of ``steps`` in place; the bits are those of whole tensors, however many cores there are.
+    """Step all given slices in place. The result has the same bits for any number of threads.
+
+    Args:
+        cores: threads that run the step.
+        rule: rule of the wrapped optimizer.
+        steps: slices to step.
 
     Raises:
-        ValueError: a tensor of a slice is not as `SliceStep` says; nothing has been stepped.
+        ValueError: a tensor does not have the shape, dtype or device that `SliceStep` requires; nothing is stepped.
     """
-    # All of them first: a step that is refused half-way would leave some weights new and others old.
+    # Check all slices before the first step, because a later refusal would leave some weights new and others old.
     for one in steps:
         _check_settings(rule, one)
     cores.run_chunks(
@@ -343,14 +378,14 @@ def step_slices(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> N
 
 
 def _step_chunk(rule: Rule, one: SliceStep, start: int) -> None:
-    # Cut here, and not for all chunks before the first one runs: the threads share this work, too.
+    # Cut the chunk here, on the pool's thread, so that the threads share the cost of slicing tensors.
     part = slice(start, start + CHUNK_NUMEL)
     states = {name: one.states[name][part] for name in rule.states(one.settings)}
     rule.step_slice(SliceStep(one.param[part], one.grad[part], states, one.settings, one.step, one.grad_scale))
 
 
 def _check_settings(rule: Rule, one: SliceStep) -> None:
-    """Kernels take the addresses of tensors and the length of the parameter, and ask no further."""
+    """Raise if a slice's tensors do not fit the kernels, which read raw addresses and check nothing themselves."""
     missing = [name for name in rule.states(one.settings) if name not in one.states]
     if missing:
         found = f"a slice has states {sorted(one.states)} and no {', '.join(missing)}"
@@ -376,52 +411,57 @@ def _check_settings(rule: Rule, one: SliceStep) -> None:
 
 
 def spare_cores(local_ranks: int) -> int:
-    """Threads to step with: as many as make it faster, of those that the training thread leaves to this rank.
+    """Return the number of threads for steps on the host.
 
-    Those are the cores that the process may run on, divided among the ranks, less one. The first call measures.
+    The limit is the number of cores that the process may run on, divided by ``local_ranks``, minus one core for the
+    training thread. Within the limit, the first call measures the number of threads beyond which steps do not get
+    faster.
 
     Args:
-        local_ranks: that share these cores: the ranks of this host, or 1 where the launcher binds each to its own.
+        local_ranks: number of ranks that share these cores; 1 if the launcher binds each rank to its own cores.
 
     Raises:
         ValueError: ``local_ranks`` is less than 1.
     """
     if local_ranks < 1:
         raise ValueError(f"spare_cores({local_ranks}): expected the number of ranks on this host, at least 1")
-    # Not os.cpu_count: containers and launchers give a process some of the cores.
+    # Read the process's own cores instead of os.cpu_count(), because containers and launchers may restrict them.
     return _useful(max(len(os.sched_getaffinity(0)) // local_ranks - 1, 1))
 
 
 @cache
 def _useful(limit: int) -> int:
-    """The fewest threads, of 1, 2, 4, ... and ``limit``, that step nearly as fast as any of them.
+    """Return the smallest number of threads, of 1, 2, 4, ... and ``limit``, that steps nearly as fast as any number.
 
-    One core's loads and stores may already fill the memory bus: on 2 cores of an EPYC, 16 Mi elements of AdamW took 8.0
-    ms by one thread and 6.7 by two, and 4 Mi 1.8 by either. Threads beyond that only take cores from who loads data.
+    A single core may already saturate the memory bus. On 2 cores of an EPYC, AdamW on 16 Mi elements took 8.0 ms with
+    one thread and 6.7 ms with two; on 4 Mi elements it took 1.8 ms with either. More threads than needed take cores
+    from data loading.
     """
     if limit == 1:
         return 1
     times: dict[int, float] = {}
-    # Two chunks a thread, and more than most caches hold: 64 to 256 MiB, whose first touch takes most of the time.
+    # Use two chunks per thread and more data than most caches hold: 64 to 256 MiB. The first touch of this memory takes
+    # most of the measurement's time.
     step = _trial(min(max(2 * limit, 8), 32) * CHUNK_NUMEL)
     for count in [*(1 << power for power in range((limit - 1).bit_length())), limit]:
         cores = CpuStepPool(count)
         fastest, second = sorted(_seconds(step, cores) for _ in range(4))[:2]
         cores.close()
         if second > _ALIKE * fastest:
-            # Others use the machine, so that figures say little. What every rank has by count is the answer then.
+            # Other processes use the machine, so timings are unreliable. Fall back to the limit, which follows from
+            # counts alone.
             return limit
         times[count] = fastest
     return next(count for count, seconds in times.items() if seconds <= _NEARLY * min(times.values()))
 
 
 def _trial(numel: int) -> Callable[[CpuStepPool], None]:
-    """A step of AdamW over ``numel`` elements."""
+    """Return a function that takes a trial step of AdamW over ``numel`` elements with a given pool."""
     param = torch.ones(numel, device="cpu")
     optimizer = AdamW([param])
     rule = rule_of(optimizer)
     state = dict[str, Tensor]()
-    assert rule is not None  # it has one
+    assert rule is not None  # AdamW has a rule
     settings = rule.snapshot(optimizer.param_groups[0])
     step = rule.begin_step(settings, param, state)
     one = SliceStep(param, torch.full_like(param, 1e-3), state, settings, step)
@@ -429,12 +469,13 @@ def _trial(numel: int) -> Callable[[CpuStepPool], None]:
 
 
 def _seconds(step: Callable[[CpuStepPool], None], cores: CpuStepPool) -> float:
+    """Return the duration of a trial step in seconds."""
     begin = time.perf_counter()
     step(cores)
     return time.perf_counter() - begin
 
 
-# Steps of shards that are not in memory, sub-group by sub-group.
+# Steps of shards that are not all in host memory, one sub-group after another.
 
 _MAIN = "main weights"
 _GRADIENT = "gradients"
@@ -443,12 +484,13 @@ _Range = tuple[int, int]
 
 @dataclass
 class BufferStep:
-    """One buffer's step.
+    """Work of one optimizer step on one flat buffer.
 
     Attributes:
-        buffer: whose weights are stepped.
-        slices: (first element in the shard, step) of each slice that is stepped.
-        states: rows of the optimizer's states of one value an element of the host's part, by their keys.
+        buffer: flat buffer whose main weights are stepped.
+        slices: pairs of a slice's first element in the shard and the slice's step.
+        states: stored tensors of the elementwise states, by state key. They cover only the part of the shard that the
+            host steps.
     """
 
     buffer: FlatBuffer
@@ -457,66 +499,79 @@ class BufferStep:
 
     @property
     def gradient(self) -> Gradient:
-        """The gradient that the weights are stepped with."""
-        assert self.buffer.gradient is not None  # what is stepped has one
+        """The gradient of the buffer."""
+        assert self.buffer.gradient is not None  # only trainable buffers are stepped
         return self.buffer.gradient
 
     @property
     def clips(self) -> bool:
-        """True if gradients are divided as they are read."""
+        """True if the step divides gradients before using them."""
         return any(each.grad_scale is not None for _, each in self.slices)
 
     @property
     def rows(self) -> dict[str, storage_tiers.StoredTensor]:
-        """All that a step reads."""
+        """Stored tensors that the step reads, by kind: main weights, gradients and states."""
         return {_MAIN: self.buffer.main, _GRADIENT: self.gradient.row, **self.states}
 
     def place(self, kind: str, start: int) -> int:
-        """The place in a row of an element of the shard: rows of states begin where the host's part does."""
+        """Return the index, in a kind's stored tensor, of an element of the shard.
+
+        States cover only the part of the shard that the host steps, so their stored tensors begin at that part.
+
+        Args:
+            kind: key in ``rows``.
+            start: element of the shard.
+        """
         return start - self.buffer.tiers.device_numel if kind in self.states else start
 
     @property
     def in_place(self) -> bool:
-        """True if the host can step all rows where they lie, and no other copy of the weights has to follow."""
+        """True if the host computes with all stored tensors in place and no other copy of the weights needs updating."""
         source = self.buffer.wire_copy
         return all(row.at_hand for row in self.rows.values()) and (source is None or not source.follows)
 
     @property
     def staged(self) -> list[str]:
-        """Kinds of numbers that go through staging buffers."""
+        """Kinds of numbers that need staging buffers: those not in host memory, and new weights for another copy."""
         source = self.buffer.wire_copy
         follows = source is not None and source.follows
         return [kind for kind, row in self.rows.items() if not row.at_hand] + ["new weights"] * follows
 
     def in_tile(self, start: int, values: dict[str, Tensor]) -> list[SliceStep]:
-        """Steps of what lies in a sub-group, on the sub-group's own numbers."""
+        """Return the steps of the slice parts that lie in one sub-group, on the sub-group's staged tensors.
+
+        Args:
+            start: first element of the sub-group in the shard.
+            values: the sub-group's numbers, by kind.
+        """
         stop = start + values[_MAIN].numel()
         found = []
         for first, each in self.slices:
             begin = max(first, start)
             end = min(first + each.param.numel(), stop)
-            # A slice may begin in one sub-group and end in another: these steps are element by element.
+            # A slice may cross a sub-group's border. Stepping its parts separately is correct, because steps are
+            # elementwise.
             if begin < end:
                 cut = slice(begin - start, end - start)
                 own = slice(begin - first, end - first)
-                # Those in memory have no row: each slice has a tensor of its own.
+                # A state that stays in memory has no stored tensor: each slice has its own tensor instead.
                 states = {k: values[k][cut] if k in values else state[own] for k, state in each.states.items()}
                 found.append(replace(each, param=values[_MAIN][cut], grad=values[_GRADIENT][cut], states=states))
         return found
 
 
 class SubGroupSteps:
-    """One step of many buffers, through a ring that nobody else uses meanwhile."""
+    """Steps many buffers once, sub-group by sub-group. The step has exclusive use of the ring of staging buffers."""
 
     def __init__(self, ring: Ring, cores: CpuStepPool, rule: Rule, *, read_ahead: bool, write_behind: bool) -> None:
-        """Use the whole ring.
+        """Configure the step.
 
         Args:
-            ring: of staging buffers.
-            cores: that step.
-            rule: of the optimizer.
-            read_ahead: read the next sub-group while one is stepped.
-            write_behind: write a sub-group while the next one is stepped.
+            ring: staging buffers, all of which the step takes.
+            cores: threads that step.
+            rule: rule of the wrapped optimizer.
+            read_ahead: True to read the next sub-group while the current one is stepped.
+            write_behind: True to write a sub-group while the next one is stepped.
         """
         self._ring = ring
         self._pool = cores
@@ -525,9 +580,13 @@ class SubGroupSteps:
         self._read_ahead = read_ahead
 
     def step_buffers(self, jobs: Sequence[BufferStep]) -> None:
-        """Step buffers, one after another."""
+        """Step buffers one after another, and return when all results are written.
+
+        Args:
+            jobs: work of each buffer.
+        """
         with self._ring.all_taken() as buffers:
-            # For the buffer with most kinds: small ones, which stay in memory, have fewer.
+            # Divide for the buffer with the most staged kinds. Small buffers stay in memory and stage fewer kinds.
             kinds = max(len(job.staged) for job in jobs)
             parts = _divide(buffers, kinds * self._count)
             slots = [_Staging(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
@@ -540,30 +599,32 @@ class SubGroupSteps:
                         _begin_read(own, job, start, stop)
                     if self._read_ahead and number + 1 < len(sub_groups):
                         _begin_read(slots[(number + 1) % self._count], *sub_groups[number + 1])
-                    # Also for what was written from this memory before, if no reading has waited for it.
+                    # Wait for the reads of this sub-group, and for earlier writes from the same staging memory.
                     own.wait_for_copies()
                     self._step(own, job, start, stop)
                     if self._count == 1:
                         own.wait_for_copies()
             finally:
-                # Memory that is still read into or written from must not be used for something else.
+                # After an error, too, wait for all copies: the ring must not hand out memory that is still read or
+                # written.
                 with contextlib.ExitStack() as ending:
                     for each in slots:
                         ending.callback(each.wait_for_copies)
 
     def _step(self, own: _Staging, job: BufferStep, start: int, stop: int) -> None:
-        """Step one sub-group, and begin to write what is new."""
+        """Step one sub-group, and start writing the numbers that changed."""
         step_slices(self._pool, self._rule, job.in_tile(start, own.values))
         for kind, row in job.rows.items():
-            # Gradients are changed by clipping alone, which nobody sees once they have been forgotten.
+            # Only clipping changes gradients. Write clipped gradients back, unless zero_grad() has discarded them
+            # meanwhile.
             if not row.at_hand and (kind != _GRADIENT or (job.clips and job.gradient.arrived)):
                 own.events.append(row.write(job.place(kind, start), own.values[kind]))
         source = job.buffer.wire_copy
         if source is None or not source.follows:
             return
         new = own.values[_MAIN]
-        # By these cores, and into memory that may be page-locked: a file takes bytes as they are, and a copy to a card
-        # that also rounds is made by one core, from memory that the card cannot read by itself.
+        # Convert with the pool's threads, into staging memory that may be page-locked. A file needs the final dtype. A
+        # copy to a GPU that also converts would use one core and pageable memory.
         rounded = own.parts[len(job.staged) - 1][: new.numel() * source.dtype.itemsize].view(source.dtype)
         self._pool.run_chunks(
             [
@@ -577,7 +638,7 @@ class SubGroupSteps:
 
 
 class _Staging:
-    """Staging memory for one sub-group under way."""
+    """Staging memory for one sub-group, and the copies in flight that use it."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
@@ -585,19 +646,19 @@ class _Staging:
         self.values: dict[str, Tensor] = {}
 
     def wait_for_copies(self) -> None:
-        """Wait until reads have arrived, and writes have ended."""
+        """Wait until all reads into this memory and all writes from it have ended; raise the first error."""
         try:
             while self.events:
                 self.events.pop().wait(threading.TIMEOUT_MAX)
         finally:
-            # After an error, too: the memory is free when the last of them has ended, well or not.
+            # After an error, wait for the other copies, too: the memory is free only when the last one has ended.
             while self.events:
                 with contextlib.suppress(Exception):
                     self.events.pop().wait(threading.TIMEOUT_MAX)
 
 
 def _begin_read(own: _Staging, job: BufferStep, start: int, stop: int) -> None:
-    """Begin to read a sub-group's numbers, where what the memory held before has been written."""
+    """Start reading a sub-group's numbers into staging memory, after earlier copies of that memory have ended."""
     own.wait_for_copies()
     parts = iter(own.parts)
     own.values = {}
@@ -612,22 +673,22 @@ def _begin_read(own: _Staging, job: BufferStep, start: int, stop: int) -> None:
 
 
 def _divide(buffers: Sequence[Tensor], count: int) -> list[Tensor]:
-    """At least ``count`` equal parts of buffers, each of whole pages."""
-    # Everything is in memory, and only new weights go elsewhere.
+    """Return at least ``count`` equal parts of the buffers, each a whole number of pages; an empty list for count 0."""
+    # Without staged kinds, all numbers are in host memory.
     if not count:
         return []
-    # Equal ones: a sub-group has as many elements of each kind, and the largest kind decides how many.
+    # Use equal parts: a sub-group has the same number of elements of each kind, so the largest dtype limits all kinds.
     each = -(-count // len(buffers))
     nbytes = buffers[0].numel() // each // ALIGNED * ALIGNED
     return [buffer[index * nbytes : (index + 1) * nbytes] for buffer in buffers for index in range(each)]
 
 
 def _room(parts: Sequence[Tensor], itemsize: int) -> int:
-    """Elements of a sub-group."""
+    """Return the largest number of elements of a sub-group; practically unlimited if nothing is staged."""
     return parts[0].numel() // itemsize if parts else 1 << 62
 
 
 def _cut(buffer: FlatBuffer, most: int) -> list[_Range]:
-    """The host's part of a shard in sub-groups of at most ``most`` elements."""
+    """Return (start, stop) of sub-groups of at most ``most`` elements that cover the part that the host steps."""
     numel = buffer.main.tensor.numel()
     return [(start, min(start + most, numel)) for start in range(buffer.tiers.device_numel, numel, most)]
