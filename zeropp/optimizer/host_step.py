@@ -526,7 +526,7 @@ class BufferStep:
 
     @property
     def in_place(self) -> bool:
-        """True if the host computes with all stored tensors in place and no other copy of the weights needs updating."""
+        """True if the host computes with all stored tensors in place and no other copy of the weights follows."""
         source = self.buffer.wire_copy
         return all(row.at_hand for row in self.rows.values()) and (source is None or not source.follows)
 

@@ -1,6 +1,7 @@
-"""``offload_states`` and ``reload_states``: a rank's memory goes to the host between two phases of training.
+"""``offload_states`` and ``reload_states`` move a rank's device memory to the host between two phases of training.
 
-See [Note: states off the device]. This file says which memory each name means; `zeropp.engine.preconditions` parks it.
+See [Note: states off the device]. This file lists the tensors that belong to each kind of memory.
+`zeropp.engine.preconditions` parks them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zeropp.params.unit import FlatBuffer
 
 __all__ = ["chosen_kinds", "offload_states", "reload_states"]
 
-# DeepSpeed's, for what lives within a backward here.
+# DeepSpeed's name for a buffer that zeropp allocates only during a backward, so there is nothing to move.
 _PASSING = "contiguous_grad_buffer"
 
 
@@ -36,35 +37,41 @@ def offload_states(
     pin_memory: bool,
     non_blocking: bool,
 ) -> None:
-    """Send memory to the host; see :meth:`zeropp.optimizer.wrapper.ZeroOptimizer.offload_states`.
+    """Move memory to the host; see :meth:`zeropp.optimizer.wrapper.ZeroOptimizer.offload_states`.
 
     Args:
-        engine: whose memory it is.
-        optimizer: the wrapped one, with states.
-        slices: in its groups.
-        kinds: names in :data:`zeropp.engine.preconditions.KINDS`.
-        pin_memory: into page-locked memory, where the device is a GPU.
-        non_blocking: return while the device still copies.
+        engine: engine whose memory is moved.
+        optimizer: the wrapped optimizer, whose states are moved.
+        slices: this rank's slices in the optimizer's groups.
+        kinds: kinds of memory to move, from :data:`zeropp.engine.preconditions.KINDS`.
+        pin_memory: True to use page-locked host memory if the device is a GPU.
+        non_blocking: True to return while the device still copies.
+
+    Raises:
+        RuntimeError: the call failed on some rank, or some gradients have not been reduced.
     """
-    # Not while an average is applied: it would be taken for the weights, and swapped back in the middle.
+    # Refuse the call while an average is applied: the average would be moved as if it were the weights.
     engine.require_idle("offload_states", needs=NOTHING)
     engine.agreement.require_same_call(f"offload_states({sorted(kinds)})")
-    # Nothing may be about to write, or to read; refreshes need main weights, and are started on all ranks or none.
+    # No work in flight may read or write the memory. Refreshes need main weights, and all ranks must start them
+    # together.
     engine.finish_load()
     engine.start_delayed_refresh()
     engine.wait_for_refresh()
     if kinds & COMPUTING:
-        # Gathered for the next pass, or on its way: the latter reads what is about to go.
+        # Drop units that are prefetched for the next pass, because their gathers in flight read the memory that is
+        # moved.
         engine.release_prefetched()
 
-    # Page-locked memory is of use to a card alone, and without one torch refuses it.
+    # Only copies from and to a GPU benefit from page-locked memory, and torch refuses to allocate it without a GPU.
     pinned = pin_memory and engine.device.type == "cuda"
 
     def park() -> None:
-        # What a refused backward leaves in ``.grad`` is dropped by reload_states, and must be told from these.
+        # Refuse stray gradients now, because reload_states drops all stray gradients as leftovers of a refused
+        # backward.
         if kinds & TRAINING and any(gradient.has_stray() for gradient in engine.gradients):
             raise RuntimeError(
-                "offload_states was called while there are gradients that no sum has; call step() or zero_grad() first"
+                "offload_states was called while some gradients are not reduced; call step() or zero_grad() first"
             )
         for each in _memory(engine, optimizer, slices, kinds):
             engine.parking.park(
@@ -75,26 +82,37 @@ def offload_states(
 
 
 def reload_states(engine: Engine, *, non_blocking: bool) -> None:
-    """Bring memory back; see :meth:`zeropp.optimizer.wrapper.ZeroOptimizer.reload_states`."""
+    """Move memory back; see :meth:`zeropp.optimizer.wrapper.ZeroOptimizer.reload_states`.
+
+    Args:
+        engine: engine whose memory is moved.
+        non_blocking: True to return while the device still copies.
+    """
     if engine.closed:
-        # States and slices outlive the engine; its process groups do not, and no other rank is asked.
+        # States and slices stay usable after the engine is closed, but its process groups do not, so restore without an
+        # exchange.
         engine.parking.bring_back(non_blocking=non_blocking)
         engine.parking.kinds.clear()
         return
     engine.require_idle("reload_states", needs=NOTHING)
     engine.agreement.require_same_call("reload_states()")
     if engine.parking.kinds & TRAINING:
-        # There were none: these are of a backward that was refused.
+        # offload_states made sure that there were no stray gradients, so these come from a backward that was refused.
         engine.pending.forget_stray()
     _on_every_rank(engine, "reload_states()", lambda: engine.parking.bring_back(non_blocking=non_blocking))
     engine.parking.kinds.clear()
 
 
 def chosen_kinds(include: object, device: str | Enum | torch.device) -> frozenset[str]:
-    """Names of memory to send away, from the arguments of ``offload_states``.
+    """Return the kinds of memory to move, from the arguments of ``offload_states``.
+
+    Args:
+        include: kinds as strings or enum members, a single one of them, or None for all kinds.
+        device: target device; only "cpu" is accepted.
 
     Raises:
-        ValueError, TypeError: another name or device.
+        ValueError: an unknown kind or another device.
+        TypeError: ``include`` is not iterable.
     """
     name = device.value if isinstance(device, Enum) else str(device)
     kinds = _named_kinds(include)
@@ -104,9 +122,10 @@ def chosen_kinds(include: object, device: str | Enum | torch.device) -> frozense
 
 
 def _named_kinds(include: object) -> frozenset[str]:
+    """Return the kinds that ``include`` names; all kinds for None."""
     if include is None:
         return EVERYTHING
-    # Python's own words for it would be of iteration, and name neither the argument nor what it takes.
+    # Python's own error would say "not iterable", without the argument's name and the accepted values.
     if not isinstance(include, Iterable):
         raise TypeError(f"include is {include!r}; expected some of {[*KINDS, _PASSING]}, or None for all of them")
     given = [include] if isinstance(include, str | Enum) else list(include)
@@ -119,13 +138,13 @@ def _named_kinds(include: object) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Memory of one name.
+    """One storage that can be moved to the host.
 
     Attributes:
-        kind: the name.
-        tensor: over all of a storage.
-        views: others of it that somebody holds.
-        keep: whether what it says matters.
+        kind: kind of memory.
+        tensor: tensor over the whole storage.
+        views: other tensors over the storage that users may hold.
+        keep: True to preserve the values; False to restore zeros.
     """
 
     kind: str
@@ -135,40 +154,43 @@ class _Memory:
 
 
 def _memory(engine: Engine, optimizer: Optimizer, slices: ShardedParams, kinds: frozenset[str]) -> list[_Memory]:
-    """The tensors that can be sent away."""
+    """Return the storages of the given kinds that are on the device now."""
     named = (*_weights(engine, slices), *_gradients(engine, slices), *_states(engine, optimizer, slices, kinds))
-    # Not what an earlier call has sent away, nor empty parameters.
+    # Skip storages that an earlier call has moved, and storages of empty parameters: both have 0 bytes now.
     return [each for each in named if each.kind in kinds and each.tensor.untyped_storage().nbytes() > 0]
 
 
 def _weights(engine: Engine, slices: ShardedParams) -> Iterator[_Memory]:
+    """Yield the storages of main weights and cached weights."""
     cut = _by_buffer(slices)
     for buffer in engine.buffers:
         cached = buffer.paths.refresh is not None
         if buffer.main.place == "device":
             views = [part.parameter for part in cut.get(buffer, [])]
-            # Where nothing is cached every gather begins here, so that no pass could do without.
+            # Without cached weights each gather starts from the main shard, so passes need it: the kind is lp_params.
             yield _Memory("hp_params" if cached else "lp_params", buffer.shard, views)
         source = buffer.wire_copy
         if source is not None and source.row is not None and source.follows and source.row.place == "device":
             yield _Memory("lp_params", source.row.tensor)
         if buffer.secondary is not None:
             yield _Memory("lp_params", buffer.secondary)
-        # Gathered ones are none of it: they are somebody's, or have been released.
+        # Include flat buffers that always hold the full weights. Gathered buffers are not included: they are released,
+        # or a user reads them.
         if buffer.paths.fetch is None and not buffer.paths.shared:
             yield _Memory("lp_params", buffer.flat)
 
 
 def _gradients(engine: Engine, slices: ShardedParams) -> Iterator[_Memory]:
+    """Yield the storages of gradient shards, held gradients and error feedback."""
     cut = _by_buffer(slices)
     for buffer in engine.trainable_buffers:
         gradient = buffer.gradient
-        assert gradient is not None  # or it would not be trainable
+        assert gradient is not None  # trainable buffers have a gradient
         if gradient.row.place == "device":
             views = [view for part in cut.get(buffer, []) for view in (part.gradient, part.seen)]
-            # Until a gradient arrives, which overwrites it, it says nothing.
+            # The shard has no meaningful values before a gradient arrives: the first reduction overwrites it.
             yield _Memory("lp_grads", gradient.shard, views, keep=gradient.arrived)
-        # Made on the device, wherever sums stay.
+        # Held gradients are on the device even if gradient shards are offloaded.
         if gradient.held is not None:
             yield _Memory("lp_grads", gradient.held)
         for feedback in gradient.feedbacks:
@@ -176,16 +198,17 @@ def _gradients(engine: Engine, slices: ShardedParams) -> Iterator[_Memory]:
 
 
 def _states(engine: Engine, optimizer: Optimizer, slices: ShardedParams, kinds: frozenset[str]) -> Iterator[_Memory]:
+    """Yield the storages of optimizer states, and warn of states that cannot be moved."""
     if "optim_states" not in kinds:
         return
     stay: list[str] = []
     device = engine.device.type
     for name, states in _states_on_device(engine, optimizer, slices):
         for key, value in states.items():
-            # Counts of steps are numbers, and mostly on the host.
+            # Skip step counts, which are single numbers and mostly on the host.
             if not isinstance(value, Tensor) or value.dim() == 0 or value.device.type != device:
                 continue
-            # By an earlier call; it could not be asked whose it is.
+            # Skip states that an earlier call has moved: their tensors are unreadable, so _is_own cannot check them.
             if engine.parking.is_away(value):
                 continue
             if _is_own(value):
@@ -194,25 +217,27 @@ def _states(engine: Engine, optimizer: Optimizer, slices: ShardedParams, kinds: 
                 stay.append(f"{key} of {name}")
     if stay:
         warn_user(
-            f"optimizer states {stay[:5]}{'...' if stay[5:] else ''} stay on the device: something else refers to "
-            "their memory too, or they are of a class of their own"
+            f"optimizer states {stay[:5]}{'...' if stay[5:] else ''} stay on the device: their memory is shared with "
+            "other tensors, or they are of a subclass of torch.Tensor"
         )
 
 
 def _states_on_device(
     engine: Engine, optimizer: Optimizer, slices: ShardedParams
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and states of each parameter whose states may be on the device."""
     apart = not engine.maker.tiers.states.serves(engine.device)
     for part in slices.all:
         here = part.buffer is not None and part.buffer.main.place == "device" and not (apart and part.on_host)
         if here and part.parameter in optimizer.state:
             yield part.name, optimizer.state[part.parameter]
     if engine.maker.tiers.main.serves(engine.device):
-        # Of parameters that are frozen, whole.
+        # States of frozen parameters are kept whole, apart from the optimizer.
         yield from slices.frozen_states().items()
 
 
 def _by_buffer(slices: ShardedParams) -> dict[FlatBuffer, list[Slice]]:
+    """Return the slices of each flat buffer."""
     found: dict[FlatBuffer, list[Slice]] = {}
     for part in slices.all:
         if part.buffer is not None:
@@ -221,8 +246,8 @@ def _by_buffer(slices: ShardedParams) -> dict[FlatBuffer, list[Slice]]:
 
 
 def _is_own(value: Tensor) -> bool:
-    """Tell whether a state has a storage to itself, which can be resized."""
-    # A subclass, as of 8-bit states, has its memory in tensors of which nothing is known here.
+    """Return True if a state is the only tensor of a resizable storage that has exactly the state's bytes."""
+    # A subclass, such as an 8-bit state, keeps its values in inner tensors that this code cannot find.
     if type(value) is not Tensor:
         return False
     storage = value.untyped_storage()
@@ -230,7 +255,18 @@ def _is_own(value: Tensor) -> bool:
 
 
 def _on_every_rank(engine: Engine, doing: str, work: Callable[[], None]) -> None:
-    """Do local work, and raise on every rank if it failed on any: others would go on to where this one does not."""
+    """Run local work, and raise on every rank if the work failed on any rank. Collective.
+
+    Without the common error, other ranks would continue to collectives that the failed rank does not reach.
+
+    Args:
+        engine: engine of this rank.
+        doing: name of the call, for error messages.
+        work: function to run.
+
+    Raises:
+        RuntimeError: the work failed on another rank. On the failed rank, the original error is raised.
+    """
     error: Exception | None = None
     try:
         work()
@@ -238,10 +274,10 @@ def _on_every_rank(engine: Engine, doing: str, work: Callable[[], None]) -> None
         error = caught
     own = "" if error is None else f"{type(error).__name__}: {error}", sorted(engine.parking.kinds)
     told = engine.agreement.exchange_objects(own, doing)
-    # A rank may have nothing of what is away elsewhere, and must be refused with the others all the same.
+    # A kind may be off the device on another rank only. Record it here, too, so that all ranks refuse the same calls.
     engine.parking.kinds.update(*(kinds for _, kinds in told))
     if error is not None:
         raise error
     for rank, (text, _) in zip(engine.comm.ranks, told, strict=True):
         if text:
-            raise RuntimeError(f"{doing} failed on rank {rank}: {text}. Call reload_states() to have all as it was")
+            raise RuntimeError(f"{doing} failed on rank {rank}: {text}. Call reload_states() to restore all memory")
