@@ -1,18 +1,19 @@
-"""The update of weights in a step that is taken, the norms that it clips by, and the results of steps.
+"""The weight update of an optimizer step, gradient clipping and norms, and the result of the last step.
 
-Learning rates may be set between steps: ranks that step their slices at different rates would silently diverge, as
-after a ReduceLROnPlateau that each fed with its own loss. So a hash of all numbers in the groups travels with the step
-sync (:class:`GroupSettings`).
+Users may set learning rates between steps. If ranks stepped their slices with different rates, the weights would
+silently diverge. This happens, for example, if each rank feeds its own loss to a ReduceLROnPlateau. So the step sync
+compares a hash of all numbers in the groups (:class:`GroupSettings`).
 
-The wrapped optimizer steps on the device, or the host's cores do (`zeropp.optimizer.host_step`). Where weights that are
-cached between uses have to travel after a step, the wrapped optimizer is called chunk by chunk, so that the first
-new weights are on their way while the last are computed. That takes an optimizer known to treat each parameter by
-itself: parameters without a gradient are passed over, as torch's optimizers do.
+Either the wrapped optimizer steps on the device, or the host's cores step (`zeropp.optimizer.host_step`). If cached
+weights must be refreshed after the step, the wrapped optimizer is called chunk by chunk, so that refreshes of the first
+units run while later units are stepped. Chunks require an optimizer that steps each parameter by itself. A call steps
+only its chunk, because torch's optimizers skip parameters without a gradient.
 
-[Note: GradScaler] Torch's GradScaler asks an optimizer with ``_step_supports_amp_scaling``, as its fused ones are, to
-unscale. It sets ``grad_scale`` (None if ``unscale_()`` was called) and ``found_inf`` around ``step()``. So the
-``step()`` of ZeroOptimizer knows when GradScaler calls it, and refuses where a window is not finished: unscaled
-gradients and those of later micro-batches do not add up.
+[Note: GradScaler] torch's GradScaler lets an optimizer with ``_step_supports_amp_scaling`` unscale gradients itself, as
+fused optimizers do. Around ``step()`` it sets the optimizer's ``found_inf`` and ``grad_scale`` (None if ``unscale_()``
+was called). ZeroOptimizer has this attribute, so its ``step()`` can detect a call by GradScaler. It refuses such a call
+before the accumulation window is finished, because unscaled gradients cannot be added to the scaled gradients of later
+micro-batches.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ __all__ = [
 ]
 
 
-_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+_EPSILON = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 class OptimizerStep:
-    """Steps what has a gradient, and lets new weights travel to where they are cached."""
+    """Runs the optimizer on all slices that have a gradient, then issues refreshes of the cached weights."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer, slices: ShardedParams, config: Config) -> None:
         self._engine = engine
@@ -79,23 +80,25 @@ class OptimizerStep:
 
     @property
     def may_leave_out(self) -> bool:
-        """True if the device can leave a step out by itself, so that the host need not know of it yet."""
+        """True if the device can skip a step by itself, so that the host need not read the result first."""
         return self._host is None and may_leave_out(self._engine, self._optimizer)
 
     def run_step(self, norm: Tensor, left_out: Tensor | None) -> None:
-        """Step all that has a gradient.
+        """Step all slices that have a gradient, and start refreshes.
 
         Args:
-            norm: of the gradient over the whole model, float64 scalar.
-            left_out: float32 scalar, 1 where nothing is to change; None if that is known not to be so.
+            norm: gradient norm over the whole model, float64 scalar.
+            left_out: float32 scalar on the device: 1 to skip the step (non-finite gradients), 0 to take it. None if the
+                step is known to be taken.
         """
-        # Hooks after the step may edit weights, and must find them stepped.
+        # Step post-hooks may edit weights, so all weights must be stepped before hooks run, and refreshes wait until
+        # later.
         later = has_step_post_hooks(self._optimizer)
         if self._host is not None and self._host.can_step():
             try:
                 self._step_on_host(self._host, norm, waits=later)
             finally:
-                # After an error, too: some may have been stepped.
+                # Mark weights as changed after an error, too, because some may have been stepped.
                 self._engine.weights_changed(self._engine.trainable_buffers, stepped=True, for_now=later)
             return
         with clipping(self._engine, self._optimizer, norm, self._max_norm, left_out):
@@ -106,36 +109,38 @@ class OptimizerStep:
             )
 
     def _step_on_host(self, host: HostStep, norm: Tensor, *, waits: bool) -> None:
-        """Let the host's cores step, and the wrapped optimizer what the host leaves to it."""
+        """Queue the host's part of the step, and step the other slices with the wrapped optimizer."""
         there = [part for part in self._slices.stepped if part.on_host]
         here = [part for part in self._slices.stepped if not part.on_host]
         taken = host.take_settings(there)
         max_norm = self._max_norm
-        # In one way for both, so that it makes no difference which steps a slice.
+        # Clip both parts by the same method, so that a slice gets the same bits whichever part it belongs to.
         if max_norm > 0 and not takes_divisor(self._engine, self._optimizer if here else None):
             scale_gradients(self._engine, norm, max_norm)
             max_norm = 0.0
-        # Before the device has more to do: the host waits for this.
+        # Read the divisor before queuing device work, because the host waits for the device here.
         divisor = clip_divisor(norm, max_norm).cpu() if max_norm > 0 else None
         if here:
-            # Queued first: a device goes on by itself.
+            # Queue the device's part first: the device runs it while the host prepares its own part.
             passed_over = without_gradients([part.parameter for part in there])
             with passed_over, clipping(self._engine, self._optimizer, norm, max_norm):
                 self._step()
         host.start_step(there, taken, divisor, waits=waits)
 
     def _step(self) -> None:
-        # Past the profiling wrapper of torch, whose hooks already run around step.
+        """Call the wrapped optimizer's own step on the gradients that are shown."""
+        # Skip torch's profiling wrapper of step, because ZeroOptimizer.step already runs the hooks.
         step = getattr(type(self._optimizer).step, "__wrapped__", type(self._optimizer).step)
-        # Its code gets gradients as plain tensors, whatever the user finds in the groups.
+        # Give the optimizer plain tensors, because gradients that refuse norms (PartialGradient) would break its code.
         with unguarded():
             self._step_all(step)
 
     def _step_all(self, step: Callable[[Optimizer], object]) -> None:
+        """Call ``step`` once, or twice if fused SGD must start the momentum of some parameters separately."""
         apart = begin_momentum(self._optimizer, len(self._slices.markers))
         if not apart:
             step(self._optimizer)
-            # Optimizers of others may set ``parameter.data``, which takes slices out of their places.
+            # Optimizers outside torch may assign ``parameter.data``, which detaches slices from the main shard.
             if not step.__module__.startswith("torch."):
                 self._slices.take_assigned()
         for others in apart:
@@ -143,7 +148,9 @@ class OptimizerStep:
                 step(self._optimizer)
 
     def _changed(self, buffers: Sequence[FlatBuffer], *, for_now: bool) -> None:
-        # What the optimizer's own code has stepped in its place has gone nowhere yet.
+        """Move new states to their tier, renew offloaded weight copies, and start or delay refreshes."""
+        # If the host steps, the optimizer's own code runs only as a fallback, and its new states are not in their tier
+        # yet.
         if self._host is not None:
             self._host.keep_states(buffers)
         for buffer in buffers:
@@ -152,29 +159,32 @@ class OptimizerStep:
         self._engine.weights_changed(buffers, stepped=True, for_now=for_now)
 
 
-# The order of a step: some slices after others.
+# Chunks: slices that are stepped in one call.
 
 
 @dataclass(frozen=True)
 class StepChunk:
-    """Slices that are stepped in one call, and the buffers that have new weights after it."""
+    """Slices that are stepped in one call, and the buffers that have new weights afterwards."""
 
     slices: list[Slice]
     buffers: list[FlatBuffer]
 
 
 def choose_chunks(engine: Engine, slices: Sequence[Slice], *, elementwise: bool) -> list[StepChunk]:
-    """Units in the order of the next forward: one, one, two, four, ...; all at once where little travels after a step.
+    """Divide the slices of a step into chunks, in the order of the next forward: 1, 1, 2, 4, ... units.
 
-    All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
-    rank but for the slices.
+    There is only one chunk if less than half of the elements are refreshed by collectives, or if the optimizer may not
+    be called on parts. There is also only one if a refresh is delayed: otherwise the first chunk's refresh would also
+    send units that are not stepped yet. All ranks get the same chunks, each with its own slices.
+
+    ``elementwise`` is True if the optimizer's step of a parameter does not depend on other parameters.
     """
-    # The first unit that forward wants goes alone: it travels while the others are stepped. Later ones have time, and
-    # every chunk costs a call of step().
+    # Step the first unit by itself, so that its refresh runs while the others are stepped. Later chunks are larger,
+    # because each chunk costs a call of step().
     units = [unit for unit in engine.units_in_forward_order() if unit.trainable_buffers]
     buffers = engine.trainable_buffers
     travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
-    # Several calls of a fused step cost more than one: they pay only where something is hidden behind them.
+    # Several calls of a fused step take longer than one, so chunks pay off only if they hide enough communication.
     little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
     if little or engine.refresh_is_delayed or not elementwise:
         return [StepChunk(list(slices), engine.trainable_buffers)]
@@ -186,7 +196,7 @@ def choose_chunks(engine: Engine, slices: Sequence[Slice], *, elementwise: bool)
         chosen = [unit for _, unit in numbered]
         found = [part for unit in chosen for part in by_unit.get(unit.index, [])]
         chunks.append(StepChunk(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
-    # A stand-in, which belongs to no unit.
+    # A stand-in belongs to no unit, so step it with the first chunk.
     chunks[0].slices.extend(by_unit.get(-1, []))
     return chunks
 
@@ -197,13 +207,14 @@ def step_by_chunks(
     """Step chunk by chunk.
 
     Args:
-        chunks: all there is to step.
-        step: of the optimizer, over what has a gradient.
-        changed: told of buffers with new weights; of all that are left if a step fails, which may have changed them.
+        chunks: all chunks of the step.
+        step: function that steps all parameters with a gradient.
+        changed: function that is called with the buffers that have new weights. If a step fails, it is also called with
+            the buffers of all remaining chunks, because the failed step may have changed them.
     """
     waiting = list(chunks)
-    # torch's optimizers pass over parameters whose .grad is None: so one portion is stepped, and the groups stay
-    # whole.
+    # torch's optimizers skip parameters whose .grad is None. So a chunk is stepped by hiding all other gradients, and
+    # the groups stay unchanged.
     gradients = [(part.parameter, part.parameter.grad) for chunk in chunks for part in chunk.slices]
     try:
         if len(chunks) > 1:
@@ -218,11 +229,11 @@ def step_by_chunks(
             if len(chunks) > 1:
                 for parameter, _ in shown:
                     parameter.grad = None
-            # Only after the step: one that fails half-way may have changed weights, and they are told of below.
+            # Remove the chunk only after its step: a step that fails half-way may have changed weights.
             waiting.remove(chunk)
             changed(chunk.buffers)
     finally:
-        # Gradients stay until zero_grad(), as in torch, also after an error.
+        # Restore gradients, also after an error: as in torch, they stay until zero_grad().
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for chunk in waiting:
@@ -230,21 +241,23 @@ def step_by_chunks(
 
 
 def begin_momentum(optimizer: Optimizer, markers: int) -> list[list[nn.Parameter]]:
-    """Parameters to be stepped apart, in as many calls: those whose momentum begins now, and those that have one.
+    """Return two lists of parameters if fused SGD needs two calls; an empty list if one call is enough.
 
-    torch's fused SGD takes a group's first step for all parameters or for none, and fails where some of them get their
-    first gradient later than others, as in a branch that is taken late. Empty where one call does.
+    The lists are the parameters whose momentum starts in this step and those that already have a momentum buffer. Each
+    call must hide the gradients of one list. A single call would fail: torch's fused SGD treats a step as the first one
+    for all parameters of a group or for none. Both kinds occur together if a branch of the model gets its first
+    gradient late.
 
     Args:
-        optimizer: that is about to step.
-        markers: how many tensors in its groups are never stepped.
+        optimizer: the wrapped optimizer.
+        markers: number of tensors in its groups that are never stepped.
     """
-    # By the class's step: that of a class derived from SGD may not be meant to be called twice.
+    # Only a class that inherits SGD's step is called twice. A step of its own may not allow two calls.
     if not isinstance(optimizer, SGD) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(SGD.step):
         return []
     groups = optimizer.param_groups
     state = optimizer.state
-    # As in most steps: every parameter has its momentum.
+    # Fast path for most steps: every parameter has a momentum buffer.
     if len(state) + markers >= sum(len(group["params"]) for group in groups) and all(state.values()):
         return []
     groups = [group for group in groups if group["fused"] and group["momentum"]]
@@ -257,7 +270,7 @@ def begin_momentum(optimizer: Optimizer, markers: int) -> list[list[nn.Parameter
 
 @contextlib.contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let the optimizer pass over some of the parameters in its groups."""
+    """Hide the gradients of some parameters inside this context, so that an optimizer skips them."""
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -268,12 +281,12 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-# Norms, and scaling by them.
+# Norms and clipping.
 
 
 def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
-    """Multiply all gradients by at most ``max_norm / norm``, and by no more than 1; returns the factor."""
-    # On the device: the host does not learn the factor, and so does not wait for it.
+    """Multiply all gradient shards in place by ``min(1, max_norm / norm)``, and return this factor."""
+    # Compute the factor on the device, so that the host does not wait for it.
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     for gradient in engine.gradients:
         gradient.shard.mul_(factor.to(gradient.shard))
@@ -281,13 +294,9 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
 
 
 def unscale(optimizer: Optimizer, scale: Tensor) -> None:
-    """Divide the gradients in an optimizer's groups by a scale, with the bits of torch's GradScaler.
+    """Divide the gradients in an optimizer's groups by a scale, with the same rounding as torch's GradScaler.
 
-    See [Note: GradScaler].
-
-    Args:
-        optimizer: the wrapped one, with this rank's slices.
-        scale: float32 scalar.
+    ``scale`` is a float32 scalar. See [Note: GradScaler].
     """
     inverse = scale.double().reciprocal().float()
     with unguarded():
@@ -298,24 +307,28 @@ def unscale(optimizer: Optimizer, scale: Tensor) -> None:
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """Divisor of gradients that makes their norm at most ``max_norm``: a float32 scalar, at least 1."""
+    """Return a float32 scalar >= 1; dividing gradients of this norm by it bounds their norm by ``max_norm``."""
     return torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()
 
 
 def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
-    """Tell whether kernels can divide gradients as they read them: an optimizer's, or for None the host's own."""
-    # The divisor is float32, which is too little for gradients of 64 bits.
+    """Return True if the step's kernels can divide gradients while reading them.
+
+    ``optimizer`` is None for the host's kernels.
+    """
+    # The divisor is float32, which is not precise enough for float64 gradients.
     single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
     if optimizer is None:
         return single
-    # A state that was saved by an optimizer that is not fused brings that setting with it.
+    # Read the setting from the groups, because loading a state saved by an unfused optimizer overwrites it.
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return single and fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
-    """Tell whether a step of ``optimizer`` changes nothing at all, states included, where the device says so."""
-    # SGD's fused step leaves out the first momentum, too, and takes uninitialised memory for it.
+    """Return True if the device can skip a step of the optimizer so that neither weights nor states change."""
+    # Only Adam's step (also AdamW's) qualifies. If fused SGD skips its first step, its momentum buffers stay uninitialized but count as
+    # valid.
     adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
     return adam and takes_divisor(engine, optimizer)
 
@@ -324,22 +337,25 @@ def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
 def clipping(
     engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float, left_out: Tensor | None = None
 ) -> Iterator[None]:
-    """Steps of ``optimizer`` inside clip gradients to ``max_norm``, all of them together; 0 for no clipping.
+    """Clip gradients to ``max_norm`` in steps of the optimizer inside this context.
+
+    Fused optimizers divide gradients while reading them, as they do for GradScaler, which saves a pass over the
+    gradients. The gradients stay divided afterwards. For other optimizers, the gradients are scaled before the step.
 
     Args:
-        engine: whose gradients have that norm.
-        optimizer: one that divides gradients by a scale while it reads them, as torch's fused ones do for GradScaler,
-            saves a pass over them. It leaves them divided.
-        norm: float64 scalar.
-        max_norm: bound.
-        left_out: float32 scalar, 1 where steps inside are to change nothing; of an optimizer that `may_leave_out`.
+        engine: engine of the gradients.
+        optimizer: the wrapped optimizer.
+        norm: gradient norm over the whole model, float64 scalar.
+        max_norm: upper bound of the norm; 0 for no clipping.
+        left_out: float32 scalar, 1 to make the steps change nothing; only for an optimizer for which `may_leave_out`
+            returns True. None to take the steps.
     """
     if left_out is None and not (max_norm > 0 and takes_divisor(engine, optimizer)):
         if max_norm > 0:
             scale_gradients(engine, norm, max_norm)
         yield
         return
-    # Names that torch's GradScaler has given them.
+    # torch's fused optimizers read these two attributes, which GradScaler normally sets.
     none = torch.zeros((), dtype=torch.float32, device=norm.device)
     optimizer.found_inf = none if left_out is None else left_out  # type: ignore[attr-defined]
     if max_norm > 0:
@@ -350,26 +366,30 @@ def clipping(
         del optimizer.found_inf  # type: ignore[attr-defined]
         if max_norm > 0:
             del optimizer.grad_scale  # type: ignore[attr-defined]
-            # They are divided now, and their versions do not say so.
+            # The step divided gradients in place without raising their versions, so their norms must count as outdated.
             for gradient in engine.gradients:
                 gradient.doubt()
 
 
 def gradient_norms(engine: Engine, stats: StepStats) -> GradientNorms:
-    """Norm of each parameter's gradient by its name, for those that have one. Collective: one sum of 8 bytes each."""
+    """Return the norm of each used parameter's gradient, by parameter name.
+
+    Collective: all ranks sum a vector with 8 bytes per used parameter, and the host waits for it.
+    """
     names: list[str] = []
     squares: list[Tensor] = []
     for unit in engine.units:
         used = iter(stats.used[unit.index])
         for buffer in unit.trainable_buffers:
             gradient = buffer.gradient
-            assert gradient is not None  # the buffer is trainable
+            assert gradient is not None  # trainable buffers have a gradient
             own = torch.zeros(len(buffer.names), dtype=torch.float64, device=engine.device)
-            # Replicas hold the same sums; the first one's count.
+            # Replicas hold the same sums, so only the first replica contributes.
             for fragment in buffer.fragments() if gradient.arrived and gradient.placement.replica == 0 else ():
                 part = gradient.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
                 own[fragment.slot] += part.double().square().sum()
-            # Used on any rank, so that every rank brings as many numbers; this one's may be zeros.
+            # Send a number for each parameter used on any rank, so that all ranks send equally many. A rank without a
+            # part of a parameter sends 0.
             found = [index for index in range(len(buffer.names)) if next(used)]
             names += [buffer.names[index] for index in found]
             squares.append(own[found])
@@ -381,7 +401,7 @@ def gradient_norms(engine: Engine, stats: StepStats) -> GradientNorms:
 
 
 class GradientNorms(dict[str, float]):
-    """Norms by name. The markers at the end of each group have one, too, as loops over names and tensors ask for it."""
+    """Gradient norms by parameter name. The markers' name has a norm, too, because loops over groups look it up."""
 
     def __missing__(self, name: str) -> float:
         if name == NOTHING:
@@ -389,84 +409,92 @@ class GradientNorms(dict[str, float]):
         raise KeyError(name)
 
 
-# Carried errors.
+# Error feedback.
 
 
 class ErrorFeedback:
-    """Errors that quantized gradients carry over, of all units: cleared every so many steps, saved and restored.
+    """Error feedback of quantized gradients in all units: cleared at intervals, saved and restored.
 
-    An error goes with the next gradient, and a new one takes its place in the same memory. Where a step is skipped, or
-    gradients are forgotten before a step, the old one is lost, and the new one is of a gradient that may be huge: one
-    rank has NaN, another perhaps 1e8. So all are cleared then. To keep the old ones would take as much memory again.
+    The error of one message is added to the next gradient, and the new error overwrites the old one in place. If a step
+    is skipped or gradients are forgotten, the old errors are lost. The new errors then belong to gradients that may be
+    huge or NaN, so all errors are cleared. Keeping a copy of the old errors would double the memory.
 
     Args:
-        engine: whose gradients carry them.
-        reset: steps after which all of them are cleared, at once.
+        engine: engine whose gradients use error feedback.
+        reset: number of steps after which all errors are cleared.
     """
 
     def __init__(self, engine: Engine, reset: int) -> None:
         self._engine = engine
         self._reset = reset
-        # Since they were cleared.
+        # Number of steps since the errors were cleared.
         self._steps = 0
-        # Scale of the losses that the errors came from; None if nobody scaled them.
+        # GradScaler's scale of the losses that the errors came from; None if no GradScaler scaled them.
         self._scale: Tensor | None = None
 
     def follow(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Bring the errors to the scale that the next losses have; exact where that changes by powers of two."""
+        """Rescale the errors to the current scale of the losses. Changes of the scale by powers of two are exact.
+
+        ``scaler`` is the GradScaler that scales the losses, or None if there is none.
+        """
         if scaler is None:
-            # They are of losses that somebody scaled, and by how much the next ones are is not known.
+            # The errors come from scaled losses, but the scale of the next losses is unknown, so clear the errors.
             if self._scale is not None:
                 self._scale = None
                 self.clear()
             return
         scale = loss_scale(scaler, self._engine.device)
         before = self._scale
-        # A copy: update() changes the scaler's own tensor in place.
+        # Store a copy, because GradScaler.update() changes its own tensor in place.
         self._scale = scale.clone()
         found = [feedback.scales for feedback in self._named().values()]
         if before is not None and found:
-            # Errors are codes with scales, so the scales alone follow; on the device, and the host does not wait.
+            # Errors are stored as codes with scales, so rescaling the scales is enough. The host does not wait for the
+            # device.
             torch._foreach_mul_(found, (scale / before).to(torch.bfloat16))
 
     def _named(self) -> dict[str, Feedback]:
+        """Return the error feedback of every hop, by unit, compute dtype, level and codec."""
         found: dict[str, Feedback] = {}
         seen: Counter[str] = Counter()
         for buffer in self._engine.trainable_buffers:
             name = f"{buffer.unit}/{buffer.compute_dtype}"
             for hop in buffer.gradient.paths.straight.hops if buffer.gradient is not None else ():
-                # Named with the codec: errors of another one are not what this one would lose.
+                # The codec is part of the name, because errors of one codec are meaningless to another.
                 if hop.feedback is not None:
                     found[f"{name}/{seen[name]}/{hop.spec.outer} {hop.codec.name}"] = hop.feedback
             seen[name] += 1
         return found
 
     def count_step(self) -> None:
-        """An optimizer step was taken; skipped ones do not count."""
+        """Count an optimizer step that was taken, and clear the errors if the interval is over."""
         self._steps += 1
         if self._steps >= self._reset:
             self.clear()
 
     def clear(self) -> None:
-        """Begin anew with the next gradients."""
+        """Clear all errors, so that the next gradients are sent without compensation."""
         self._steps = 0
         for feedback in self._named().values():
-            # A flag, and no zeros: what is fresh is written, and not read.
+            # Set a flag instead of writing zeros. The kernel does not read errors that are marked fresh.
             feedback.fresh = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps since they were cleared, and the errors of this rank."""
+        """Return the number of steps since the last clearing, this rank's errors, and the scale of their losses."""
         errors = {name: each.saved() for name, each in self._named().items()}
         return {"steps": self._steps, "errors": errors, "scale": None if self._scale is None else float(self._scale)}
 
     def fits(self, saved: dict[str, Any] | None) -> bool:
-        """Tell whether saved errors are of the same units, hops, codecs and sizes; none fit if nothing is carried."""
+        """Return True if saved errors have the units, hops, codecs and sizes of this rank's error feedback.
+
+        Without saved errors, the result is True only if this rank has no error feedback.
+        """
         errors: dict[str, Tensor] = saved["errors"] if saved is not None else {}
         here = {name: feedback.state.numel() for name, feedback in self._named().items()}
         return {name: each.numel() for name, each in errors.items()} == here
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Take back saved errors that fit."""
+        """Restore saved errors, for which :meth:`fits` must have returned True. None clears the errors."""
         self.clear()
         if saved is None:
             return
@@ -479,24 +507,28 @@ class ErrorFeedback:
 
 
 def load_carried(engine: Engine, carried: ErrorFeedback, saved: dict[str, Any] | None) -> None:
-    """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. That costs little."""
+    """Restore saved errors if they fit on every rank; otherwise clear the errors on all ranks and warn. Collective.
+
+    Cleared errors cost little accuracy, so this is no failure.
+    """
     steps = saved["steps"] if saved is not None else 0
-    # With the steps since they were cleared: ranks that clear at different steps would part.
+    # Compare the step counts, too: ranks with different counts would clear their errors at different steps.
     rows = engine.agreement.exchange(SAVED, [int(carried.fits(saved)), steps], "checking carried errors")
     if all(row == [1, rows[0][1]] for row in rows):
         carried.load_state_dict(saved)
         return
     wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
-    cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
-    warn_user(f"carried errors of quantized gradients {cause}; they begin anew")
+    cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in step counts"
+    warn_user(f"carried errors of quantized gradients {cause}; all ranks start with zero errors")
     carried.clear()
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict(state)``, and let its groups and its ``state`` stay the dicts that they were.
+    """Call ``optimizer.load_state_dict(state)``, but keep the optimizer's group and state objects.
 
-    torch puts new ones in their place. Where a scheduler holds them through another optimizer of the same dicts, as
-    after Accelerate has put DeepSpeed's Adam in place of torch's, it would set learning rates that nobody reads.
+    torch replaces these dicts with new ones. A scheduler may hold the old ones through another optimizer that shares
+    them, as after Accelerate has replaced torch's Adam with DeepSpeed's. Such a scheduler would then set learning rates
+    that no step reads.
     """
     groups = list(optimizer.param_groups)
     states = optimizer.state
@@ -516,45 +548,50 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 class StepResult:
-    """The result of the last step: taken, skipped, or not known yet; and counts. See [Note: sums read late].
+    """The result of the last step, which may still be unread, and counts of steps. See [Note: sums read late].
 
     Args:
-        step_sync: has the sum of a step that no host has waited for.
-        loss_scale: follows the results of steps.
+        step_sync: step sync that holds the sum of a step whose result the host has not read.
+        loss_scale: loss scale that is updated with the result of each step.
 
     Attributes:
-        grad_norm: at the last step.
-        skipped_steps: since the beginning.
-        step_was_skipped: the last one.
-        step_was_taken: since the last backward.
+        grad_norm: gradient norm over the whole model at the last step.
+        skipped_steps: number of skipped steps since training began.
+        step_was_skipped: True if the last step was skipped.
+        step_was_taken: True if a step has changed weights since the last backward.
     """
 
     def __init__(self, step_sync: StepSync, loss_scale: LossScale) -> None:
         self._step_sync = step_sync
         self._loss_scale = loss_scale
-        # The engine has the scale, and must not keep its wrapper alive.
+        # Pass a weak method, because the engine owns the loss scale and must not keep its wrapper alive.
         loss_scale.wait_for_last = weakly(self.wait_for_result)
         self._unread = False
-        # Text of an error that the next step raises, too. No exception: it would hold what holds this.
+        # Message of an error that the next step raises again. An exception object would hold this object through its
+        # traceback.
         self._error: str | None = None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = self.step_was_taken = False
 
     def decided(self, stats: StepStats) -> None:
-        """A step is over, or is going to be."""
+        """Record the decision about a step, before or after the weights are stepped."""
         self._unread = stats.norm is None
         self.step_was_skipped = stats.skips
         self.step_was_taken = False
         self.skipped_steps += self.step_was_skipped
         if not self._unread:
             self.grad_norm = stats.norm
-            # Last, since it may raise.
+            # Update the loss scale last, because the update may raise.
             self._loss_scale.update(overflow=self.step_was_skipped)
 
     def load(self, skipped_steps: int, loss_scale: dict[str, Any] | None = None) -> None:
-        """Go on from a saved count; what is wrong with the step before is of no interest any more."""
-        # On every rank, whether it has asked or not: one alone would raise at the next step, or read a sum.
+        """Restore a saved count, and drop the result and the error of the last step.
+
+        ``loss_scale`` is the saved state of the loss scale, or None to keep the current one.
+        """
+        # Drop an unread sum on every rank. If only some ranks dropped it, the others would raise or read it at the next
+        # step.
         self._step_sync.forget_unread()
         self._error = None
         self._unread = False
@@ -564,30 +601,38 @@ class StepResult:
             self._loss_scale.load_state_dict(loss_scale)
 
     def count_skipped(self) -> int:
-        """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them.
+        """Return ``skipped_steps`` for saving.
+
+        A step that was refused because ranks disagreed does not count as skipped.
 
         Raises:
-            RuntimeError: the ranks have lost each other. Some may have stepped and others not.
+            RuntimeError: the ranks have lost each other, so some ranks may have stepped and others not.
         """
         try:
             self.wait_for_result()
         except RuntimeError:
-            # Settings that differ the next step tells of.
+            # The error is about differing settings or collectives, which the next step will report.
             if self._step_sync.engine.agreement.lost is not None:
                 raise
         return self.skipped_steps
 
     def pass_over(self) -> None:
-        """A step was asked for inside a window, and does nothing."""
+        """Record a call of ``step()`` that does nothing, because the accumulation window is not finished."""
         self.wait_for_result()
         self.step_was_skipped = self.step_was_taken = False
 
     def wait_for_result(self, *, stepping: bool = False) -> None:
-        """Wait for a step's sum, by which the device has decided alone.
+        """Read the result of the last step if the device has decided about it without the host.
+
+        The error for a step at which ranks disagreed is raised by every call, up to and including the next step's call.
+        So the next step raises on all ranks, even on those that have seen the error before. Otherwise these would
+        continue and wait for the others.
+
+        Args:
+            stepping: True if the caller is the next step, which clears the error.
 
         Raises:
-            RuntimeError: ranks were out of step; no weight was changed. Until the next step, at which every rank raises
-                it: one that has asked before would otherwise go on there, and wait for the others.
+            RuntimeError: ranks disagreed at the last step; no weight was changed.
         """
         found = None
         if self._error is None and self._unread:
@@ -603,12 +648,12 @@ class StepResult:
         if found is not None:
             taken = self.step_was_taken
             self.decided(found)
-            # A backward since then has cleared it.
+            # A backward may have cleared step_was_taken since the step, so keep its value.
             self.step_was_taken = taken and not found.skips
 
 
 def from_step_result(name: str) -> Any:
-    """Make a property of the optimizer that waits for its last step's result and returns the attribute of that name."""
+    """Return a property that waits for the last step's result and returns this attribute of its StepResult."""
 
     def ask(optimizer: Any) -> Any:
         optimizer.step_result.wait_for_result()
@@ -617,22 +662,22 @@ def from_step_result(name: str) -> Any:
     return property(ask)
 
 
-# Numbers in the groups.
+# Comparison of the numbers in parameter groups.
 
-# As few as the hash of what is issued has: the square must be exact in float64.
+# Bits of the hash, as many as the hash of issued collectives has: the square must be exact in float64.
 _BITS = 24
-# Any odd number, so that no bit is lost; less 2**64, since it multiplies int64.
+# Multiplier of the hash. Any odd number loses no bits. 2**64 is subtracted to fit int64.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
-# What each rank has of its own: its slices, and their names.
+# Group entries that differ between ranks: slices and their names.
 _OWN = ("params", "param_names")
 
 
 class GroupSettings:
-    """Numbers in the groups of one optimizer.
+    """The numbers in an optimizer's parameter groups, which must be equal on all ranks.
 
     Args:
-        groups: gives them as they are now.
-        agreement: for naming what differs.
+        groups: function that returns the current parameter groups.
+        agreement: exchanges settings between ranks, to name those that differ.
     """
 
     def __init__(self, groups: Callable[[], list[dict[str, Any]]], agreement: Agreement) -> None:
@@ -640,27 +685,30 @@ class GroupSettings:
         self._agreement = agreement
 
     def code(self) -> int | Tensor:
-        """24 bits; an int64 scalar on a card if some setting is a tensor there, which the host must not wait for."""
+        """Return a 24-bit hash of all numbers: an int, or an int64 scalar on the device if a setting is a CUDA tensor.
+
+        The host does not wait for settings that are CUDA tensors.
+        """
         numbers = []
         tensors = []
         for name, value in self._numbers():
             if isinstance(value, Tensor):
                 tensors.append(value)
-                # Its place and kind are compared on the host, its bits on the device.
+                # The host's hash covers the name of a CUDA tensor. Its values enter the hash on the device.
                 numbers.append((name, "on a card"))
             else:
                 numbers.append((name, _written(value)))
-        # Not hash(), which Python salts for each process.
+        # Use crc32, because Python salts hash() in each process.
         host = zlib.crc32(repr(numbers).encode()) >> (32 - _BITS)
         return fold(host, tensors) if tensors else host
 
     def disagreement(self, *, late: bool = False) -> RuntimeError:
-        """The error for codes that differ: which setting of which group, and what each rank has. Collective.
+        """Return the error for differing hashes, which names the differing settings and their values on each rank.
 
-        Of a step that is over, ``late``, it has what this rank has, and is local: one rank alone may ask for it, in the
-        middle of what the others do.
+        Collective, except for a step that is over (``late``). Then other ranks may be elsewhere, so the call is local
+        and the error shows this rank's settings only.
         """
-        # There is an error already, and waiting for the device costs nothing any more.
+        # Reading CUDA tensors makes the host wait, which does not matter before an error.
         own = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._numbers()}
         if late:
             return self._late_disagreement(own)
@@ -670,8 +718,8 @@ class GroupSettings:
         given = {name: [table.get(name) for table in tables] for name in differing[:3]}
         if not differing:
             return RuntimeError(
-                "parameter groups differed between ranks at the last step, which was left out for it, and are alike by "
-                "now. Every rank must set the same numbers before it calls step()"
+                "parameter groups differed between ranks at the last step, so it was skipped; they are equal now. "
+                "Every rank must set the same numbers before it calls step()"
             )
         return RuntimeError(
             "parameter groups differ between ranks, and nothing was stepped: "
@@ -681,17 +729,18 @@ class GroupSettings:
         )
 
     def _late_disagreement(self, own: dict[str, Any]) -> RuntimeError:
-        # Rates first: they are what schedulers set, and there may be many groups.
+        """Return the error for a step that is over, with this rank's settings only."""
+        # Show learning rates first, because schedulers set them and there may be many groups.
         own = dict(sorted(own.items(), key=lambda each: not each[0].endswith(" lr")))
         shown = ", ".join(f"{name} is {value!r}" for name, value in [*own.items()][:8])
         return RuntimeError(
-            "parameter groups differed between ranks at the last step, which was left out for it on every rank; rank "
+            "parameter groups differed between ranks at the last step, so every rank skipped that step; rank "
             f"{self._agreement.comm.rank} has: {shown}{', ...' if len(own) > 8 else ''}. Every rank must set the same: "
             "give schedulers such as ReduceLROnPlateau a loss averaged over the ranks"
         )
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
-        """(group and key, number); tensors that the host can read at once count as numbers, too."""
+        """Yield the group and key of each number with its value. CPU tensors are yielded as numbers or lists."""
         for index, group in enumerate(self._groups()):
             for key, value in group.items():
                 if key not in _OWN:
@@ -699,10 +748,13 @@ class GroupSettings:
 
 
 def fold(code: int, tensors: Sequence[Tensor]) -> Tensor:
-    """A hash and the bits of tensors as another hash: an int64 scalar of 24 bits, on their device; nobody waits."""
+    """Return a hash that combines ``code`` with the bits of tensors: a 24-bit int64 scalar on their device.
+
+    The host does not wait for the device.
+    """
     total: Tensor = torch.full((), code, dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
-        # In float64, so that one value has the same bits in every dtype that a rank may give it.
+        # Convert to float64, so that a value has the same bits in every dtype that a rank may use.
         for bits in tensor.detach().double().reshape(-1).view(torch.int64).unbind():
             total = (total ^ bits) * _ODD
     folded: Tensor = (total >> (64 - _BITS)) & (2**_BITS - 1)
@@ -710,25 +762,27 @@ def fold(code: int, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _numbers_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and tensors in a setting, with their names."""
     if isinstance(value, Tensor):
         yield name, value.tolist() if value.is_cpu else value
     elif isinstance(value, (list, tuple)):
         for position, entry in enumerate(value):
             yield from _numbers_in(f"{name}[{position}]", entry)
-    # Strings and objects were compared when ranks wrapped; numbers are what schedulers change. A bool is a number,
-    # too.
+    # Only numbers are compared at each step, including bools, because schedulers change numbers. Strings and other
+    # objects were compared when the optimizer was wrapped.
     elif isinstance(value, Real):
         yield name, value
 
 
 def _written(value: Any) -> str:
-    """The value to nine digits, since mathematical libraries of different machines may differ in later ones."""
+    """Return a value as text with nine digits, because math libraries of different machines differ in later digits."""
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return f"{value:.9g}" if isinstance(value, float) and math.isfinite(value) else repr(value)
 
 
 def _by_rank(values: list[object]) -> str:
+    """Return a text that lists the ranks of each value."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(repr(value), []).append(rank)

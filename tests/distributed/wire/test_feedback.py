@@ -329,7 +329,7 @@ def lost_on_one(settings: dict[str, object], change: str, who: int) -> tuple[int
     ("change", "who", "cause"),
     [
         ("lost", 1, "of ranks [1] do not fit"),
-        ("age", 1, "differ in age"),
+        ("age", 1, "differ in step counts"),
         ("of no unit", 0, "of ranks [0] do not fit"),
         ("of no unit", 1, "of ranks [1] do not fit"),
     ],
