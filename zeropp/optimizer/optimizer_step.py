@@ -327,8 +327,8 @@ def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
 
 def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
     """Return True if the device can skip a step of the optimizer so that neither weights nor states change."""
-    # Only Adam's step (also AdamW's) qualifies. If fused SGD skips its first step, its momentum buffers stay uninitialized but count as
-    # valid.
+    # Only Adam's and AdamW's step qualifies. If fused SGD skips its first step, its momentum buffers stay uninitialized
+    # but count as valid.
     adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
     return adam and takes_divisor(engine, optimizer)
 

@@ -1,7 +1,7 @@
-"""Changes of the wrapped optimizer after wrapping: groups that are added, and switches of its mode.
+"""Changes of the wrapped optimizer after wrapping: groups that are added, and switches between train and eval mode.
 
-A group may be added or loaded, the same on every rank. Schedule-free optimizers (arXiv 2405.15682) edit weights in
-their ``train()`` and ``eval()``.
+All ranks must add the same groups. Schedule-free optimizers (arXiv 2405.15682) edit weights in their ``train()`` and
+``eval()``, so a switch counts as a change of weights.
 """
 
 from __future__ import annotations
@@ -29,45 +29,47 @@ def add_group(
     slices: ShardedParams,
     apply_requires_grad: Callable[[], None],
 ) -> None:
-    """Add a group to the wrapped optimizer, as its slices. Collective.
+    """Add a parameter group to the wrapped optimizer, with slices in place of its parameters. Collective.
 
     Args:
-        group: as torch takes it.
-        engine: of the model.
-        optimizer: the wrapped one.
-        slices: in its groups.
-        apply_requires_grad: takes over changes of ``requires_grad``.
+        group: parameter group as ``torch.optim.Optimizer.add_param_group`` takes it.
+        engine: engine of the model.
+        optimizer: the wrapped optimizer.
+        slices: this rank's slices in the optimizer's groups.
+        apply_requires_grad: function that applies pending changes of ``requires_grad``.
 
     Raises:
-        TypeError, ValueError: this rank's group is wrong.
-        RuntimeError: another rank's is, or is another one.
+        TypeError, ValueError: this rank's group is invalid.
+        RuntimeError: another rank's group is invalid or differs from this rank's.
     """
-    # Before anything changes: a group that one rank refuses is added on none.
+    # Check on all ranks before any change: if one rank refuses the group, no rank adds it.
     _agree_on_group(group, engine, slices.in_groups)
-    # What was unfrozen for this group must have its main weights before slices are cut.
+    # Parameters that were unfrozen for this group need main weights before slices are cut.
     apply_requires_grad()
-    # The object's own attribute refuses; see refuse_inner_group. torch gets the model's parameters, for its checks.
+    # Call the class's method, because refuse_inner_group replaces it on the object. Pass the model's parameters, so
+    # that torch can check them.
     type(optimizer).add_param_group(optimizer, group)
     before = set(slices.stepped)
     slices.assign()
     for part in slices.stepped:
-        # Gradients of parameters that were in no group have been reduced all the same, and can be stepped.
+        # Gradients of trained parameters are reduced even if the parameters are in no group, so they can be stepped
+        # now.
         if part not in before and part.arrived:
             part.show_gradient(True)
     slices.show_markers(any(part.shown for part in slices.stepped))
 
 
 def _agree_on_group(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], bool]) -> None:
-    """Refuse a group that cannot be added, on every rank. Collective.
+    """Raise on every rank if some rank's group cannot be added or differs from the others. Collective.
 
     Args:
-        group: as torch takes it; its ``params`` become a list.
-        engine: of the model.
-        in_groups: whether a parameter is in a group already.
+        group: parameter group as torch takes it; its ``params`` are replaced by a list.
+        engine: engine of the model.
+        in_groups: function that returns True if a parameter is already in a group.
 
     Raises:
-        TypeError, ValueError: this rank's group is wrong.
-        RuntimeError: another rank's is, or is another one.
+        TypeError, ValueError: this rank's group is invalid.
+        RuntimeError: another rank's group is invalid or differs from this rank's.
     """
     error: Exception | None = None
     found = ""
@@ -75,7 +77,7 @@ def _agree_on_group(group: dict[str, Any], engine: Engine, in_groups: Callable[[
         found = f"{_names(group, engine, in_groups)} with {plain_settings(group)}"
     except (TypeError, ValueError) as caught:
         error = caught
-    # A rank that refuses says so, too: the others wait at this exchange.
+    # A rank with an invalid group takes part in the exchange, because the other ranks wait for it there.
     code = -1 if error is not None else zlib.crc32(found.encode())
     rows = engine.agreement.exchange(ADDED, [code], "at add_param_group()", "add_param_group()")
     if error is not None:
@@ -89,18 +91,18 @@ def _agree_on_group(group: dict[str, Any], engine: Engine, in_groups: Callable[[
 
 
 def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], bool]) -> list[str]:
-    """The model's names of a group's parameters."""
+    """Return the model's names of a group's parameters, and raise if the group is invalid."""
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"param_group is {group!r}; expected a dict with 'params'")
     given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     if isinstance(given, (set, frozenset)):
         raise TypeError("params is a set, whose order may differ between ranks; give a list")
-    # A generator would be empty the second time.
+    # Store a list, because a generator could be read only once.
     group["params"] = list(given)
     names = {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
     found = []
     for position, entry in enumerate(group["params"]):
-        # Groups made from named_parameters() hold pairs.
+        # Entries are (name, parameter) pairs if the group was made from named_parameters().
         parameter = entry[1] if isinstance(entry, tuple) else entry
         if id(parameter) not in names:
             raise ValueError(
@@ -115,23 +117,29 @@ def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], 
 
 @torch.no_grad()
 def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
-    """Call ``train`` or ``eval`` of a wrapped optimizer; what it makes of this rank's slices are new weights.
+    """Call ``train`` or ``eval`` of the wrapped optimizer, and count a change of mode as new weights.
 
-    Every rank calls it, as often as it likes: nothing travels unless the mode changes, which such optimizers note in
-    their groups. Where it does, the ranks make sure that they all are here.
+    Every rank calls it. A call that does not change the mode sends nothing. A call that changes it checks that all
+    ranks make the same call. Schedule-free optimizers record the mode in their groups.
+
+    Args:
+        engine: engine of the model.
+        optimizer: the wrapped optimizer.
+        name: "train" or "eval".
     """
     engine.require_idle(f"{name}() of the optimizer")
-    # A refresh under way still reads the main weights, which the optimizer is about to edit.
+    # A refresh in flight reads the main weights, which the optimizer may edit now.
     engine.wait_for_refresh()
     before = _mode_of(optimizer)
     getattr(optimizer, name)()
-    # Asked after the fact: only the optimizer knows whether a mode is on already, and such a call must cost nothing.
+    # Compare the mode after the call: only the optimizer can decide if the call changes anything, and a call without a
+    # change must send nothing.
     if _mode_of(optimizer) != before:
         engine.agreement.require_same_call(f"{name}() of the optimizer")
         engine.weights_changed(engine.trainable_buffers, for_now=True)
 
 
 def _mode_of(optimizer: Optimizer) -> list[Any]:
-    """Settings of the groups; and versions of the slices, of an optimizer that keeps its mode elsewhere."""
+    """Return the groups' settings, and the slices' versions for optimizers that record the mode elsewhere."""
     versions = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
     return [*(plain_settings(group) for group in optimizer.param_groups), versions]

@@ -1,11 +1,11 @@
-"""Gradients as the user finds them in ``optimizer.param_groups``: parts of the model's, whose norm says little.
+"""Gradients in ``optimizer.param_groups``: tensors that hold this rank's part of a gradient and refuse norms.
 
 Trainers clip and log by ``torch.nn.utils.clip_grad_norm_`` over the tensors of the groups, or by sums of squares. On a
-rank that holds a part of each gradient this would be the norm of the parts, another one on each rank. So the gradients
-are of a subclass that refuses norms, and whatever else makes one number of a gradient: also products of stacked
-gradients, sums over the elements of each, counts of the elements that a comparison has found, and what compares
-elements, such as topk. Everything else works, and what is computed from a part is one, too. Reading single elements and
-tests such as ``isfinite().all()`` are not refused.
+rank that holds only a part of each gradient, the result would be the norm of the parts, which differs between ranks. So
+these gradients are of a tensor subclass that refuses operations that combine elements of a gradient into single
+numbers. Examples are norms, products of stacked gradients, sums over the elements, counts after a comparison, and
+operations that compare elements, such as topk. All other operations work, and their results are of the subclass, too.
+Reading single elements and tests such as ``isfinite().all()`` are allowed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from zeropp.params.guard import set_class
 
 __all__ = ["MARKER_GRADIENT", "NOTHING", "as_partial"]
 
-# The name and the gradient of markers, which end each group: see [Note: edits of slices].
+# Name and gradient value of the markers at the end of each group: see [Note: edits of slices].
 NOTHING = "<nothing>"
-MARKER_GRADIENT = 1e-30  # not zero, since some loops set gradients of zero to None; too small to change a sum
+MARKER_GRADIENT = 1e-30  # nonzero, because some loops set zero gradients to None; too small to change a sum
 
-# Functions that torch's clip_grad_norm_ is made of, and those that loops call to normalize gradients: some of them
-# return lists of numbers, or tensors.
+# Norm functions, which are always refused: those that torch's clip_grad_norm_ uses, and those that normalize gradients.
+# They need a list of their own, because some return lists or tensors instead of a single number.
 _NORMS = frozenset(
     (
         torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm,
         torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
     )
 )  # fmt: skip
-# Functions that multiply gradients with each other, or that count or compare the elements of one.
+# Products, which are refused if they sum over elements of a gradient. Then functions that always combine or count
+# elements, and are always refused.
 _PRODUCTS = frozenset(("matmul", "__matmul__", "mm", "bmm", "mv"))
 _ACROSS = frozenset(
     (
@@ -46,7 +47,8 @@ _ACROSS = frozenset(
         "outer", "kron", "layer_norm", "rms_norm",
     )
 )  # fmt: skip
-# Functions that go over a dimension -> the place of ``dim`` among their arguments, and what it is if it is not given.
+# Functions over a dimension -> the position of ``dim`` in their arguments, and the default of ``dim``. These functions
+# are refused if ``dim`` is the dimension of a gradient's elements.
 _OVER: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
         (
@@ -64,9 +66,10 @@ _OVER: dict[str, tuple[int, int | None]] = {
 _TRANSPOSES = frozenset(
     ("t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "movedim", "permute", "adjoint")
 )
-# What is to be counted, as NaN, and what is no result: torch.compile asks for bases of views until there is none.
+# Functions with unmarked results. Users may count NaN or Inf. torch.compile follows ``_base`` until it is None, so the
+# base must be returned unchanged.
 _UNMARKED = frozenset(("isnan", "isinf", "isfinite", "isposinf", "isneginf", "_base"))
-# Functions that give some of the elements, or a tensor with other values.
+# Functions that return some of the elements, or a new tensor with other values. A result with one element is allowed.
 _ELEMENTS = frozenset(
     (
         "__getitem__", "select", "masked_select", "nonzero", "argwhere", "where", "take", "new_zeros", "new_ones",
@@ -76,10 +79,10 @@ _ELEMENTS = frozenset(
 
 
 class PartialGradient(Tensor):
-    """A tensor that was computed from this rank's part of a gradient, element by element.
+    """A tensor that was computed elementwise from this rank's part of a gradient.
 
     Attributes:
-        in_columns: whether a matrix has the elements of gradients in its first dimension, not in its last.
+        in_columns: True if a matrix has gradient elements along its first dimension, False if along its last.
     """
 
     in_columns = False
@@ -88,12 +91,12 @@ class PartialGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse norms and other single numbers, compute everything else, and mark what is computed as parts."""
-        # Without it ``func`` would lead back to this method.
+        """Refuse operations that combine elements into single numbers; mark other operations' results as partial."""
+        # Without unguarded(), ``func`` would call this method again.
         with unguarded():
             return _compute(func, args, kwargs or {})
 
-    # A file has no part in training.
+    # Pickled gradients become plain tensors, because a tensor in a file takes no part in training.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return _marked(copy.deepcopy(_plain(self), memo), self.in_columns)
@@ -104,13 +107,13 @@ class PartialGradient(Tensor):
 
 @dataclass(frozen=True)
 class _Given:
-    """The arguments of an operation, with what they say of its result.
+    """The arguments of an operation, and the layout of gradient elements in them.
 
     Attributes:
-        args: those by place, or by name where there are no others.
-        kwargs: those by name.
-        numel: elements of each gradient that is a part of some argument.
-        in_columns: whether one has them in its first dimension.
+        args: positional arguments; keyword arguments if there are no positional ones.
+        kwargs: keyword arguments.
+        numel: number of elements of each gradient part among the arguments; 1 if there is none.
+        in_columns: True if some argument has gradient elements along its first dimension.
     """
 
     args: tuple[Any, ...]
@@ -120,7 +123,7 @@ class _Given:
 
     @staticmethod
     def from_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
-        """Look at all arguments, and at the entries of lists."""
+        """Inspect all arguments of a call, including the entries of lists and tuples."""
         args = args or tuple(kwargs.values())
         each = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
         parts = [one for one in each if isinstance(one, PartialGradient) and one.ndim]
@@ -128,10 +131,15 @@ class _Given:
         return _Given(args, kwargs, max((part.shape[0 if columns else -1] for part in parts), default=1), columns)
 
     def has_columns(self, found: Tensor, name: str) -> bool:
-        """Tell whether a result has the elements of gradients in its first dimension."""
+        """Return True if a result has gradient elements along its first dimension.
+
+        Args:
+            found: result of the operation.
+            name: name of the operation.
+        """
         if found.ndim != 2 or (found.shape[0] == self.numel) != (found.shape[1] == self.numel):
             return found.ndim == 2 and found.shape[0] == self.numel
-        # A square tells nothing by its shape.
+        # The shape does not decide, for example for a square matrix, so decide by the operation.
         dim = self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else 0)
         if name in ("stack", "column_stack"):
             return name == "column_stack" or dim in (1, -1)
@@ -140,7 +148,8 @@ class _Given:
 
 @uncompiled
 def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Attributes such as ``.T`` come as the ``__get__`` of a descriptor, which has their name.
+    """Run an operation unless it is refused, and mark its results as partial gradients."""
+    # Access to a property such as ``.T`` arrives as ``__get__`` of a descriptor that has the property's name.
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # type: ignore[attr-defined]
     given = _Given.from_call(args, kwargs)
     if func in _NORMS or _mixes_elements(name, given):
@@ -160,17 +169,17 @@ def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _mark_target(name: str, args: tuple[Any, ...]) -> None:
-    """A tensor that was written to, as a buffer for several gradients, is a part from here on."""
+    """Mark a tensor as partial after an in-place write into it, such as a buffer that collects several gradients."""
     if name != "__setitem__" and (not name.endswith("_") or name.endswith("__")):
         return
     for target in args[0] if isinstance(args[0], (tuple, list)) else args[:1]:
-        # Not a weight, nor a view of one.
+        # Do not mark weights or views of weights.
         if type(target) is Tensor and target.ndim and target._base is None and not target.requires_grad:
             set_class(target, PartialGradient)
 
 
 def _marked(found: Tensor, in_columns: bool) -> Tensor:
-    """A result as a part of gradients, unless it is a number."""
+    """Return a result as a PartialGradient; return a scalar unchanged."""
     if found.ndim:
         found = found.as_subclass(PartialGradient)
         found.in_columns = in_columns
@@ -178,11 +187,17 @@ def _marked(found: Tensor, in_columns: bool) -> Tensor:
 
 
 def _mixes_elements(name: str, given: _Given) -> bool:
-    """Tell whether an operation goes over the dimension where gradients, also stacked ones, have their elements."""
+    """Return True if an operation combines elements along the dimension of gradient elements.
+
+    Args:
+        name: name of the operation.
+        given: arguments of the operation.
+    """
     args = given.args
     kwargs = given.kwargs
     if name in _PRODUCTS and len(args) > 1:
-        # Weights [tasks] @ gradients [tasks, elements] work on each element by itself; so do columns @ weights.
+        # weights [tasks] @ gradients [tasks, elements] is elementwise in the gradients, and so is columns [elements,
+        # tasks] @ weights.
         if isinstance(args[0], PartialGradient):
             return not given.in_columns or isinstance(args[1], PartialGradient)
         return given.in_columns or args[1].ndim < 2
@@ -190,7 +205,7 @@ def _mixes_elements(name: str, given: _Given) -> bool:
         return name in _ACROSS
     place, dim = _OVER[name]
     dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else dim))
-    if isinstance(dim, Tensor):  # another tensor, as for torch.max
+    if isinstance(dim, Tensor):  # torch.max(a, b) and the like compare two tensors elementwise
         return False
     if dim is None and name in ("quantile", "nanquantile"):
         return True
@@ -199,22 +214,29 @@ def _mixes_elements(name: str, given: _Given) -> bool:
 
 
 def _is_computed(found: object, args: tuple[Any, ...]) -> bool:
-    """Tell whether a result is a new tensor; operations in place return what they were given."""
+    """Return True if a result is a new tensor; in-place operations return one of their arguments."""
     return type(found) is Tensor and all(found is not each for each in args)
 
 
 def _is_number(found: Tensor, name: str, given: _Given) -> bool:
-    """Tell whether a result is one number that was made of several elements."""
-    # ``any`` and ``all`` are tests.
+    """Return True if a result is one number that was computed from several elements of a gradient.
+
+    Args:
+        found: result of the operation.
+        name: name of the operation.
+        given: arguments of the operation.
+    """
+    # Bool results, as of ``any`` and ``all``, are tests, which are allowed.
     if found.numel() != 1 or found.dtype == torch.bool:
         return False
-    if found.ndim and (given.numel == 1 or name.startswith("_foreach_")):  # an element of one that has no others
+    if found.ndim and (given.numel == 1 or name.startswith("_foreach_")):  # the gradient itself has one element
         return False
-    # A part of what was given is an element of it.
+    # A result that shares memory with an argument is one of its elements.
     return not any(isinstance(each, Tensor) and storage_id(found) == storage_id(each) for each in given.args)
 
 
 def _refused(func: Callable[..., Any]) -> RuntimeError:
+    """Return the error for a refused operation, which names zeropp's substitutes."""
     name = func.__name__.removeprefix("linalg_")
     return RuntimeError(
         f"{name} of a gradient in optimizer.param_groups: each rank has only a part of every gradient there, so the "
@@ -226,10 +248,10 @@ def _refused(func: Callable[..., Any]) -> RuntimeError:
 
 
 class _SliceGradient(PartialGradient):
-    """One that the optimizer's groups show.
+    """A gradient that ``optimizer.param_groups`` shows.
 
-    torch's GradScaler asks every gradient for these three. As attributes of Python they cost less than a plain
-    tensor's, and much less than the call of ``__torch_function__`` that the others take.
+    torch's GradScaler reads ``is_sparse``, ``device`` and ``dtype`` of every gradient. As Python attributes they are
+    cheaper to read than those of a plain tensor, and much cheaper than a call of ``__torch_function__``.
     """
 
     is_sparse = False
@@ -238,7 +260,7 @@ class _SliceGradient(PartialGradient):
 
 
 def as_partial(gradient: Tensor) -> Tensor:
-    """The same memory, and the same version, as a tensor that refuses norms."""
+    """Return a view of the gradient that refuses norms and shares its memory and version counter."""
     found = gradient.as_subclass(_SliceGradient)
     found.device = gradient.device
     found.dtype = gradient.dtype
@@ -246,5 +268,6 @@ def as_partial(gradient: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
+    """Return the same tensor as a plain ``torch.Tensor``."""
     with unguarded():
         return tensor.as_subclass(Tensor)

@@ -1,6 +1,6 @@
-"""The optimizer's state on one rank: main weights, counts of steps, loss scale, errors that quantized gradients carry.
+"""The optimizer's state of one rank: main weights, step counts, loss scale, and errors of quantized gradients.
 
-A fingerprint of the layout tells whether a saved state fits; ranks decide together whether all of theirs do.
+A fingerprint of the layout shows if a saved state fits this engine. All ranks together check that their states fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def describe_rank(engine: Engine) -> dict[str, Any]:
-    """Entries of a rank's state that are of its engine: main weights, loss scale, rank and layout."""
+    """Return the engine's entries of a rank's state: main weights, loss scale, rank, world size and layout."""
     return {
         "layout": engine.layout_id(),
         "rank": engine.comm.rank,
@@ -42,7 +42,7 @@ def describe_rank(engine: Engine) -> dict[str, Any]:
 
 
 def _main_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """This rank's piece of each trainable buffer, by unit, compute dtype and number among such."""
+    """Return copies of this rank's main shards, by unit, compute dtype, and index among the unit's such buffers."""
     pieces: dict[str, torch.Tensor] = {}
     seen: Counter[str] = Counter()
     for buffer in engine.trainable_buffers:
@@ -55,15 +55,21 @@ def _main_weights(engine: Engine) -> dict[str, torch.Tensor]:
 def check_state(
     engine: Engine, state: dict[str, Any], optimizer: Optimizer, apply_requires_grad: Callable[[], None]
 ) -> None:
-    """Let every rank see that all have a state of their own; before any of them changes anything.
+    """Raise on every rank if some rank's saved state does not fit, before any rank changes anything. Collective.
 
-    Parameters that are to be unfrozen with the next forward are unfrozen first if that makes the states fit.
+    If the states do not fit but would fit after pending changes of ``requires_grad``, these are applied first.
+
+    Args:
+        engine: engine of the model.
+        state: saved state that this rank is to load.
+        optimizer: the wrapped optimizer.
+        apply_requires_grad: function that applies pending changes of ``requires_grad``.
 
     Raises:
-        ValueError: this rank's is not of a ZeroOptimizer, or of another layout; the message tells what to do.
-        RuntimeError: another rank's is; nothing was loaded.
+        ValueError: this rank's state is not from a ZeroOptimizer, has another layout, or has other groups.
+        RuntimeError: another rank's state does not fit; nothing was loaded.
     """
-    # Each question is put to all ranks before the next, which may read what the first one asked for.
+    # Complete each check on all ranks before the next one, because later checks read entries that earlier ones verify.
     wrong = _misfits(engine, "zeropp" not in state)
     if wrong:
         raise _refusal(
@@ -74,7 +80,7 @@ def check_state(
         )
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != engine.layout_id())
-    # Only if they do not fit as it is: the state may be from before the change.
+    # Unfreeze only if the state does not fit as it is: it may have been saved before the parameters were unfrozen.
     if wrong and engine.requires_grad_changed:
         apply_requires_grad()
         wrong = _misfits(engine, found != engine.layout_id())
@@ -99,19 +105,25 @@ def check_state(
 
 
 def _misfits(engine: Engine, wrong: bool) -> list[int]:
-    """Ranks whose state does not fit."""
+    """Return the ranks whose state does not fit. Collective.
+
+    Args:
+        engine: engine of this rank.
+        wrong: True if this rank's state does not fit.
+    """
     rows = engine.agreement.exchange(SAVED, [int(wrong)], "checking saved states")
     return [rank for rank, row in enumerate(rows) if row[0]]
 
 
 def _refusal(engine: Engine, wrong: list[int], message: str) -> Exception:
+    """Return the error to raise: ``message`` on the ranks in ``wrong``, and a note about them on other ranks."""
     if engine.comm.rank in wrong:
         return ValueError(message)
     return RuntimeError(f"the states given to ranks {wrong} do not fit; nothing was loaded on any rank")
 
 
 def _where_from(engine: Engine, saved: dict[str, Any]) -> str:
-    """The reason why a state does not fit, as far as it tells."""
+    """Return the likely reason why a state does not fit, from its rank, world size and layout."""
     rank = saved.get("rank")
     world = saved.get("world")
     here = engine.comm
@@ -130,27 +142,35 @@ def _where_from(engine: Engine, saved: dict[str, Any]) -> str:
 
 
 def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
-    """Put saved pieces back."""
+    """Copy saved main weights into this rank's shards, and mark cached weights for renewal.
+
+    Args:
+        engine: engine of the model.
+        saved: the "zeropp" entry of a saved state, whose layout has been checked.
+    """
     with torch.no_grad():
-        # Names of this moment, in the order of the buffers; the layout has been compared.
+        # Pair names with buffers by the current order. check_state has compared the layouts.
         for name, buffer in zip(_main_weights(engine), engine.trainable_buffers, strict=True):
             buffer.shard.copy_(saved["main_weights"][name])
-    # Not stepped: differences to what is cached could be large, so it is renewed whole.
+    # Leave ``stepped`` False: differences to the cached weights could be large, so refreshes must send whole weights.
     engine.weights_changed(engine.trainable_buffers)
 
 
-# A call of state_dict() on some ranks alone.
+# Detection of state_dict() calls that only some ranks make.
 
-_PATIENCE = 2.0  # seconds that rank 0 gives the others to call state_dict(), too
+_PATIENCE = 2.0  # seconds that rank 0 waits for other ranks to call state_dict()
 _TOLD = -2
-_calls: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # so far, or _TOLD
+_calls: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # number of calls; _TOLD after a warning
 
 
 def warn_if_alone(engine: Engine) -> None:
-    """Warn on rank 0 if other ranks do not call ``state_dict()`` of their optimizer as well.
+    """Warn on rank 0 if other ranks do not call ``state_dict()`` of their optimizer, too.
 
-    A script that saves it behind ``if rank == 0`` loses the states of all other ranks, and would learn of it when it
-    resumes. The ranks count calls in the job's store, so only rank 0 waits, and no longer than ``_PATIENCE``.
+    A script that saves it only ``if rank == 0`` loses the states of all other ranks, and would fail only when it
+    resumes. Ranks count their calls in the job's key-value store. Only rank 0 waits, for at most ``_PATIENCE`` seconds.
+
+    Args:
+        engine: engine of this rank.
     """
     comm = engine.comm
     call = _calls.get(engine, 0) + 1
@@ -164,14 +184,14 @@ def warn_if_alone(engine: Engine) -> None:
         add = partial(default_store().add, f"{comm.job}/state_dict/{call}", own)
         return within(_PATIENCE, add, "counting calls of state_dict()")
 
-    # The process that keeps the store may be gone.
+    # Give up silently if the process that runs the store has ended.
     with contextlib.suppress(RuntimeError, TimeoutError):
         came = count(1)
         while comm.rank == 0 and came < comm.world and time.monotonic() < until:
             time.sleep(0.02)
             came = count(0)
     if comm.rank == 0 and came < comm.world:
-        _calls[engine] = _TOLD  # a script that only looks at its states need not wait again
+        _calls[engine] = _TOLD  # later calls skip the wait: the script may only look at its states
         warn_user(
             f"optimizer.state_dict() was called on {came} of {comm.world} ranks, rank 0 among them. It has one rank's "
             "part of the states alone, and a run cannot go on from it: call it on every rank, and save each rank's in "
