@@ -1,22 +1,21 @@
-"""The step sync: two small reductions around an optimizer step, and the one host read.
+"""The step sync: one small reduction in each optimizer step, one after the last backward, and the one host read.
 
-After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
-In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still have
-unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, whether some
-rank has computed without the user's edits of weights, and now and then whether they cache the same weights.
+After the last backward, one number shows every rank if all gradients are finite, before torch's GradScaler checks. In
+``step``, one vector is summed over the ranks. It carries the squared gradient norm, the used mask, flags of units with
+unsent gradients, hashes of the issued collectives and of the settings, flags of missed weight edits, and, at intervals,
+checksums of the cached weights. This file assembles, sums, reads and evaluates that vector. :class:`StepStats` is the
+result.
 
-This file owns that vector: it is assembled, summed, read and judged here. :class:`StepStats` is the result.
+[Note: sums read late] If no number in the vector can change the work that the host queues next, the host does not wait
+for the sum. The device decides if the step is skipped. The host reads the vector at the next step, or when a user asks
+for the result. This requires one rank or ``static_graph``, and a fused Adam, which obeys ``found_inf``. It excludes
+differences and error feedback, which cannot skip a step without side effects. A rank must also have used all trained
+parameters and sent all gradients. Otherwise that rank waits for the sum, which shows if other ranks went on without it.
+If they did, the rank goes on, too, and checks the sum at the time when they check it.
 
-[Note: sums read late] Where nothing that the vector says changes what the host queues next, the host does not wait for
-it: the device leaves a step out, and the host reads the vector at the next step, or when somebody asks what became of
-this one. That takes one rank, or the promise of ``static_graph``; a fused Adam, which looks at ``found_inf``; and no
-codec to which leaving a step out is more than changing nothing (differences, carried errors). Of each rank by itself it
-takes that it has used every trained parameter and sent every gradient. One that has not waits for the sum, which tells
-it whether others have gone on: then it does what they do, and what else the sum says it reads where they read it.
-
-[Note: equality by sums] A sum over ranks of numbers and one of their squares tell whether all ranks have the same
-number: ``n * sum(x * x) >= sum(x) ** 2``, and the two are equal only if all ``x`` are (Cauchy and Schwarz). So hashes
-and checksums travel in the vector, and no rank needs to know another's.
+[Note: equality by sums] The sums of a number and of its square over the ranks show if all ranks have the same number:
+``n * sum(x * x) >= sum(x) ** 2``, with equality only if all ``x`` are equal (Cauchy-Schwarz). So hashes and checksums
+travel in the vector, and no rank needs another rank's values.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ __all__ = [
 
 _log = logging.getLogger("zeropp")
 
-_BAD = 1  # shards that are not finite
-_EDITED = 2  # ranks whose gradients were changed after the last backward, and _EARLY times those before it
-_HASH = slice(3, 6)  # of what was issued, see encode_hash
-_SETTINGS = slice(6, 9)  # of the optimizer's
-_LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
-_MISSED = _REMOVED = _EARLY = 2.0**20  # more than there are ranks
+_BAD = 1  # number of shards that are not finite
+_EDITED = 2  # number of ranks that edited gradients after the last backward, plus _EARLY * ranks that did before it
+_HASH = slice(3, 6)  # hash of the issued collectives, see encode_hash
+_SETTINGS = slice(6, 9)  # hash of the optimizer's settings
+_LATE = 9  # number of ranks that do not wait for the sum, plus _MISSED * ranks with weight edits that a forward missed
+_MISSED = _REMOVED = _EARLY = 2.0**20  # larger than the number of ranks
 _HOW_TO_EDIT = (
     "The model computes with weights that all ranks gather together, and a rank that holds no part of what was edited "
     "cannot know of the edit. Edit all tensors of a parameter group in one loop, on every rank; or edit whole "
     "parameters in zeropp.zero.GatheredParameters(parameters, modifier_rank=0)"
 )
-_ROUNDING = 1e-6  # between two orders of adding up squares in float32
+_ROUNDING = 1e-6  # bound on the relative difference between two summation orders in float32
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,11 @@ class StepStats:
     """The result of the step sync, the same on every rank.
 
     Attributes:
-        norm: gradient norm over the whole model, all ranks; not finite if any gradient is; None if it is read late.
-        used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
-        late: some rank does not know it yet, so that all go through the step, which the device may leave out.
-        checked: a step with a norm that is not finite is skipped.
-        sent: gradients that backwards had held, or that came out of order, had to be reduced first.
+        norm: gradient norm over the whole model, not finite if any gradient is not; None if the sum is read late.
+        used: for each unit, a mask of the trainable parameters that have a gradient from any rank since zero_grad.
+        late: True if some rank does not wait for the sum, so that all ranks run the step and the device may skip it.
+        checked: True if a step with a non-finite norm is skipped.
+        sent: True if gradients had to be reduced first, because they were held or arrived out of order.
     """
 
     norm: float | None
@@ -89,38 +88,37 @@ class StepStats:
 
     @property
     def skips(self) -> bool:
-        """True if the step is skipped; False if only the device knows, which then leaves the step out."""
+        """True if the host skips the step; False also if only the device can decide to skip it."""
         return self.checked and self.norm is not None and not math.isfinite(self.norm)
 
 
 class SyncedSettings(Protocol):
-    """Numbers that every rank steps with, seen from here."""
+    """The optimizer's settings, which must be equal on all ranks."""
 
     def code(self) -> int | Tensor:
-        """24 bits of a hash, on the host or on the device."""
+        """Return a 24-bit hash, on the host or on the device."""
         ...
 
     def disagreement(self, *, late: bool = False) -> RuntimeError:
-        """The error when hashes differ. Collective; of a step that is over, ``late``, local."""
+        """Return the error for differing hashes. Collective, but local if ``late``, that is, if the step is over."""
         ...
 
 
 class StepSync:
-    """Assembles, sums and reads the vector.
+    """Assembles, sums and reads the step sync's vector.
 
     Args:
-        engine: whose steps they are.
-        settings: compared between ranks.
-        checks_overflow: skip a step with a gradient that is not finite.
+        engine: engine whose steps are synchronized.
+        settings: settings that are compared between ranks.
+        checks_overflow: True to skip a step with a non-finite gradient.
 
     Attributes:
-        reads: how many times the host has waited for numbers; once a step, more often where gradients were unsent, and
-            never where they are read late.
-        reads_late: whether they may be, on a card; see [Note: sums read late].
-        cache_checksum: compares what ranks cache.
-        spoiled: gradients were edited before others of the same step had been reduced, which the edit missed; the step
-            is skipped. The same on every rank.
-        missed: names of parameters; some of them were edited on this rank, and a forward has computed without the edit.
+        reads: number of times that the host waited for a sum: 1 per step, more if gradients were unsent, 0 if late.
+        reads_late: True if sums may be read late, which is possible on a GPU only; see [Note: sums read late].
+        cache_checksum: comparison of the weights that ranks cache.
+        spoiled: True if gradients were edited before others of the same step were reduced. The edit missed the others,
+            so all ranks skip the step.
+        missed: names of parameters; this rank edited some of them, and a forward computed without the edit.
     """
 
     def __init__(self, engine: Engine, settings: SyncedSettings, *, checks_overflow: bool) -> None:
@@ -128,42 +126,41 @@ class StepSync:
         self._settings = settings
         self.reads = 0
         self._checks = checks_overflow
-        # On CPU there is nothing that the host could run ahead of.
+        # On CPU the host cannot run ahead of the device.
         self.reads_late = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)
         self.missed: list[str] = []
         self.spoiled = False
-        self._edited_early = False  # edits were accepted as a backward began; late gradients may have missed them
+        self._edited_early = False  # edits were accepted when a backward began; stray gradients may have missed them
         self._pending_sum: PendingSum | None = None
         self._vector: Tensor | None = None
         self._verdict: StepStats | None = None
-        self._doubts = False  # all gradients that have arrived are in doubt
-        self._kept = (
-            False  # the statistics were asked for before the step, and the user may have edited gradients since
-        )
-        # Of the gradients that have arrived, as the step's statistics have them; None unless it is to last until the
+        self._doubts = False  # reports of all arrived gradients count as possibly outdated
+        self._kept = False  # the result was computed before the step, and the user may have edited gradients since
+        # Versions of the arrived gradient shards that the vector describes; None unless the result is kept for the
         # step.
         self._versions: list[int] | None = None
-        # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
-        # gradients, one for strays among these, one that counts ranks that passed over units, and _REMOVED times those
-        # with removed gradients to tell of, one for each used parameter; checksums at the end.
+        # Offsets in the vector, after the fixed entries above: flags of units with unsent gradients, a flag for strays
+        # among them, ranks that passed over units + _REMOVED * ranks with unreported removals, the used mask, and
+        # checksums.
         self._unsent = _LATE + 1
         self._stray = self._unsent + len(engine.units)
         self._passed_over = self._stray + 1
         self._used = self._passed_over + 1
 
     def invalidate(self) -> None:
-        """Forget; gradients have changed."""
+        """Discard the result, because gradients have changed."""
         self._vector = None
         self._verdict = None
         self._versions = None
         self._doubts = self._kept = False
 
     def take_early_edits(self) -> None:
-        """Accept edits that were made before the backward that begins now.
+        """Accept gradient edits that were made before the backward that begins now.
 
-        Plain torch would not apply them to the gradients of this backward, so nothing is lost if it holds these, as in
-        ``no_sync()``. Gradients that an earlier backward holds have missed the edit: then it stays noted.
+        In plain torch such an edit does not affect this backward's gradients, so these may be held, as in
+        ``no_sync()``. Gradients that an earlier backward holds have missed the edit. In that case the edit stays
+        recorded.
         """
         edited = [gradient for gradient in self._arrived() if gradient.edited]
         if edited and not any(gradient.held is not None for gradient in self.engine.gradients):
@@ -172,52 +169,53 @@ class StepSync:
                 gradient.measure()
 
     def forget_early_edits(self) -> None:
-        """Forget which edits the step was to reckon with: it was decided, or its gradients were forgotten."""
+        """Forget accepted and missed gradient edits, because the step was decided or the gradients were discarded."""
         self._edited_early = self.spoiled = False
 
     def doubt(self) -> None:
-        """Somebody has been given the groups, and with them gradients to write to: torch's GradScaler, or the user."""
+        """Mark all reports as outdated, because GradScaler or the user has the groups and may edit gradients unseen."""
         if not self._doubts:
             self._doubts = True
             for gradient in self._arrived():
                 gradient.doubt()
 
     def spread_overflow(self, target: Tensor, source: Gradient | None) -> None:
-        """Let every rank's gradients show that some rank's are not finite; on a card, nothing waits.
+        """Add NaN to a shown gradient on every rank if any rank has a non-finite gradient.
 
-        torch's GradScaler looks at this rank's gradients alone and must come to the same answer everywhere, before the
-        vector is exchanged in ``step``: it may still scale them.
+        torch's GradScaler checks this rank's gradients only, before ``step`` exchanges the vector. It must reach the
+        same decision on all ranks. If gradients are in GPU memory, the host does not wait.
 
         Args:
-            target: one gradient that the optimizer sees on this rank; gains 0, or NaN.
-            source: whose view that is.
+            target: a gradient that the optimizer sees on this rank.
+            source: gradient whose shard ``target`` is a view of; None for a stand-in.
         """
         gradients = self._arrived()
         for gradient in gradients:
             gradient.measure()
-        # A NaN survives the sum and the addition, and zero changes nothing: no branch, so the host need not know.
+        # Send NaN instead of a flag: NaN survives sum and addition, and 0 changes nothing. So the host need not branch.
         bad = total_of([gradient.report for gradient in gradients], self.engine.device)[1]
         flag = torch.where(bad == 0, 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)
-        # GradScaler looks at every gradient it is shown, so one spoiled element of one of them is enough.
-        # For the host's memory, where gradients may be, it waits; so has whoever stored them.
+        # GradScaler checks all shown gradients, so one NaN element is enough. If ``target`` is in host memory, the host
+        # waits.
         target[:1] += flag.to(target)
         if source is not None:
-            # Where the NaN comes from, the report says so, and one rank's is enough for all.
+            # Keep the report: the rank with the non-finite gradient reports it, which is enough for the vector.
             source.accept_edits()
 
     def reduce_stats(self, *, late: bool = False) -> StepStats:
-        """The result, once per step; all that waits for the device is in here.
+        """Return the step's result; the first call sums the vector, and the host may wait for the device.
 
         Args:
-            late: whoever asks goes by :meth:`left_out`, and needs no number on the host.
+            late: True if the caller uses :meth:`left_out` and needs no number on the host.
 
         Raises:
-            RuntimeError: the ranks did not issue the same collectives; or had not, when they stepped last.
+            RuntimeError: ranks issued different collectives or have different settings, now or at an unread earlier
+                step.
         """
         if self._verdict is None:
-            # Of a sum that no step has followed, as after clipping: every rank has it, and raises here or none does.
+            # First check an unread sum, as after clipping. All ranks have the same one, so all raise here or none does.
             self.read_unread()
             if late and self._may_read_late() and self._needs_nothing():
                 self._verdict = self._sum_unread()
@@ -227,29 +225,30 @@ class StepSync:
                 return self._follow_late(values)
             if values[_EDITED] > 0:
                 self.engine.note_edited_gradients()
-            # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
-            # only once nothing is left to send.
+            # Each iteration reduces, on all ranks, units that some rank has not sent: see [Note: stray gradients]. Only
+            # the norm of the last exchange counts.
             sent = False
             while unsent := self._unsent_units(values):
-                # Summed, since an edit on one rank alone must make all of them skip. GradScaler has changed gradients
-                # that are not finite, too, and with those the step is skipped anyway.
+                # All ranks must skip the step if one rank edited gradients too early. Non-finite gradients cause a skip
+                # anyway, and GradScaler edits those, too.
                 missed = values[_EDITED] % _EARLY > 0 or (values[_EDITED] > 0 and values[self._stray] > 0)
                 if missed and values[_BAD] == 0:
                     self._refuse_edited(unsent, held=values[self._stray] == 0)
                     self.spoiled = True
-                # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
+                # Without strays, no_sync() or an unfinished window held the gradients on purpose, so the order was
+                # right.
                 self.engine.postpone_reductions(unsent, held=values[self._stray] == 0)
                 for index in unsent:
                     self.engine.send_unsent(index)
                 sent = True
                 values = self._exchange()
-            # The sum is the same everywhere, so all ranks go in here or none does.
+            # The sum is equal on all ranks, so all ranks take part in this exchange or none does.
             if values[self._passed_over] >= _REMOVED:
                 pending = self.engine.pending
                 doing = "naming gradients that were set to None"
                 pending.learn_removed(self.engine.agreement.exchange_objects(pending.untold(), doing))
                 values = self._exchange()
-            # A step that is skipped needs no clean norm.
+            # A skipped step needs no exact norm.
             if math.isfinite(values[0]) and self._clear_unused(values):
                 values = self._exchange()
             self._renew_differing_caches(values)
@@ -261,15 +260,15 @@ class StepSync:
         return self._verdict
 
     def keep_verdict(self) -> StepStats:
-        """The result, which lasts until the step unless gradients are edited before; see :meth:`recheck`."""
-        self.recheck()  # it may have been kept before
+        """Return the result, and keep it for the step unless gradients are edited before; see :meth:`recheck`."""
+        self.recheck()  # a kept result may be outdated
         stats = self.reduce_stats()
         self._note_versions()
         self._kept = True
         return stats
 
     def _note_versions(self) -> None:
-        """Remember that the vector describes the gradients as they are now."""
+        """Record the shards' versions, which the vector describes."""
         self._doubts = False
         self._versions = self._arrived_versions()
 
@@ -277,12 +276,12 @@ class StepSync:
         return [gradient.shard._version for gradient in self._arrived()]
 
     def _may_read_late(self) -> bool:
-        """Tell whether the device may leave the step out; the same on every rank."""
+        """Return True if the device may skip the step by itself; the same on every rank."""
         engine = self.engine
         return (
             self.reads_late
             and not self.spoiled
-            and self._checks  # the device leaves out what is not finite
+            and self._checks  # the device skips steps that are not finite
             and (engine.comm.world == 1 or engine.options.static_graph)
             and not self.cache_checksum.due
             and not any(gradient.feedbacks for gradient in engine.gradients)
@@ -290,14 +289,14 @@ class StepSync:
         )
 
     def _needs_nothing(self) -> bool:
-        """Tell whether this rank can go on before it has read the sum."""
+        """Return True if this rank needs nothing from the sum before it goes on."""
         engine = self.engine
         used = zip(engine.units, engine.pending.used, strict=True)
         return (
             not engine.passed_over
             and not self.missed
             and not any(gradient.has_unsent() for gradient in engine.gradients)
-            # What is frozen by now has no gradient on any rank.
+            # Frozen parameters have no gradient on any rank.
             and all(flag or not trained for unit, own in used for flag, trained in zip(own, unit.trained, strict=True))
         )
 
@@ -314,71 +313,69 @@ class StepSync:
         self.cache_checksum.count_step()
 
     def _follow_late(self, values: list[float]) -> StepStats:
-        """Other ranks have gone on without these numbers: so does this one, which has them."""
+        """Go on without using the sum, although this rank has read it, because other ranks have not waited for it."""
         assert self._vector is not None
-        # What is wrong with them it raises where the others see it.
+        # Keep the sum as unread, so that errors in it are raised when the other ranks read it.
         self._pending_sum = PendingSum(self._vector)
         self._go_on_late()
         flags = self._flags(values)
         for unit, position in self.engine.pending.untold():
-            flags[unit][position] = False  # ranks that go on late do the same in every step, so none has used it since
+            flags[unit][position] = False  # ranks that go on late have the same graph, so no rank has used it since
         self._verdict = StepStats(None, flags, late=True)
         return self._verdict
 
     def left_out(self) -> Tensor:
-        """float32 scalar on the model's device: 1 if the step, whose statistics have no norm, must not change a
-        weight.
-        """
+        """Return a float32 scalar on the device: 1 if a step without a host decision must change no weight, else 0."""
         assert self._vector is not None
         bad = self._vector[0].isfinite().logical_not() | (self._vector[self._unsent : self._stray].sum() > 0)
         bad = bad | (self._vector[_LATE] >= _MISSED)
-        if self.engine.comm.backend != "fake":  # which does not sum at all
+        if self.engine.comm.backend != "fake":  # the fake backend does not sum
             for place in (_HASH, _SETTINGS):
                 bad = bad | differ_on_device(self._vector[place], self.engine.comm.world)
         return bad.to(torch.float32)
 
     def read_unread(self) -> StepStats | None:
-        """Read the sum that no host has waited for, and judge its step by it; None if there is no such sum.
+        """Read a sum that the host has not waited for, and return its step's result; None if there is no such sum.
 
         Raises:
-            RuntimeError: the ranks did not issue the same collectives, or had other settings. They left the step out.
+            RuntimeError: ranks issued different collectives or have different settings, so they skipped the step.
         """
         if self._pending_sum is None:
             return None
         values = self._pending_sum.read_sum(self.engine.agreement)
-        self.forget_unread()  # not before: an error of a signal would take it from this rank alone
+        self.forget_unread()  # after the read: an interrupt before it would drop the sum on this rank only
         self._check_late(values)
-        return StepStats(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
+        return StepStats(norm_of(values[0]), [])  # no used mask, because parameters may have been unfrozen since
 
     def forget_unread(self) -> None:
-        """Drop such a sum; every rank does."""
+        """Drop an unread sum. All ranks must do so together."""
         self._pending_sum = None
         self.engine.agreement.unconfirmed = False
 
     def _check_late(self, values: list[float]) -> None:
-        """Check a sum that was read after its step."""
+        """Raise if a sum that is read after its step shows an error, and stop reading late if squares overflowed."""
         unsent = self._unsent_units(values, late=True)
         if unsent:
             names = [self.engine.units[index].name for index in unsent]
-            doing = f"adding up norms: some ranks alone have gradients of {names} left, which static_graph rules out"
+            doing = f"adding up norms: only some ranks have unsent gradients of {names}, which static_graph rules out"
             raise self.engine.agreement.failure(doing, where="step()")
         if not math.isfinite(values[0]) and values[_BAD] == 0:
-            # All ranks come to see it, and from then on add up such squares again before they decide.
+            # All ranks read the same sum, so all stop reading late. The overflow is then repaired before a step is
+            # decided.
             self.reads_late = False
-            _log.warning("squares of gradients pass float32: a step was left out, and from now on norms are waited for")
+            _log.warning("squared gradients overflow float32: a step was skipped; later steps wait for their norm")
 
     def recheck(self) -> None:
-        """Check, before a step, that statistics made earlier still hold, as after clipping. Collective if there is one.
+        """Check before a step that a kept result still holds, as after clipping. Collective if there is a kept result.
 
-        Settings may have changed since, and so may gradients: if any rank's have, all ranks forget the step's
-        statistics.
+        If any rank's gradients have changed since, all ranks discard the result.
 
         Raises:
             RuntimeError: the settings differ between ranks.
         """
         if self._verdict is None:
-            return  # the sum that is to come carries the settings, and no message of their own is needed
-        # Edits through ``.data`` raise no version, and tensors of the groups may have been taken before.
+            return  # the coming sum compares the settings, so no exchange is needed
+        # Edits through ``.data`` raise no version, and users may hold tensors of the groups since before the result.
         edited = (
             self._doubts or self._versions != self._arrived_versions() or (self._kept and self._measures_otherwise())
         )
@@ -389,27 +386,27 @@ class StepSync:
             raise self._settings.disagreement()
         if any(code & 1 for code in codes):
             self.invalidate()
-            self.doubt()  # clipping has changed gradients that nobody has edited, too
+            self.doubt()  # clipping has changed gradients, too, so their reports are outdated
 
     def _measures_otherwise(self) -> bool:
-        """Measure gradients again; returns whether their squares or flags are others than before."""
+        """Measure all gradients again, and return True if their squares or flags differ from the reports."""
         gradients = self._arrived()
         reports = [gradient.report for gradient in gradients]
         before = total_of(reports, self.engine.device)
         for gradient in gradients:
             gradient.doubt()
             gradient.measure()
-        # NaN is no number, so it is never within the bound.
+        # NaN compares as False, so non-finite gradients always count as changed.
         same = (total_of(reports, self.engine.device) - before).abs() <= _ROUNDING * before
         return not bool(same.all())
 
     def _renew_differing_caches(self, values: list[float]) -> None:
-        """Renew what is cached, from main weights alone, if ranks that cache the same weights have other bits."""
+        """Renew cached weights from main weights if ranks that should cache the same weights have different bits."""
         used = sum(len(flags) for flags in self.engine.pending.used)
         if self.cache_checksum.due and self.cache_checksum.differ(values[self._used + used :]):
             _log.warning(
-                "ranks that cache the same weights have different bits of them, perhaps since a fault of memory or of "
-                "a link; they are renewed from the main weights. Up to %d steps were computed with them",
+                "ranks that should cache the same weights have different bits, perhaps because of a memory or network "
+                "fault; the cached weights are renewed from the main weights. Up to %d steps used them",
                 self.cache_checksum.every,
             )
             self.engine.comm.ledger.count_event("<boundary>", "cached weights differ between ranks")
@@ -417,7 +414,7 @@ class StepSync:
         self.cache_checksum.count_step()
 
     def _refuse_edited(self, unsent: list[int], *, held: bool) -> None:
-        """Say that what is unsent cannot be added to what torch's GradScaler, or the user, has changed on some rank."""
+        """Log that some rank edited gradients before those of these units were reduced, so the step is skipped."""
         names = [self.engine.units[index].name for index in unsent]
         if held:
             _log.warning(
@@ -428,20 +425,21 @@ class StepSync:
             )
             return
         _log.warning(
-            "gradients of units %s came in another order than before, after the others had been scaled; this step "
-            "is skipped, and they are waited for from now on",
+            "gradients of units %s arrived in another order than before, after other gradients had been scaled; this "
+            "step is skipped, and later backwards wait for these units",
             names,
         )
 
     def _clear_unused(self, values: list[float]) -> bool:
-        """Zero what carried errors have brought to parameters that no rank has used; the same answer everywhere."""
+        """Zero values that error feedback brought to globally unused parameters; return True if there are any."""
         found = False
         for unit, used in zip(self.engine.units, self._flags(values), strict=True):
             flags = iter(used)
             for gradient in unit.gradients:
                 own = [next(flags) for _ in gradient.trained]
                 unused = [not flag and trained for flag, trained in zip(own, gradient.trained, strict=True)]
-                # Without feedback nothing can arrive for a parameter that no rank has used, or where none was used.
+                # Only error feedback brings values to an unused parameter, and only if another parameter of the buffer
+                # is used.
                 if gradient.feedbacks and any(own) and any(unused):
                     found = True
                     if gradient.arrived:
@@ -449,9 +447,9 @@ class StepSync:
         return found
 
     def accept_scaling(self, factor: Tensor) -> None:
-        """The wrapper multiplied all gradients by ``factor``: the norm follows, the other statistics stay."""
+        """Update the squared norm after all gradients were multiplied by ``factor``; the other numbers stay valid."""
         assert self._vector is not None
-        # The vector holds the square. A step that clips by the configuration, too, reads the norm from here.
+        # The vector holds the square of the norm. A step that also clips by the configuration reads this norm.
         self._vector[0] *= factor.square()
         self._note_versions()
 
@@ -459,7 +457,8 @@ class StepSync:
         edited = self._measure_doubted()
         values = self._add_up(edited)
         if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] % _MISSED == 0:
-            # Squares of large finite values pass float32; all ranks see that, and do it again.
+            # The squares of large finite values overflow float32. All ranks see this in the sum and repeat it in
+            # float64.
             values = self._add_up(edited, exact=True)
         return values
 
@@ -476,29 +475,29 @@ class StepSync:
         return [gradient for gradient in self.engine.gradients if gradient.arrived]
 
     def norm_tensor(self) -> Tensor:
-        """The norm as a scalar on the model's device; after :meth:`reduce_stats`."""
+        """Return the gradient norm as a scalar on the model's device; valid after :meth:`reduce_stats`."""
         assert self._vector is not None
         return rounded(self._vector[0].sqrt())
 
     def _measure_doubted(self) -> Tensor:
-        """Renew reports; float64 [1], 1 if gradients were changed after the last backward."""
+        """Renew outdated reports; return float64 [1]: 1 if gradients changed since, plus _EARLY for accepted edits."""
         doubted = [gradient for gradient in self._arrived() if gradient.doubted]
         early = _EARLY * self._edited_early
         if not doubted:
             return torch.full((1,), early, dtype=torch.float64, device=self.engine.device)
-        # A version that has risen is a proof. Without one only scaling is looked for, which is GradScaler's.
+        # A raised version proves an edit. Without one, look for scaling only, which GradScaler does unseen.
         edited = any(gradient.edited for gradient in doubted)
         reports = [gradient.report for gradient in doubted]
         before = total_of(reports, self.engine.device)[0]
         for gradient in doubted:
             gradient.measure()
-        # A kernel and a pass of its own may add in another order.
+        # Fused kernels and separate measurements may sum in different orders.
         scaled = (total_of(reports, self.engine.device)[0] - before).abs() > _ROUNDING * before
         return early + torch.where(scaled, 1.0, float(edited)).to(torch.float64)[None]
 
     def _measure(self, exact: bool) -> Tensor:
-        """float64 [2]: the square of this rank's part of the norm, and how many of its shards are not finite."""
-        # Replicas hold the same sums; the first one's count.
+        """Return float64 [2]: this rank's part of the squared norm, and its number of non-finite shards."""
+        # Replicas hold the same sums, so only the first replica contributes.
         gradients = [gradient for gradient in self._arrived() if gradient.placement.replica == 0]
         found = total_of([gradient.report for gradient in gradients], self.engine.device)
         if exact and gradients:
@@ -515,21 +514,21 @@ class StepSync:
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(engine.passed_over + _REMOVED * bool(engine.pending.untold()))
         flags += [float(used > 0) for unit_flags in engine.pending.used for used in unit_flags]
-        # Pinned: the copy is queued and not waited for. torch's allocator keeps the block until it is done.
+        # Use pinned memory, so that the copy does not wait. torch's allocator keeps the block until the copy is done.
         host = torch.tensor(flags, dtype=torch.float64, device="cpu", pin_memory=engine.device.type == "cuda")
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]
         if self.cache_checksum.due:
-            # A refresh under way is still writing what the checksums are of.
+            # A refresh in flight still writes the cached weights, so wait before computing their checksums.
             engine.wait_for_refresh()
             parts.append(self.cache_checksum.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
-            # Settings that live on a card are hashed there: to read them would be a second wait for the device.
+            # Hash settings that are CUDA tensors on the device. Reading them would be a second wait for the device.
             vector[_SETTINGS] = torch.stack(encode_hash(settings)).to(vector)
         return vector
 
     def _read(self, vector: Tensor) -> list[float]:
-        """The one place that waits for numbers on the host."""
+        """Copy a summed vector to the host, wait for it, and return its numbers."""
         self.reads += 1
         return PendingSum(vector).read_sum(self.engine.agreement)
 
@@ -548,7 +547,7 @@ class StepSync:
             raise self._missed_edits(late=late)
 
     def note_missed(self, names: list[str]) -> None:
-        """A forward computes without this rank's edits of weights: say so now, since a step may never follow."""
+        """Record weight edits that a forward missed, and warn now, because no step may follow."""
         if names and not self.missed:
             _log.warning(
                 "weights were edited in some of %s, in optimizer.param_groups, and this forward computes with the old "
@@ -559,13 +558,13 @@ class StepSync:
         self.missed += names
 
     def _missed_edits(self, *, late: bool) -> RuntimeError:
-        """The error for edits that a forward has missed. Collective; of a step that is over, ``late``, local."""
+        """Return the error for weight edits that a forward missed. Collective; local if the step is over (``late``)."""
         own = self.missed
         self.missed = []
         told = {self.engine.comm.rank: own}
         if not late:
             told = dict(enumerate(self.engine.agreement.exchange_objects(own, "naming weights that were edited")))
-            # Whoever catches this finds the edits in the next forward.
+            # Renew the weights, so that the next forward uses the edits if the caller catches the error.
             self.engine.weights_changed(self.engine.trainable_buffers, for_now=True)
         ranks = [rank for rank, names in told.items() if names]
         names = list(dict.fromkeys(name for names in told.values() for name in names))
@@ -576,34 +575,34 @@ class StepSync:
         )
 
     def _disagree(self, numbers: list[float]) -> bool:
-        """Tell whether a hash differs between ranks, from its sums. A fake backend does not sum."""
+        """Return True if the sums of a hash show different values on the ranks. The fake backend does not sum."""
         return differ(numbers, self.engine.comm.world) and self.engine.comm.backend != "fake"
 
     def _flags(self, values: list[float]) -> list[list[bool]]:
-        """For each unit, which parameters any rank has used."""
+        """Return, for each unit, a mask of the parameters that any rank has used."""
         flags = iter(values[self._used :])
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
 
 
 def total_of(reports: Sequence[Report], device: torch.device) -> Tensor:
-    """float64 [2]: the sum of all squares of gradient shards, and how many of the shards are not finite."""
+    """Return float64 [2]: the sum of squares over gradient shards, and the number of non-finite shards."""
     zero = torch.zeros(1, dtype=torch.float64, device=device)
     squares = [report.squares[None] for report in reports if report.squares is not None]
     blocks = [report.norms for report in reports if report.squares is None]
-    # Few launches, whatever the number of units.
+    # Concatenate first, so that the number of kernel launches does not depend on the number of units.
     measured = torch.cat(blocks).sum(dtype=torch.float64)[None] if blocks else zero
     flags = torch.cat([report.flag for report in reports]).sum().to(torch.float64)[None] if reports else zero
     return torch.cat([torch.cat([*squares, measured]).sum()[None], flags])
 
 
-# Numbers on their way from the device to the host.
+# Sums that are copied from the device to the host.
 
 
 class PendingSum:
-    """A sum over ranks, as it is when this is made.
+    """A copy of a summed vector on its way to the host.
 
     Args:
-        vector: float64, on the model's device.
+        vector: summed vector, float64, on the model's device; its values at construction are copied.
     """
 
     def __init__(self, vector: Tensor) -> None:
@@ -611,28 +610,28 @@ class PendingSum:
         self._event: torch.cuda.Event | None = None
         if vector.device.type == "cuda":
             self._host = vector.to("cpu", non_blocking=True)
-            # A plain tolist() would wait in the driver for ever if a rank never came; an event can be asked, and given
-            # up.
+            # tolist() on the device tensor would block forever if a rank never sent its part. An event can be polled
+            # with a timeout.
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(vector.device))
         else:
-            self._host = vector.clone()  # it is scaled when gradients are
+            self._host = vector.clone()  # a copy, because accept_scaling changes the vector
 
     def read_sum(self, agreement: Agreement) -> list[float]:
-        """The numbers; waits until they have come.
+        """Wait for the copy, and return the numbers.
 
         Raises:
-            RuntimeError: the common error, if they do not come within ``hang_timeout``.
+            RuntimeError: the common error of all ranks, after ``hang_timeout`` seconds.
         """
         if self._event is not None:
-            # Asking an event makes a context on the card that is current, which need not be the model's.
+            # Querying an event initializes CUDA on the current device, which need not be the model's device.
             with torch.cuda.device(self._device):
                 agreement.wait_for_event(self.wait, "waiting for the sum of norms and flags")
         values: list[float] = self._host.tolist()
         return values
 
     def wait(self, timeout: float) -> bool:
-        """Let the host wait; False after ``timeout`` seconds in vain."""
+        """Wait until the numbers are on the host; return False after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         while not self.done():
             if time.monotonic() > until:
@@ -641,30 +640,30 @@ class PendingSum:
         return True
 
     def done(self) -> bool:
-        """Tell whether the numbers have come."""
+        """Return True if the numbers are on the host."""
         return self._event is None or bool(self._event.query())
 
 
 # Checksums of cached weights.
 
-_CHECKSUM_EVERY = 100  # steps
-# Bits of a checksum in one number: sums of squares over two million ranks are exact in float64 then.
+_CHECKSUM_EVERY = 100  # number of steps between comparisons
+# Bits of a checksum in one number. Sums of squares over up to 2**21 ranks are then exact in float64.
 _PIECE = 16
 _PIECES = 64 // _PIECE
-# Words at a time, which bounds the temporary memory.
+# Number of 64-bit words that are processed at a time, which bounds the temporary memory.
 _CHECKSUM_TILE = 2**18
-# Any odd number; less 2**64, since it multiplies int64. Overflow wraps, as a hash wants it.
+# Multiplier of the hash: any odd number. 2**64 is subtracted to fit int64. Products wrap around on overflow.
 _CHECKSUM_ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class CacheChecksum:
-    """Compares, now and then, the bits of weights that several ranks cache.
+    """Compares, at intervals, the bits of weights that several ranks cache.
 
-    Weights that are renewed by differences are right only as long as what they are added to is the same everywhere: a
-    bit that flips on one rank would stay. A 64-bit checksum travels in pieces; see [Note: equality by sums].
+    Differences update cached weights correctly only if the cached bits are equal on all ranks: a flipped bit on one
+    rank would stay. The 64-bit checksum travels in 16-bit pieces; see [Note: equality by sums].
 
     Attributes:
-        every: steps from one comparison to the next.
+        every: number of steps from one comparison to the next.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -674,11 +673,11 @@ class CacheChecksum:
 
     @property
     def due(self) -> bool:
-        """True if this step compares; the same on every rank."""
+        """True if this step compares checksums; the same on every rank."""
         return self._steps % self.every == self.every - 1 and any(buffer.base is not None for buffer in self._buffers)
 
     def count_step(self) -> None:
-        """A step is over."""
+        """Count a step."""
         self._steps += 1
 
     @property
@@ -690,18 +689,18 @@ class CacheChecksum:
         return sorted({_level(buffer) for buffer in self._buffers})
 
     def sums(self) -> Tensor:
-        """This rank's part, float64; to be summed over all ranks. No refresh may be running."""
+        """Return this rank's part of the vector, float64, to be summed over ranks. No refresh may be in flight."""
         rows = []
         for level in self._levels:
             buffers = [buffer for buffer in self._buffers if _level(buffer) == level]
             total = torch.zeros((), dtype=torch.int64, device=self._engine.device)
             for buffer in buffers:
                 assert buffer.base is not None
-                # Multiplied in between, so that the same bits in another buffer make another checksum.
+                # Multiply between buffers, so that exchanging the bits of two buffers changes the checksum.
                 total = total * _CHECKSUM_ODD + _checksum(buffer.base)
             numbers = torch.stack([(total >> _PIECE * i) & (2**_PIECE - 1) for i in range(_PIECES)]).double()
-            # A row for each slice of this level, and this rank's filled: the sum over ranks is one over those
-            # that cache the slice.
+            # The table has one row per slice of this level, and each rank fills its own row. So the sum over ranks is,
+            # per row, the sum over the ranks that cache that slice.
             table = torch.zeros(level, 2, _PIECES, dtype=torch.float64, device=total.device)
             table[buffers[0].placement.chain.slice_index(self._engine.comm.rank, level)] = torch.stack(
                 [numbers, numbers.square()]
@@ -710,13 +709,13 @@ class CacheChecksum:
         return torch.cat(rows)
 
     def differ(self, summed: list[float]) -> bool:
-        """Tell whether ranks have different checksums of one slice, from :meth:`sums` added up over all ranks."""
+        """Return True if ranks have different checksums of a slice, given the sum of :meth:`sums` over all ranks."""
         values = iter(summed)
         for level in self._levels:
             copies = self._engine.comm.world // level
             for _ in range(level):
                 numbers, squares = ([int(next(values)) for _ in range(_PIECES)] for _ in range(2))
-                # Numbers are equal exactly when their squares' sum is as small as it can be.
+                # The numbers are equal if and only if the sum of squares is minimal: see [Note: equality by sums].
                 if any(copies * square != number**2 for number, square in zip(numbers, squares, strict=True)):
                     return True
         return False
@@ -724,15 +723,15 @@ class CacheChecksum:
 
 def _level(buffer: FlatBuffer) -> int:
     level = buffer.placement.mode.cached
-    assert level is not None  # what has a base is cached
+    assert level is not None  # buffers with a base are cached
     return level
 
 
 def _checksum(values: Tensor) -> Tensor:
-    """int64 of 16-bit values [n blocks of 256]: 64-bit words times odd numbers, whose sum any one word changes."""
+    """Return an int64 checksum of 16-bit values [blocks, 256]: a sum of 64-bit words times distinct odd numbers."""
     words = values.view(torch.int64)
-    # An odd factor has an inverse modulo 2**64: no change of one word can vanish. Different ones tell words apart that
-    # have changed places.
+    # Odd factors are invertible modulo 2**64, so a change of one word always changes the sum. Distinct factors also
+    # detect words that have changed places.
     odd = torch.arange(1, 2 * min(_CHECKSUM_TILE, words.numel()), 2, device=words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHECKSUM_TILE):
@@ -741,32 +740,32 @@ def _checksum(values: Tensor) -> Tensor:
     return total
 
 
-# Hashes that are compared by sums over the ranks.
+# Hashes that are compared by their sums over the ranks.
 
 _Code = TypeVar("_Code", int, Tensor)
-# The square of a hash has 48 bits, and sums of it over more than 32 ranks are not exact in float64. So it is summed in
-# two halves.
+# The square of a hash has 48 bits, and its sum over more than 32 ranks is not exact in float64. So it is sent in two
+# halves.
 _SQUARE_HALF = 4096
 
 
 def encode_hash(code: _Code) -> list[_Code]:
-    """A hash of 24 bits, and its square in two halves, to be summed over ranks in float64; [Note: equality by sums]."""
+    """Return a 24-bit hash and the two halves of its square, to be summed in float64; [Note: equality by sums]."""
     return [code, code * code // _SQUARE_HALF, code * code % _SQUARE_HALF]
 
 
 def differ(sums: Sequence[float], world: int) -> bool:
-    """Tell whether ranks have different hashes, from the sums of :func:`encode_hash` over ``world`` ranks."""
-    # In Python's integers, which do not round.
+    """Return True if ranks have different hashes, given the sums of :func:`encode_hash` over ``world`` ranks."""
+    # Use Python's integers, which do not round.
     total = int(sums[0])
     squares = int(sums[1]) * _SQUARE_HALF + int(sums[2])
     return world * squares != total * total
 
 
 def differ_on_device(sums: Tensor, world: int) -> Tensor:
-    """The answer of :func:`differ` for float64 [3], as a bool scalar on its device; no host waits."""
+    """Return :func:`differ` of float64 [3] as a bool scalar on its device; the host does not wait."""
     total, high, low = sums.to(torch.int64).unbind()
-    # Both sides wrap at 64 bits. For less than 512 ranks their difference is smaller than that; for more a wrong answer
-    # would take a difference of just 2**64 or a multiple.
+    # Both sides wrap around at 64 bits. Below 512 ranks their difference is smaller than 2**64, so the result is exact.
+    # With more ranks it is wrong only if the difference is a nonzero multiple of 2**64.
     return world * (high * _SQUARE_HALF + low) != total * total
 
 
@@ -774,19 +773,19 @@ def differ_on_device(sums: Tensor, world: int) -> Tensor:
 
 
 def norm_of(square: float) -> float:
-    """The norm whose square was summed over ranks."""
+    """Return the norm for a square that was summed over ranks."""
     return float(rounded(torch.tensor(square, dtype=torch.float64, device="cpu").sqrt()))
 
 
 def rounded(norm: Tensor) -> Tensor:
-    """A norm to 40 bits, which no order of summation changes: how units are cut must not show in clipped gradients."""
+    """Return a norm rounded to 40 bits, so that clipped gradients do not depend on the summation order of units."""
     mantissa, exponent = torch.frexp(norm)
     return torch.ldexp(torch.round(mantissa * 2.0**40) / 2.0**40, exponent)
 
 
 def square_over(shards: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares over shards in any memories: a float64 scalar on a device, finite where all values are."""
-    # Some may be the device's, and some the host's: each memory's are summed there.
+    """Return the sum of squares over shards in any memory: a float64 scalar on ``device``, without overflow."""
+    # Shards may be in device and host memory. Sum the shards of each memory where they are.
     memories = dict.fromkeys(shard.device for shard in shards)
     parts = [squared_norm([shard for shard in shards if shard.device == memory]) for memory in memories]
     return torch.stack([part.to(device) for part in parts]).sum()
