@@ -1,13 +1,13 @@
-"""Slice parameters: what the wrapped optimizer sees of the model on this rank.
+"""Slices: this rank's parts of the parameters, which replace the model's parameters in the wrapped optimizer.
 
 [Note: edits of slices] Users edit weights between steps in the tensors of ``optimizer.param_groups``, as SAM, weight
-noise and shrink-and-perturb do. These are the main weights. What is cached of them must be renewed before the next
-forward, and a renewal is collective; but a rank sees edits of its own slices only, and may have no slice of what was
-edited. Therefore each group ends with two markers on every rank: tensors of two zeros, which are part of no weight and
-are never stepped. A loop over all tensors of a group edits the markers, too, so every rank knows of it, and all of them
-renew what they cache. Markers also notice edits by ``.data``, of which the version of a slice says nothing. An edit of
-some tensors leaves the markers alone. If a forward then computes with what is cached, the next step is refused on every
-rank; by ``.data`` it goes unnoticed.
+noise and shrink-and-perturb do. These tensors are the main weights. Cached weights must be renewed before the next
+forward, and a renewal is collective. But a rank sees only edits of its own slices, and may have no slice of an edited
+parameter. Therefore, on every rank, each group ends with two markers: tensors of two zeros that belong to no weight and
+are never stepped. A loop over all tensors of a group also edits the markers. So every rank sees the edit, and all renew
+their cached weights. Markers also detect edits by ``.data``, which do not raise a slice's version. An edit of only some
+tensors does not reach the markers. If a forward then computes with cached weights, the next step is refused on every
+rank. Such an edit by ``.data`` goes unnoticed.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from zeropp.partition.levels import Fragment
 
 __all__ = ["ShardedParams", "Slice", "SliceStates"]
 
-_MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
-_MARKER_NUMEL = 2  # a loop that leaves out tensors of one element edits markers, too
+_MARKERS = 2  # markers per group: two, so that an edit of one entry by its index does not look like an edit of all
+_MARKER_NUMEL = 2  # elements of a marker: two, so that loops that skip tensors of one element edit markers, too
 
 
-# Compared by identity, since == on tensors compares elements.
+# eq=False: slices are compared by identity, because == on tensors compares elements.
 @dataclass(eq=False)
 class Slice:
-    """One parameter's part in this rank's piece of a flat buffer.
+    """The part of one parameter that lies in this rank's shard of a flat buffer.
 
     Attributes:
-        name: of the model's parameter.
-        unit: index of its unit; -1 for a stand-in.
-        position: of the parameter among the unit's trainable ones.
-        buffer: that it is a part of; None for a stand-in.
-        offset: in the buffer's shard.
-        start: first element of the parameter, in storage order.
-        strides: of the parameter.
-        parameter: 1-D leaf in the main dtype, a view of the main shard.
-        gradient: view of the gradient shard.
-        seen: the same as the groups show it; where ranks have parts of it, one that refuses norms.
-        source: the gradient that it is a view of; None for a stand-in.
-        shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
+        name: name of the parameter in the model.
+        unit: index of the parameter's unit; -1 for a stand-in.
+        position: index of the parameter among the unit's trainable parameters.
+        buffer: flat buffer of the parameter; None for a stand-in.
+        offset: first element of the slice in the buffer's shard.
+        start: first element of the slice in the parameter, in storage order.
+        strides: strides of the parameter.
+        parameter: [numel] leaf in the main dtype, a view of the main shard.
+        gradient: [numel] view of the gradient shard.
+        seen: the gradient as the groups show it. If ranks hold parts of gradients, it refuses norms.
+        source: gradient of the buffer; None for a stand-in.
+        shown: True if the optimizer was given the gradient. If the gradient is missing later, the user removed it.
     """
 
     name: str
@@ -75,95 +75,95 @@ class Slice:
 
     @property
     def own(self) -> Tensor:
-        """The slice's place in the main shard."""
+        """The slice as a view of the main shard."""
         assert self.buffer is not None
         return self.buffer.shard[self.offset : self.offset + self.gradient.numel()]
 
     @property
     def on_host(self) -> bool:
-        """True if the host's cores step this slice, provided that they have a step of its optimizer."""
+        """True if the host's cores step this slice, provided that the optimizer has a fused CPU kernel."""
         return self.buffer is not None and self.offset >= self.buffer.tiers.device_numel
 
     @property
     def arrived(self) -> bool:
-        """True if the view holds a gradient of this step."""
+        """True if the gradient shard holds a gradient of this step."""
         return self.source is not None and self.source.arrived
 
     @property
     def is_replaced(self) -> bool:
-        """True if the user has put a gradient in place of ours."""
+        """True if the user has set another tensor as the slice's gradient."""
         found = self.parameter.grad
         return found is not None and (found is not self.seen or found.data_ptr() != self.gradient.data_ptr())
 
     def take_edit(self) -> None:
-        """Take over a gradient that the user has put in place of ours, or taken away."""
+        """Copy a gradient that the user has set into the gradient shard, or zero the shard if the user removed it."""
         found = self.parameter.grad
         if found is None:
-            # Norms are computed over the gradient shard, where a removed gradient must count as nothing.
+            # Norms are computed over the gradient shard, so a removed gradient must be zero there.
             self.gradient.zero_()
             self.shown = False
             return
-        # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
+        # In-place edits need no copy, because the shown gradient is a view of the shard unless its ``.data`` was set.
         if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
             return
         if self.source is not None:
-            self.source.begin_sum()  # nothing may have come to the shard in this step
+            self.source.begin_sum()  # without a gradient in this step, the rest of the shard must become zero
         self.gradient.copy_(found)
         self.seen.data = self.gradient
-        # Ours again: clipping writes to it, and is not to be undone by the user's tensor later.
+        # Show the shard's view again, because clipping writes to the shard and must take effect.
         self.parameter.grad = self.seen
         self.shown = True
 
     def show_gradient(self, present: bool) -> None:
-        """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
+        """Set the optimizer's gradient, or set it to None, as torch leaves it for unused parameters."""
         self.parameter.grad = self.seen if present else None
         self.shown = present
 
 
 class ShardedParams:
-    """This rank's slices, in the place of the optimizer's parameters, state included.
+    """This rank's slices and their states, which replace the parameters in the wrapped optimizer.
 
     Attributes:
-        given: the model's parameters in each group, whose place slices have taken.
-        stepped: slices that the optimizer steps; the model may have trainable parameters besides. Never empty.
-        buffers: that slices are parts of.
-        divided: whether ranks have different slices.
-        markers: the last two entries of each group: see [Note: edits of slices].
-        accumulated: names of slices to which autograd has brought gradients, as of a penalty that was computed with the
+        given: the model's parameters in each group, which slices have replaced.
+        stepped: slices in the groups. Never empty. The model may have other trainable parameters.
+        buffers: flat buffers of the slices.
+        divided: True if ranks have different slices.
+        markers: the last two entries of each group; see [Note: edits of slices].
+        accumulated: names of slices to which autograd has added gradients. This happens if a loss is computed with the
             tensors of the groups.
     """
 
     def __init__(
         self, optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device, wait: Callable[[], None] | None
     ) -> None:
-        """Put slices into the groups; ``wait``, where it is given, before they are taken out by the user."""
+        """Put slices into the groups. ``wait``, if given, is called before a user takes tensors out of a group."""
         self._optimizer = optimizer
         self._wait = wait
         self._units = units
         self._device = device
         self.given: list[list[nn.Parameter]] = []
-        # By the ids of trainable parameters: == on tensors compares elements.
+        # Keys are ids of trainable parameters, because == on tensors compares elements.
         self._cut: dict[int, list[Slice]] = {}
         self._stand_in: Slice | None = None
-        # States that the optimizer had for parameters which are frozen.
+        # Optimizer states of frozen parameters.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
         self.buffers: list[FlatBuffer] = []
-        # Else every rank has all slices, and sees every edit by itself.
+        # If slices are not divided, every rank has all slices and sees every edit by itself.
         self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)
-        self._marks: list[list[Slice]] = []  # of each group
+        self._marks: list[list[Slice]] = []  # markers of each group
         self.accumulated: list[str] = []
         self._hidden = self._kept_away = False
         self.assign()
         self._hook_state_dicts()
 
-    # Parameters made in inference mode could not be stepped outside of it.
+    # Leave inference mode, because parameters created in it could not be stepped outside of it.
     @torch.inference_mode(False)
     def assign(self) -> None:
-        """Cut what has not been cut yet, and put the slices into the groups; also into groups added since.
+        """Create slices for new trainable parameters, and put all slices into the groups, including new groups.
 
         Raises:
-            RuntimeError: a group was taken away.
+            RuntimeError: a group was removed.
         """
         groups = self._optimizer.param_groups
         if len(groups) < len(self.given):
@@ -171,7 +171,7 @@ class ShardedParams:
                 f"the optimizer had {len(self.given)} parameter groups and has {len(groups)} now; groups cannot be "
                 "taken away, set their lr to 0 or freeze their parameters with requires_grad_(False)"
             )
-        # Groups added since still hold the model's parameters.
+        # New groups still hold the model's parameters.
         self.given += [list(group["params"]) for group in groups[len(self.given) :]]
         for unit in self._units:
             self._cut_unit(unit)
@@ -182,40 +182,40 @@ class ShardedParams:
         stepped: list[Slice] = []
         for group, given in zip(groups, self.given, strict=True):
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
-            # In place: schedulers and the user hold the groups.
+            # Change the group in place, because schedulers and users hold the group objects.
             group["params"] = _Listed([part.parameter for part in parts], self._wait)
-            # torch keeps names beside the parameters if the optimizer was made from named_parameters().
+            # torch stores names in the group if the optimizer was made from named_parameters().
             if "param_names" in group:
                 group["param_names"] = [part.name for part in parts]
             stepped += parts
         if self._stand_in is not None:
-            # It left the groups above, and its state would be saved without a parameter.
+            # The stand-in is no longer in a group, so its state would be saved without a parameter.
             self._optimizer.state.pop(self._stand_in.parameter, None)
         if not stepped:
-            # This rank owns no part of the model, and GradScaler raises where it finds no gradient at all.
+            # This rank has no slice. Add a stand-in, because GradScaler raises if it finds no gradient.
             stepped.append(self._add_stand_in())
         self.stepped = stepped
         self.buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
         self._add_markers()
-        # By the exact type: after a later group this is a SliceStates already, which derives from it.
+        # Compare the exact type: SliceStates derives from defaultdict, and must not be wrapped again.
         if type(self._optimizer.state) is defaultdict:
             self._optimizer.state = SliceStates(self._optimizer.state.default_factory, self._optimizer.state)
             self._optimizer.state.slices = weakref.ref(self)
 
     def show_trained(self) -> None:
-        """Give slices the ``requires_grad`` of their parameters, as loops over the groups ask for it."""
+        """Give slices the ``requires_grad`` of their parameters, which loops over the groups check."""
         for part in self.stepped:
             part.parameter.requires_grad_(part.unit < 0 or self._units[part.unit].trained[part.position])
 
     @property
     def markers(self) -> list[Slice]:
-        """See the class."""
+        """The markers of all groups: see [Note: edits of slices]."""
         return [marker for group in self._marks for marker in group]
 
     def _add_markers(self) -> None:
         groups = self._optimizer.param_groups
         while len(self._marks) < len(groups):
-            # As the slices are, or sums over all tensors of a group would be of two dtypes.
+            # Use the slices' dtype, because sums over all tensors of a group should not mix dtypes.
             buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
             dtype = buffers[0].main_dtype if buffers else torch.float32
             kind = _Marker if self._wait is None else _AwaitedMarker
@@ -225,9 +225,9 @@ class ShardedParams:
                 if self._wait is not None:
                     marker.parameter.wait = self._wait  # type: ignore[attr-defined]
             if self.divided:
-                # Norms are refused by them, too: a rank may have no slice in a group.
+                # Markers refuse norms, too, because a rank may have no slice in a group.
                 marks = [replace(marker, seen=as_partial(marker.gradient)) for marker in marks]
-            for marker in marks:  # a rank may have no slice in a group
+            for marker in marks:  # watch markers, because a rank may have no slice in a group
                 self._watch(marker)
             self._marks.append(marks)
         for group, marks in zip(groups if not self._hidden else [], self._marks, strict=False):
@@ -236,7 +236,7 @@ class ShardedParams:
                 group["param_names"] += [marker.name for marker in marks]
 
     def marker_state(self, marker: nn.Parameter) -> dict[str, Tensor]:
-        """A state for loops over all tensors of a group: zeros, under the keys that slices have after a step."""
+        """Return a marker's states, for loops over all tensors of a group: zeros, under the keys of a slice's states."""
         for group, marks in zip(self._optimizer.param_groups, self._marks, strict=False):
             if any(marker is each.parameter for each in marks):
                 made = trial_states(self._optimizer, group, marker.dtype)
@@ -245,7 +245,7 @@ class ShardedParams:
 
     @contextlib.contextmanager
     def without_markers(self) -> Iterator[None]:
-        """Take markers out of the groups, and what the user keeps for them out of the state: neither is to be saved."""
+        """Remove markers and their states from the optimizer inside this context, so that they are not saved."""
         self._remove_markers()
         self._kept_away = True
         try:
@@ -256,7 +256,7 @@ class ShardedParams:
 
     def _remove_markers(self) -> None:
         for group, marks in zip(self._optimizer.param_groups, self._marks if not self._hidden else (), strict=False):
-            # Markers come last in a group, behind all slices.
+            # Markers are the last entries of a group.
             del group["params"][-len(marks) :]
             if "param_names" in group:
                 del group["param_names"][-len(marks) :]
@@ -265,14 +265,14 @@ class ShardedParams:
         self._hidden = True
 
     def _return_markers(self) -> None:
-        # torch's hooks call this inside without_markers() as well, where markers have to stay away.
+        # torch's hooks also call this method inside without_markers(), where markers must stay removed.
         if self._hidden and not self._kept_away:
             self._hidden = False
             self._add_markers()
 
     def _hook_state_dicts(self) -> None:
-        """Do without markers in state dicts of the wrapped optimizer itself, too."""
-        # Weakly: the optimizer is part of this object.
+        """Remove markers during state_dict() and load_state_dict() of the wrapped optimizer itself."""
+        # Refer to this object weakly, because it holds the optimizer, which holds the hooks.
         ref = weakref.ref(self)
 
         def before(*_: object) -> None:
@@ -289,38 +289,35 @@ class ShardedParams:
         self._optimizer.register_load_state_dict_post_hook(after)
 
     def edited_by_groups(self) -> bool:
-        """Tell whether the user has edited all of some group since :meth:`accept_edits`; alike on every rank."""
+        """Return True if the user has edited all tensors of a group since :meth:`accept_edits`; equal on every rank."""
         return any(all(marker.parameter.edited for marker in marks) for marks in self._marks)  # type: ignore[attr-defined]
 
     def accept_edits(self) -> None:
-        """Weights are new, and all edits made so far are in them."""
+        """Record that the current weights contain all edits made so far."""
         for marker in self.markers:
             marker.parameter.accept_edits()  # type: ignore[attr-defined]
 
     def take_replaced(self) -> bool:
-        """Take over values that the user has put in place of slices, by ``parameter.data = values``.
+        """Take values that the user has set by ``parameter.data = values``, if a marker shows an edit.
 
-        As in plain torch, tensors that the user took from ``parameter.data`` before keep their values: main weights
-        move to other memory, unless they are in a file.
-
-        Returns:
-            Whether some have moved.
+        As in plain torch, tensors that the user took from ``parameter.data`` before keep their values. So the main
+        weights move to other memory, unless they are in a file. Returns True if main weights have moved.
         """
-        # Asked of markers, since looking at the address of every slice would cost host time at each forward.
+        # Check markers first, because comparing the address of every slice at each forward would cost host time.
         return self.is_edited() and self._take(self._replaced())
 
     def take_rest(self) -> list[str]:
-        """Take over what :meth:`take_replaced` has not seen, of some tensors of a group; their names."""
+        """Take values that the user has set by ``.data`` in some tensors of a group only; return the slices' names."""
         replaced = self._replaced()
         self._take(replaced)
         return [part.name for part in replaced]
 
     def take_assigned(self) -> None:
-        """Take over values that the optimizer's step has put in place of slices."""
+        """Copy values that the optimizer's step has assigned to ``.data`` back into the main shards."""
         self._put_back(self._replaced())
 
     def _replaced(self) -> list[Slice]:
-        """Slices that are not in their places."""
+        """Return the slices whose parameter is no longer a view of the main shard."""
         begins = {buffer: buffer.shard.data_ptr() for buffer in self.buffers}
         width = {buffer: buffer.shard.element_size() for buffer in self.buffers}
         return [
@@ -357,31 +354,31 @@ class ShardedParams:
             part.parameter.data = own
 
     def is_edited(self) -> bool:
-        """Tell whether the user has edited something of all tensors in some group since :meth:`accept_edits`."""
+        """Return True if the user has edited a marker of some group since :meth:`accept_edits`."""
         return any(marker.parameter.edited for marker in self.markers)  # type: ignore[attr-defined]
 
     @property
     def all(self) -> list[Slice]:
-        """This rank's slices of all trainable parameters."""
+        """All slices of this rank, also those of parameters in no group."""
         return [part for parts in self._cut.values() for part in parts]
 
     def frozen_states(self) -> dict[str, dict[str, Any]]:
-        """States that wait until frozen parameters are trained, by the parameters' names."""
+        """Return the stored states of frozen parameters, by parameter name."""
         return {name: self._states[id(p)] for name, p in self._frozen() if id(p) in self._states}
 
     def keep_frozen_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take saved states of frozen parameters."""
+        """Store saved states of frozen parameters, for the time when the parameters are unfrozen."""
         self._states = {id(p): states[name] for name, p in self._frozen() if name in states}
 
     def forget_state(self, parameter: nn.Parameter) -> None:
-        """Drop this rank's part of a parameter's optimizer states, as if none had been made.
+        """Drop this rank's part of a parameter's optimizer states, so that the next step starts without states.
 
         Raises:
             KeyError: the parameter is in no group.
         """
         if not self.in_groups(parameter):
             raise KeyError("the parameter is in none of the optimizer's groups")
-        # States of a frozen parameter wait here, those of a trained one are in the optimizer.
+        # States of frozen parameters are stored here; states of trained parameters are in the optimizer.
         self._states.pop(id(parameter), None)
         for part in self._cut.get(id(parameter), []):
             self._optimizer.state.pop(part.parameter, None)
@@ -393,21 +390,21 @@ class ShardedParams:
                     yield from zip(buffer.names, buffer.parameters, strict=True)
 
     def take_edits(self, pending: PendingGradients) -> bool:
-        """Take over gradients that the user has replaced or removed since they were shown.
+        """Take gradients that the user has replaced or removed since they were shown.
 
         Args:
-            pending: is told of them.
+            pending: record of the parameters that have gradients, which is updated.
 
         Returns:
-            Whether the gradients of all groups were removed, by their markers: the same on every rank.
+            True if the user has removed the gradients of all groups, as the markers show; equal on every rank.
         """
         pending.looks += 1
         shown = [part for part in self.stepped if part.shown]
         made = [part for part in self.stepped if not part.shown and part.parameter.grad is not None]
         made = [part for part in made if part.source is not None]
-        with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
-            # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient. If
-            # there is more than zeros, another rank has used the parameter, or carried errors have come to it.
+        with unguarded():  # comparing addresses of gradients that refuse norms would call __torch_function__
+            # A parameter without a gradient may show zeros. If the user replaces them, the result is a gradient. If the
+            # shown values are not zero, another rank has used the parameter, or error feedback has reached it.
             unused = [part for part in shown if part.source is not None and not pending.used[part.unit][part.position]]
             zeros = [part for part in unused if part.is_replaced and not part.gradient.any()]
             for part in (*made, *shown):
@@ -421,37 +418,37 @@ class ShardedParams:
             if not part.shown and part.source is not None:
                 pending.note_removed(part.unit, part.position)
         if not self.divided:
-            pending.learn_removed(())  # every rank has found the same
+            pending.learn_removed(())  # every rank has all slices and found the same changes
         return all(mark.shown and mark.parameter.grad is None for mark in self.markers)
 
     def show_arrived(self, pending: PendingGradients) -> Slice:
-        """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
-        self._return_markers()  # a state that could not be loaded has left them away
+        """Show the gradients that have arrived, and return a shown slice; without any gradient, show one of zeros."""
+        self._return_markers()  # a failed load_state_dict() leaves them removed
         for part in self.stepped:
             part.show_gradient(part.arrived and not (pending.removed and self._is_gone(part, pending)))
         shown = next((part for part in self.stepped if part.shown), None)
         if shown is None:
             shown = self.stepped[0]
-            shown.gradient.zero_()  # nothing here: what it holds is of another step
+            shown.gradient.zero_()  # nothing has arrived, so the shard holds values of an earlier step
             shown.show_gradient(True)
         self.show_markers(True)
         return shown
 
     def drop_gradient(self, parameter: nn.Parameter) -> None:
-        """Show none of a parameter, whose gradient was set to None by way of the model."""
+        """Hide a parameter's gradient, which was set to None through the model."""
         for part in self._cut.get(id(parameter), []):
             part.show_gradient(False)
 
     def _is_gone(self, part: Slice, pending: PendingGradients) -> bool:
-        """Tell whether the user has taken a gradient away that no rank has brought since, as far as can be seen."""
+        """Return True if the user removed a gradient and, as far as this rank sees, no rank has added one since."""
         return pending.is_gone(part.unit, part.position) and not bool(part.gradient.any())
 
     def show_zeros(self, pending: PendingGradients) -> None:
-        """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
+        """Show gradients that were set to zero, and hide all others. Called after all were zeroed or discarded."""
         self.accumulated.clear()
         zeros = False
         for part in self.stepped:
-            if part.shown:  # some rank has brought one since the user took it away, which zeros could not tell
+            if part.shown:  # a rank has added a gradient since the removal, which zeros could not show
                 pending.removed.pop((part.unit, part.position), None)
             kept = part.arrived and not (pending.removed and self._is_gone(part, pending))
             part.show_gradient(kept)
@@ -459,37 +456,38 @@ class ShardedParams:
         self.show_markers(zeros)
 
     def show_markers(self, present: bool) -> None:
-        """Give markers tiny gradients, or none: where slices have theirs, but for the step itself."""
+        """Give markers tiny gradients, or none. They show gradients when slices do, except during the step itself."""
         for marker in self.markers:
             if present:
-                # The user may have written to it. It is not zero, since some loops set gradients of zero to None.
+                # The user may have changed the value. It is nonzero, because some loops set zero gradients to None.
                 marker.gradient.fill_(MARKER_GRADIENT)
             marker.show_gradient(present)
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:
-        """Show gradients of the parameters that are to be stepped.
+        """Show the gradients of the parameters that are to be stepped.
 
         Args:
-            used: for each unit, whether any rank has a gradient of each trainable parameter: slices of one parameter
-                lie on several ranks, and are stepped on all or on none.
+            used: for each unit, a mask of the trainable parameters that have a gradient on any rank. All ranks with a
+                slice of such a parameter must step it.
         """
         for part in self.stepped:
             present = part.unit < 0 or used[part.unit][part.position]
-            # Another rank keeps a gradient that was set to zero, and this one has forgotten its part.
+            # This rank discarded its part of a gradient that another rank set to zero, so show zeros.
             if present and part.source is not None and not part.source.arrived:
                 part.gradient.zero_()
             part.show_gradient(present)
-        # A step passes over what has no gradient; it would edit markers and make states for them.
+        # Hide the markers' gradients: the step would edit markers with a gradient, and create states for them.
         self.show_markers(False)
 
     def in_groups(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter of the model is in one of the groups."""
+        """Return True if a parameter of the model is in a group."""
         return any(parameter is other for given in self.given for other in given)
 
     def _cut_unit(self, unit: Unit) -> None:
         position = 0
         for buffer in unit.trainable_buffers:
-            # Cut before: the optimizer's state hangs on these very slices. A buffer is cut whole.
+            # Keep existing slices, because the optimizer's states belong to these objects. A buffer is always cut as a
+            # whole.
             if id(buffer.parameters[0]) not in self._cut:
                 for parameter in buffer.parameters:
                     self._cut[id(parameter)] = []
@@ -500,16 +498,16 @@ class ShardedParams:
             position += len(buffer.parameters)
 
     def _watch(self, part: Slice) -> None:
-        """Notice gradients that autograd brings to a slice, or to a marker."""
-        # Without a circle: the parameter holds the hook, and the part the parameter.
+        """Record when autograd adds a gradient to a slice or marker."""
+        # Capture only the list and the name: a reference to the slice would create a cycle through the hook.
         accumulated, name = self.accumulated, part.name
         part.parameter.register_post_accumulate_grad_hook(lambda parameter: accumulated.append(name))
 
     def refuse_accumulated(self) -> None:
-        """Refuse gradients of a loss that was computed with tensors of the groups.
+        """Raise if a loss was computed with tensors of the groups, so that autograd added gradients to them.
 
         Raises:
-            RuntimeError: there are such gradients. They are no part of what ranks sum, and may be lost.
+            RuntimeError: there are such gradients, which no reduction sums, and which may be lost.
         """
         if self.accumulated:
             of = next((f", as of {name!r}" for name in self.accumulated if name != NOTHING), "")
@@ -532,22 +530,22 @@ class ShardedParams:
     def _move_state(
         self, parameter: nn.Parameter, group: dict[str, Any], made: dict[torch.dtype, dict[str, Tensor]]
     ) -> None:
-        """Cut the state the optimizer has for a parameter the way the parameter was cut; keep it until there is one.
+        """Cut a parameter's optimizer state like the parameter, or store it until the parameter is trained.
 
-        Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise
-        optimizers. All get the dtypes that the optimizer gives them beside main weights: states of a model in 16 bits
-        are in 16 bits themselves, and fused steps refuse them there.
+        Tensors of the parameter's shape are cut, and all other values are copied to each slice, which is right for
+        elementwise optimizers. States are converted to the dtypes that the optimizer uses for main weights. Otherwise
+        states of a 16-bit model would stay in 16 bits, which fused steps refuse beside float32 weights.
 
         Args:
-            parameter: of the model.
-            group: that it is in.
-            made: the states that the optimizer makes by the group's settings, for each dtype of main weights; filled.
+            parameter: parameter of the model.
+            group: parameter group of the parameter.
+            made: states that the optimizer creates with the group's settings, by main dtype; filled here.
         """
-        # By dict's own method: SliceStates refuses the model's parameters.
+        # Use dict's own pop, because SliceStates refuses parameters of the model as keys.
         state = dict.pop(self._optimizer.state, parameter, None) or self._states.pop(id(parameter), None)
         if not state:
             return
-        # Frozen: its state waits for requires_grad_.
+        # A frozen parameter has no slices: store its state until requires_grad_() is called.
         if id(parameter) not in self._cut:
             self._states[id(parameter)] = state
         on_device = any(self._optimizer.defaults.get(key) for key in ("fused", "capturable"))
@@ -558,21 +556,22 @@ class ShardedParams:
             for key, value in state.items():
                 if key in made[dtype] and isinstance(value, Tensor) and value.is_floating_point():
                     value = self._converted(value, made[dtype][key].dtype)
-                # The model may have been elsewhere. Counts of steps stay on the host, unless the step reads them there.
+                # Move states to the slice's device. Step counts stay on the host, unless a fused or capturable step
+                # reads them.
                 if isinstance(value, Tensor) and (key != "step" or on_device):
                     value = value.to(part.parameter.device)
-                # The count of steps of a scalar parameter has its shape, too, and is no state of elements.
+                # A step count may have the shape of a scalar parameter, too, and must not be cut.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
-                    # Pieces are cut in storage order, which for a transposed weight is not the order of its elements.
+                    # Slices are cut in storage order, which differs from element order for a transposed weight.
                     dense = torch.empty_strided(value.shape, part.strides, dtype=value.dtype, device=value.device)
                     row = dense.copy_(value).as_strided((dense.numel(),), (1,))
-                    # Cloned, or the state of the whole parameter would stay.
+                    # Clone the part, because a view would keep the whole state in memory.
                     own[key] = row[part.start : part.start + part.parameter.numel()].clone()
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
     def _converted(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """A state in another dtype; the sum that Adagrad begins with, which it rounds to the parameter's, exactly."""
+        """Convert a state to a dtype. A state of only Adagrad's rounded initial value gets the exact value instead."""
         initial = self._optimizer.defaults.get("initial_accumulator_value")
         if initial and value.dtype != dtype and bool((value == torch.full_like(value, initial)).all()):
             return torch.full_like(value, initial, dtype=dtype)
@@ -580,9 +579,9 @@ class ShardedParams:
 
 
 class _Listed(list[Any]):
-    """The ``params`` of a group; whoever takes tensors out of it waits, where a step or a refresh may need them as is.
+    """The ``params`` list of a group, which waits before it hands out tensors that a step or refresh may still use.
 
-    Learning rates, which schedulers set right after a step, are elsewhere in the group and wait for nothing.
+    Reading other entries of the group, such as the learning rate that a scheduler sets after a step, does not wait.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wait: Callable[[], None] | None) -> None:
@@ -600,29 +599,29 @@ class _Listed(list[Any]):
         return super().__getitem__(key)
 
     def __reduce__(self) -> Any:
-        # A plain list is saved: ``_wait`` leads to the engine, which cannot be pickled.
+        # Pickle a plain list, because ``_wait`` refers to the engine, which cannot be pickled.
         return list, (list(self),)
 
 
 class SliceStates(defaultdict[Any, Any]):
-    """The wrapped optimizer's ``state``, whose keys are slices. It takes no parameter of the model for a key.
+    """The wrapped optimizer's ``state``. Its keys are slices; parameters of the model are refused as keys.
 
-    ``del state[parameter]`` drops what this rank has of the parameter's states; everything else raises, since nobody
-    but the owner of a slice has its state. A step looks slices up by ``state[slice]``, in which no line here takes
-    part unless the slice has no state yet.
+    A rank holds only a part of a parameter's states, so access by a parameter raises. The exception is ``del
+    state[parameter]``, which drops this rank's part. ``__getitem__`` is not overridden, so a step's lookups are as fast
+    as in a plain dict.
 
     Attributes:
-        slices: that have the states; set by them.
+        slices: weak reference to the slices whose states this is, set by their ShardedParams.
     """
 
     slices: weakref.ref[ShardedParams] | None = None
 
     def __missing__(self, key: Any) -> Any:
         _refuse_of_model(key)
-        if isinstance(key, _Marker):  # not in here: it is no state, and is not saved
+        if isinstance(key, _Marker):  # a marker's state is stored on the marker, so that it is not saved
             owner = None if self.slices is None else self.slices()
             made = {} if owner is None else owner.marker_state(key)
-            # Before the first step slices have none, either.
+            # Before the first step, slices have no states, so a marker gets none, either.
             for name in made.keys() & {name for state in self.values() for name in state}:
                 key.state.setdefault(name, made[name])
             return key.state
@@ -642,7 +641,7 @@ class SliceStates(defaultdict[Any, Any]):
             return
         engine = handler_of(key)
         if isinstance(engine, Engine):
-            # The host may be stepping with the states; and what is away could not be told from what is forgotten.
+            # The host may be stepping with the states. Offloaded states could not be told from deleted ones.
             engine.require_idle("del optimizer.state[parameter]", inside_gather=True, needs=["optim_states"])
         owner.forget_state(key)
 
@@ -651,24 +650,24 @@ class SliceStates(defaultdict[Any, Any]):
         return super().__contains__(key) or (isinstance(key, _Marker) and bool(self[key]))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
+        """Return the state of a slice or marker, or ``default``; raise for a parameter of the model."""
         _refuse_of_model(key)
         return (self[key] or default) if isinstance(key, _Marker) else super().get(key, default)
 
     def clear(self) -> None:
-        """As of a dict."""
+        """Remove the states of all slices and markers."""
         super().clear()
         owner = None if self.slices is None else self.slices()
         for marker in owner.markers if owner is not None else ():
             marker.parameter.state.clear()  # type: ignore[attr-defined]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
+        """Return the state of a slice, after setting it to ``default`` if it is missing."""
         _refuse_of_model(key)
         return super().setdefault(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dict."""
+        """Remove and return the state of a slice."""
         _refuse_of_model(key)
         return super().pop(key, *default)
 
@@ -697,7 +696,7 @@ def _refuse_state_of(parameter: Any) -> NoReturn:
 
 
 def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:
-    """Parts of parameters in the shard; what the device steps and what the host does are slices of their own."""
+    """Yield the parts of parameters in a shard, split where the device's part ends and the host's part begins."""
     for fragment in buffer.fragments():
         numel = fragment.stop - fragment.start
         here = min(max(buffer.tiers.device_numel - fragment.offset, 0), numel)
@@ -711,41 +710,41 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     gradient = buffer.gradient
     assert gradient is not None
     stop = fragment.offset + fragment.stop - fragment.start
-    # A view: what the optimizer writes is the main weight itself.
+    # The parameter is a view, so a step writes the main weights directly.
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     values = gradient.shard[fragment.offset : stop]
-    # Where every rank has the whole gradient its norm is the same everywhere, and is not refused.
+    # If every rank has whole gradients, a norm is equal on all ranks, so it is not refused.
     seen = as_partial(values) if buffer.placement.mode.states > 1 else values.detach()
     place = (unit, position, buffer, fragment.offset, fragment.start, slot.strides)
     return Slice(slot.name, *place, parameter, values, seen, gradient)
 
 
 def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter], numel: int = 1) -> Slice:
-    """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
+    """Return a slice that belongs to no weight: a marker, or a stand-in on a rank without slices."""
     parameter, gradient = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
     return Slice(NOTHING, -1, 0, None, 0, 0, (), kind(parameter), gradient, gradient, None)
 
 
 class _Marker(nn.Parameter):
-    """A tensor in a group that knows whether it has been edited; see [Note: edits of slices].
+    """A parameter at the end of a group that detects edits; see [Note: edits of slices].
 
     Attributes:
-        replaced: whether ``.data`` was set.
-        state: that the user keeps for it in ``optimizer.state``, as for all tensors of its group.
+        replaced: True if ``.data`` was set.
+        state: entries that the user stores for it in ``optimizer.state``, as for all tensors of its group.
     """
 
     replaced = False
     state: dict[str, Any]
-    _reached: Tensor | None = None  # what ``.data`` has given
+    _reached: Tensor | None = None  # the tensor that ``.data`` returns
     _versions = (0, 0)
 
     @property
     def data(self) -> Tensor:
-        """A plain tensor, as of any parameter; its version tells whether it is written to or only read."""
-        # A tensor that stays: torch's own ``.data`` has a new version counter at each access, which shows no writes.
+        """A plain tensor, as for any parameter. Its version shows if the tensor was written."""
+        # Return the same tensor each time: torch's own ``.data`` has a new version counter at each access.
         if self._reached is None:
-            # A tensor made in inference mode has no version.
+            # Leave inference mode, because a tensor created in it has no version.
             with torch.inference_mode(False):
                 self._reached = self.detach().clone()
         return self._reached
@@ -760,11 +759,11 @@ class _Marker(nn.Parameter):
         return self.replaced or self._versions != self._now()
 
     def accept_edits(self) -> None:
-        """All edits made so far are known."""
+        """Record that all edits made so far have been handled."""
         self.replaced = False
         self._versions = self._now()
 
-    # A copy or a file has no part in training.
+    # Copies and pickled markers become plain parameters, because they take no part in training.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return nn.Parameter(self.detach().clone())
@@ -777,7 +776,7 @@ class _Marker(nn.Parameter):
 
 
 class _AwaitedMarker(_Marker):
-    """One that waits as its list does, where torch's code takes a group's tensors without asking that."""
+    """A marker that waits like its group's list. torch's C++ code reads a group's list without calling its methods."""
 
     wait: Callable[[], None]
 
