@@ -236,7 +236,7 @@ class ShardedParams:
                 group["param_names"] += [marker.name for marker in marks]
 
     def marker_state(self, marker: nn.Parameter) -> dict[str, Tensor]:
-        """Return a marker's states, for loops over all tensors of a group: zeros, under the keys of a slice's states."""
+        """Return a marker's states, for loops over all tensors of a group: zeros, under the keys of slices' states."""
         for group, marks in zip(self._optimizer.param_groups, self._marks, strict=False):
             if any(marker is each.parameter for each in marks):
                 made = trial_states(self._optimizer, group, marker.dtype)
