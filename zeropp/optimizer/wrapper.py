@@ -1,4 +1,4 @@
-"""``ZeroOptimizer``: a torch optimizer over a model whose weights, gradients and states are partitioned."""
+"""``ZeroOptimizer``: a torch optimizer for a model whose weights, gradients and optimizer states are sharded."""
 
 from __future__ import annotations
 
@@ -69,19 +69,21 @@ __all__ = ["ZeroOptimizer"]
 
 
 class ZeroOptimizer(Optimizer):
-    """Partitions a model in place and steps the wrapped optimizer on this rank's part of it.
+    """Shards a model in place, and steps this rank's part of it with the wrapped optimizer.
 
-    The user's parameter groups stay the user's objects: schedulers and edits of ``lr`` reach the wrapped optimizer.
-    Their ``params`` become this rank's slices, 1-D float32 leaves.
+    The user's parameter groups stay the same objects, so schedulers and edits of ``lr`` reach the wrapped optimizer.
+    Their ``params`` become this rank's slices: 1-D leaves in the main dtype, float32 by default.
+
+    If the host does not wait for a step, reading one of the first four attributes waits for it.
 
     Attributes:
         grad_norm: gradient norm over the whole model at the last step, after averaging, before configured clipping.
-        skipped_steps: steps not taken because a gradient was not finite.
-        step_was_skipped: whether the last one was.
-        step_was_taken: whether a step has changed weights since the last backward; schedulers follow it. Where the host
-            does not wait for a step, it waits for it when one of these four is asked for.
-        grad_scaler: torch's, if one scales the losses and errors are carried over (``zeropp_loco_param``): they follow
-            its scale. Without it a change of the scale disturbs them for a step.
+        skipped_steps: number of steps skipped because a gradient was not finite.
+        step_was_skipped: True if the last step was skipped.
+        step_was_taken: True if a step has changed weights since the last backward; a scheduler should advance only
+            then.
+        grad_scaler: torch's GradScaler of the losses, None by default. Set it if error feedback (``zeropp_loco_param``)
+            is used, so that the errors follow its scale. Otherwise the errors are wrong for one step after the scale changes.
     """
 
     grad_norm: float | None = from_step_result("grad_norm")
@@ -90,17 +92,18 @@ class ZeroOptimizer(Optimizer):
     step_was_taken: bool = from_step_result("step_was_taken")
 
     accumulation_type = GradAccumulation
-    # See [Note: GradScaler]. The two attributes are there while GradScaler.step() runs.
+    # See [Note: GradScaler]. grad_scale and found_inf exist only while GradScaler.step() runs.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor
 
-    _steps = False  # the wrapped optimizer's step runs
-    # Of torch's GradScaler: the groups show all gradients, and whether any rank's are not finite; and the groups were
-    # read since the last backward, or before it, which is all that is seen of ``unscale_()``.
+    _steps = False  # True while the wrapped optimizer's step runs
+    # Checks for torch's GradScaler. _all_shown: the groups show all gradients, with NaN if any rank's are not finite.
+    # _groups_read: the groups were read since the last backward. _read_between: the groups were read before the last
+    # backward of this window. A read is the only visible sign of ``unscale_()``.
     _all_shown = True
     _groups_read = _read_between = False
-    _zero_after: bool | None = None  # that has called zero_grad, with this set_to_none
+    _zero_after: bool | None = None  # set_to_none of a zero_grad() that the wrapped optimizer called inside its step
 
     def __init__(
         self,
@@ -112,15 +115,15 @@ class ZeroOptimizer(Optimizer):
         gradient_scale: float | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """Wrap ``optimizer`` and ``model``. Collective: every rank of the group calls it.
+        """Wrap ``optimizer`` and ``model``. Collective: every rank of the group must call it.
 
         Args:
-            optimizer: elementwise, over parameters of ``model``; its state is cut like them, in main weights' dtype.
-            model: rank 0's values become everyone's.
-            config: DeepSpeed-style dict, path to JSON, or a loaded Config; None for stage 3 with defaults.
-            process_group: ranks to partition over: a group, a one-dimensional DeviceMesh, or the world.
+            optimizer: elementwise torch optimizer over parameters of ``model``. Its states are cut into slices, too.
+            model: model to shard in place; all ranks get rank 0's values.
+            config: DeepSpeed-style dict, path of a JSON file, or a loaded Config; None for stage 3 with defaults.
+            process_group: ranks to shard over: a process group, a one-dimensional DeviceMesh, or None for all ranks.
             gradient_scale: factor on gradients summed over ranks; None for the configured mean or sum.
-            device: to train on; None for the model's. See docs/multinode.md, "A model larger than a GPU".
+            device: device to train on; None for the model's. See docs/multinode.md, "A model larger than a GPU".
 
         Raises:
             ConfigError, TypeError, ValueError: configuration, optimizer, model or group cannot be used.
@@ -150,11 +153,11 @@ class ZeroOptimizer(Optimizer):
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
         self.carried = ErrorFeedback(self.engine, loco.reset_T if loco is not None else 1)
-        # Hooks are shared with the wrapped optimizer and run here, once a step.
+        # The hook dicts are shared with the wrapped optimizer, but the hooks run here, once per step.
         for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
             name = f"_optimizer_{call}_{when}_hooks"
             setattr(self, name, getattr(optimizer, name))
-        self._patch_step_function()  # Optimizer.__init__ would, and would make groups and states of its own, too
+        self._patch_step_function()  # not by Optimizer.__init__, which would create groups and states
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._zero_by_inner))  # type: ignore[method-assign]
@@ -162,70 +165,70 @@ class ZeroOptimizer(Optimizer):
         self._norms = GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
-    # Losses.
+    # Losses and backward.
 
     @property
     def loss_scale(self) -> float:
-        """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
-        # The last step may move it, and may not be known yet: on a card its sum is read late.
+        """Factor on the next loss in float16; 1.0 in other dtypes. See [Note: loss scale]."""
+        # Wait for the last step first: on a GPU its sum may be unread, and its result changes the loss scale.
         self.step_result.wait_for_result()
         return self.engine.loss_scale.value
 
     @property
     def overflow(self) -> bool:
-        """``step_was_skipped``, by the name that DeepSpeed's users and Accelerate ask for."""
+        """True if the last step was skipped: ``step_was_skipped`` by the name that DeepSpeed and Accelerate use."""
         return self.step_was_skipped
 
     @uncompiled
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
-        """A micro-batch's loss as :meth:`backward` takes it: divided, and times :attr:`loss_scale`.
+        """Return the loss as :meth:`backward` uses it: divided by the window length, and multiplied by the loss scale.
 
         Args:
-            loss: scalar, and all of it: what is added afterwards is neither divided nor scaled.
-            scale_wrt_gas: divide it by the configured gradient_accumulation_steps.
+            loss: scalar, the complete loss of a micro-batch. Terms that are added later are neither divided nor scaled.
+            scale_wrt_gas: True to divide by the configured gradient_accumulation_steps.
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: ``loss`` is no tensor.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
-        # Also in an unfinished window that step(now=True) ends: it is divided as if it were whole.
+        # Divide by the full length also in a window that step(now=True) ends early.
         steps = self.engine.accumulation.steps
         return self.engine.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
 
     @uncompiled
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
-        """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
+        """Run the backward of ``loss``, divided by the configured gradient_accumulation_steps.
 
         Args:
-            loss: scalar.
+            loss: scalar, the complete loss of a micro-batch.
             retain_graph: as in ``Tensor.backward``.
             scale_wrt_gas: False for a loss that has been divided already.
         """
         refuse_compiled_autograd()
-        # Outside of the try: an error here is no error of the backward.
+        # Scale the loss outside the try block, because an error in scale() is not an error of the backward.
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         self.engine.accumulation.divided |= scale_wrt_gas
         try:
             scaled.backward(retain_graph=retain_graph)
         except Exception as error:
             reason = ""
-            # Autograd's word for memory that was freed with its unit: somebody has kept a view of a weight.
+            # Autograd raises this error if a view of a weight was kept after its unit was resharded.
             if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
                 reason = explain_freed(self.engine, str(error))
-            # Now, so that other ranks are told of the exception.
+            # Report the failure now, so that other ranks get an error instead of waiting for this rank.
             self.engine.notice_failed_backward(known=True)
             if reason:
                 raise RuntimeError(reason) from error
             raise
 
-    # The optimizer's own surface.
+    # The interface of torch.optim.Optimizer.
 
     @property
     @uncompiled
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups."""
-        # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
+        """Parameter groups of the wrapped optimizer, with this rank's slices as ``params``."""
+        # The caller may edit gradients through ``.data``, which raises no version, so count their norms as outdated.
         self.step_sync.doubt()
         self._groups_read = True
         return self.inner.param_groups
@@ -233,7 +236,7 @@ class ZeroOptimizer(Optimizer):
     @property
     @uncompiled
     def state(self) -> Any:
-        """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
+        """State of the wrapped optimizer, by slice. Reading it waits for a step that runs on the host."""
         self.engine.wait_for_step()
         self.engine.parking.require("optimizer.state", ["optim_states"])
         return self.inner.state
@@ -241,31 +244,31 @@ class ZeroOptimizer(Optimizer):
     @state.setter
     @uncompiled
     def state(self, value: Any) -> None:
-        """Other states for this rank's slices, as ``optimizer.state = defaultdict(dict)`` for none."""
+        """Replace the states of this rank's slices; ``optimizer.state = defaultdict(dict)`` removes all."""
         others = dict(value)
         states = self.state
         states.clear()
         states.update(others)
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapped ``optimizer``, its public attributes to read; ``train`` and ``eval``, which change weights."""
+        """Return a public attribute of the wrapped optimizer. ``train`` and ``eval`` also handle changed weights."""
         inner = self.__dict__.get("inner")
         if name == "optimizer" and inner is not None:
-            return inner  # what DeepSpeed's optimizers call theirs
+            return inner  # DeepSpeed's optimizers have the wrapped one as ``optimizer``
         if inner is None or name.startswith("_") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return partial(switch_mode, self.engine, inner, name) if name in ("train", "eval") else getattr(inner, name)
 
     @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters, as in torch. Collective: every rank adds the same.
+        """Add a group of the model's parameters, as in torch. Collective: every rank must add the same group.
 
         Args:
-            param_group: ``params`` of the model that are in no group yet, and settings where the defaults do not do.
-                Those that are frozen are stepped once ``requires_grad_`` has been called on them.
+            param_group: dict with ``params``, which must be in no group yet, and optional settings. Frozen parameters
+                in it are stepped after ``requires_grad_`` has been called on them.
 
         Raises:
-            TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
+            TypeError, ValueError: the group cannot be used; other ranks raise RuntimeError.
         """
         self.engine.require_idle("add_param_group")
         add_group(param_group, self.engine, self.inner, self.slices, self.apply_requires_grad)
@@ -273,10 +276,10 @@ class ZeroOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep whole gradients on this rank, in the main dtype, and send nothing.
+        """Keep gradients of backwards in this context on the rank, unreduced, in the main dtype.
 
-        They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory. Beside
-        torch's GradScaler the last backward must be outside, since it unscales what has been sent by then.
+        The next backward outside the context, or ``step``, reduces them. The memory cost is one full gradient. With
+        torch's GradScaler, the last backward must be outside, because GradScaler unscales only reduced gradients.
         """
         self.engine.require_idle("no_sync", averaged=True, beside_step=True, needs=NOTHING)
         before = self.engine.set_no_sync(True)
@@ -288,22 +291,22 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, *, now: bool = False) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``. Collective.
 
         Args:
-            max_norm: bound.
-            now: clip what is there, before ``step(now=True)``. Otherwise nothing is touched where ``step()`` would do
-                nothing.
+            max_norm: upper bound of the norm.
+            now: True to clip the gradients of an unfinished window, before ``step(now=True)``. Otherwise the call does
+                nothing in such a window.
 
         Returns:
-            Norm before clipping, a scalar on the model's device; where nothing was touched the last step's, or 0.
+            Norm before clipping, a scalar on the model's device. If the call does nothing: norm at the last step, or 0.
         """
         self.engine.require_idle("clip_grad_norm_")
         if self.engine.accumulation.unfinished and not now:
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self.slices.take_edits(self.engine.pending)
-        self.step_sync.invalidate()  # the user may have edited gradients since
-        stats = self._decide()  # gradients held by no_sync must be in first
+        self.step_sync.invalidate()  # the user may have edited gradients since the last result
+        stats = self._decide()  # also reduces gradients held by no_sync()
         norm = self.step_sync.norm_tensor()
         if not self.step_sync.spoiled:
             self.step_sync.accept_scaling(scale_gradients(self.engine, norm, max_norm))
@@ -313,14 +316,14 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     @uncompiled
     def grad_norms(self) -> dict[str, float]:
-        """Norm of the gradient of each parameter that has one, by its name, after averaging; for logging.
+        """Return the gradient norm of each parameter that has a gradient, by name, after averaging; for logging.
 
-        Collective: every rank calls it, between backward and ``zero_grad()``. One sum of 8 bytes a parameter; the host
-        waits for it. Inside an unfinished window they are those of the last time.
+        Collective: every rank must call it, between backward and ``zero_grad()``. All ranks sum a vector with 8 bytes
+        per parameter, and the host waits for it. In an unfinished window, the previous result is returned.
         """
         self.engine.require_idle("grad_norms")
         if not self.engine.accumulation.unfinished:
-            self.step_result.wait_for_result()  # of the step before: the new statistics would overwrite it
+            self.step_result.wait_for_result()  # read the last step's result before its sum is overwritten
             self.slices.take_edits(self.engine.pending)
             stats = self.step_sync.keep_verdict()
             self._norms = gradient_norms(self.engine, stats)
@@ -328,9 +331,7 @@ class ZeroOptimizer(Optimizer):
         return GradientNorms(self._norms)
 
     def _show_sent(self, stats: StepStats) -> None:
-        """Show gradients that were reduced for the step's statistics, such as those that no_sync() held: the user may
-        edit them.
-        """
+        """Show gradients that the step sync had to reduce first, such as held ones, so that the user can edit them."""
         if stats.sent:
             self.slices.show_arrived(self.engine.pending)
 
@@ -338,38 +339,44 @@ class ZeroOptimizer(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor] | None = None, *, now: bool = False
     ) -> Tensor | None:
-        """One optimizer step; skipped on every rank if any gradient anywhere is not finite.
+        """Take an optimizer step. All ranks skip the step if a gradient of any rank is not finite.
 
-        With ``managed_gradient_accumulation`` true (the default) it acts when at least ``gradient_accumulation_steps``
-        micro-batches have been taken since the last step, or with ``now=True``; otherwise it does nothing but run the
-        closure. With false every call acts. A micro-batch is all backwards since the last training forward of the
-        model, that is, one with gradients enabled. Step hooks run around steps that act.
+        With ``managed_gradient_accumulation`` true (the default), a call acts if at least
+        ``gradient_accumulation_steps`` micro-batches have run since the last step, or with ``now=True``. Otherwise it
+        only runs the closure. With false, every call acts. A micro-batch is all backwards since the last forward of the
+        model with gradients enabled. Step hooks run only around calls that act.
 
         Args:
-            closure: computes the loss and its backward; called once, before step hooks where it may be one of several.
-            now: step with what is there, divided as if the window were whole; nothing is done if no backward has run.
+            closure: function that computes the loss and runs its backward; called once. It runs before step hooks if
+                the window has several micro-batches.
+            now: True to step in an unfinished window, with losses divided as in a full one. Without a backward, nothing
+                is done.
+
+        Returns:
+            The closure's loss; None without a closure.
 
         Raises:
-            RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
+            RuntimeError: ranks disagree about collectives or settings, or a parameter was unused and
+                ignore_unused_parameters is false.
         """
         if "found_inf" not in self.__dict__:
             return self._step(closure, now=now)
         try:
             return self._step_for_scaler(closure, now=now)
         except BaseException:
-            # GradScaler takes its attributes away after a step that returns, and only then.
+            # GradScaler deletes its attributes only after a step that returns.
             del self.grad_scale, self.found_inf
             raise
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would let hooks run around steps that are not taken
 
     def _step_for_scaler(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
-        """A step that torch's GradScaler calls; see [Note: GradScaler]."""
+        """Take a step that torch's GradScaler calls; see [Note: GradScaler]."""
         if not self._all_shown:
             raise refusal_of_scaler(self.engine.accumulation)
         if self.grad_scale is None and self._read_between:
             raise refusal_of_early_unscale()
-        # GradScaler calls no step then where an optimizer leaves unscaling to it.
+        # GradScaler leaves this check to optimizers that unscale gradients themselves.
         if float(self.found_inf):
             return None
         if self.grad_scale is not None:
@@ -380,13 +387,13 @@ class ZeroOptimizer(Optimizer):
     def _step(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
         window = self.engine.accumulation
         loss = None
-        if closure is not None and not window.every_step_acts:  # hooks must not run before it is known that it acts
+        if closure is not None and not window.every_step_acts:  # run it before hooks: it decides if the call acts
             loss = torch.enable_grad()(closure)()
             closure = None
         self.engine.require_idle("step", beside_step=True, trains=True)
         taken = window.note_step_call(now=now)
         warning = None if now else window.warning()
-        if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
+        if warning is not None and self.engine.comm.rank == 0:  # all ranks have the same warning
             warn_user(warning)
         if not taken:
             self.step_result.pass_over()
@@ -401,11 +408,11 @@ class ZeroOptimizer(Optimizer):
     def _take_step(self, closure: Callable[[], Tensor] | None) -> Tensor | None:
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.require_idle("step", beside_step=True)
-        # The step before may write, and a refresh read, the main weights that are about to be stepped.
+        # Main weights are about to change, so wait for a step that writes them and for refreshes that read them.
         self.engine.wait_for_refresh()
         self.engine.loss_scale.drop_losses()
         self.slices.refuse_accumulated()
-        # Weights that were set by ``.data`` since the last forward are in no shard yet.
+        # Copy weights that were set by ``.data`` since the last forward into the main shards.
         self.weights_wanted()
         if rest := self.slices.take_rest():
             self.step_sync.missed += rest
@@ -414,11 +421,11 @@ class ZeroOptimizer(Optimizer):
         self.step_sync.recheck()
         stats = self._decide()
         norm = self.step_sync.norm_tensor()
-        # The host has not read this sum: the device leaves the step out if a gradient is not finite.
+        # If the host has not read the sum, the device skips the step if a gradient is not finite.
         left_out = self.step_sync.left_out() if stats.late else None
-        self.step_sync.invalidate()  # a second step asks again: every rank must come to it
+        self.step_sync.invalidate()  # a further step must sum again, with all ranks
         self.step_sync.forget_early_edits()
-        # First, since the loss scale may raise: whoever catches that finds a new window.
+        # Restart the window before decided(), which may raise, so that the caller can continue with a new window.
         if stats.skips:
             self.carried.clear()
             self.engine.accumulation.restart()
@@ -432,17 +439,17 @@ class ZeroOptimizer(Optimizer):
         try:
             self._optimizer_step.run_step(norm, left_out)
         except BaseException:
-            self._zero_after = None  # no later step is to do what this one has asked for
+            self._zero_after = None  # a later step must not clear gradients because of this one
             raise
         finally:
             self._steps = False
         self.slices.accept_edits()
-        # Gradients stay until zero_grad(), and norms over the groups stay refused as long.
+        # Gradients stay until zero_grad(), and norms over the groups stay refused until then.
         self.slices.show_markers(True)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.accumulation.restart()
-        # Not where nothing had a gradient, as after batches that were all thrown away.
+        # Without any gradient, no weight has changed, as after batches that were all discarded.
         self.step_result.step_was_taken = any(map(any, stats.used))
         zero = self._zero_after
         self._zero_after = None
@@ -451,28 +458,28 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _decide(self) -> StepStats:
-        """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
+        """Return the step sync's result. The host reads one sum per step, or none; see [Note: sums read late]."""
         self.step_result.wait_for_result(stepping=True)
         return self.step_sync.reduce_stats(late=self._optimizer_step.may_leave_out)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:
-        """Forget gradients; after a ``step()`` that did nothing, nothing.
+        """Clear gradients. After a ``step()`` that did nothing, this call does nothing, too.
 
         Args:
-            set_to_none: False sets to zero the gradients that there are, as in torch: the next step takes their
-                parameters along (weight decay, momentum), used or not. It waits for a step that the host is taking.
-                The memory of gradients stays either way.
-            now: discard the gradients of an unfinished window, too.
+            set_to_none: False sets existing gradients to zero, as in torch. The next step then updates their parameters
+                (weight decay, momentum) even if they are unused. It waits for a step on the host. The memory of
+                gradient shards is kept either way.
+            now: True to discard also the gradients of an unfinished window.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _zero_by_inner(self, set_to_none: bool) -> bool | None:
-        """Do what the wrapped optimizer's ``zero_grad`` is to do; see :func:`zero_grad_by`."""
+        """Run ``zero_grad`` for the wrapped optimizer's own method; the result is as :func:`zero_grad_by` expects."""
         if self.engine.closed:
             return None
-        if self._steps:  # a class may call it at the end of its step, which runs for a part of the slices at a time
+        if self._steps:  # the class calls it inside its step, which may run once per chunk, so defer it to the end
             self._zero_after = set_to_none
             return False
         if self.engine.accumulation.ignores_zero_grad:
@@ -482,11 +489,11 @@ class ZeroOptimizer(Optimizer):
 
     @uncompiled
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank alone: the wrapped optimizer's, its main weights, counters.
+        """Return this rank's part of the state: states of the wrapped optimizer, main weights, and counters.
 
-        Not collective, and not the whole state: every rank saves its own, in a file of its own, and loads that into the
-        ZeroOptimizer. A plain optimizer does not take it: its groups have this rank's slices in place of parameters.
-        Rank 0 warns if other ranks do not call it within two seconds.
+        The call is not collective, and the result is not the whole state. Every rank saves its own part in its own
+        file, and loads it into a ZeroOptimizer. A plain optimizer cannot load it, because its groups hold slices. Rank
+        0 warns if other ranks do not call it within two seconds.
         """
         refuse_retired(self.engine, "state_dict")
         self.engine.require_idle("state_dict")
@@ -503,15 +510,18 @@ class ZeroOptimizer(Optimizer):
 
     @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave on this rank, weights included. Every rank loads its own.
+        """Restore this rank's part of a state, weights included. Collective: every rank loads its own part.
+
+        Args:
+            state_dict: the result of :meth:`state_dict` on this rank.
 
         Raises:
-            ValueError: the state is a plain optimizer's, or of another partition.
-            RuntimeError: another rank's is; nothing has been loaded then, on any rank.
+            ValueError: the state is from a plain optimizer, or has another layout.
+            RuntimeError: another rank's state does not fit; nothing was loaded on any rank.
         """
         self.engine.require_idle("load_state_dict")
         self.engine.agreement.require_same_call("load_state_dict() of the ZeroOptimizer")
-        # Saved states have none, and torch counts the parameters of each group.
+        # Saved states have no markers, and torch compares the number of parameters in each group.
         with self.slices.without_markers():
             check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
             saved = state_dict["zeropp"]
@@ -523,7 +533,7 @@ class ZeroOptimizer(Optimizer):
         load_carried(self.engine, self.carried, saved.get("carried"))
         self.step_result.load(saved["skipped_steps"], saved.get("loss_scale"))
 
-    # Memory between phases of training; see [Note: states off the device].
+    # Moving memory to the host between phases of training; see [Note: states off the device].
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -534,29 +544,29 @@ class ZeroOptimizer(Optimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Give this rank's device memory back between phases, until :meth:`reload_states`. Collective, between passes.
+        """Move device memory to the host between phases, until :meth:`reload_states`. Collective, between passes.
 
-        What is there goes to the host's memory, and comes back bit for bit: also gradients of an unfinished window, and
-        what a step under way is about to write, which is waited for. Again, for further names, adds those. What
-        ``offload_optimizer`` or ``offload_param`` keeps elsewhere stays there. A use that needs what is away raises,
-        and says what to call; ``state_dict()`` of the model, ``full_state``, exports and reading in
-        ``GatheredParameters`` go on from the host. Views of slices, gradients and states that you have made yourself
-        must not be used meanwhile.
+        Values come back bit for bit, also gradients of an unfinished window. A step in flight is waited for. Further
+        calls may add kinds. Memory that ``offload_optimizer`` or ``offload_param`` keeps off the device stays where it
+        is. Operations that need moved memory raise and name the remedy. The model's ``state_dict()``, ``full_state``,
+        exports and reads in ``GatheredParameters`` work from the host. Do not use your own views of slices, gradients
+        or states meanwhile.
 
         Args:
-            include: names, or members of an enum with such values, as DeepSpeed's ``OffloadStateTypeEnum``; None for
-                all. "optim_states"; "hp_params", main weights where something else of them is there to compute with;
-                "lp_params", what passes begin with: weights that are cached between uses, shards where none are;
-                "lp_grads", the gradients' memory; "carried_errors" of quantized gradients. "contiguous_grad_buffer"
-                lives within a backward here, and is nothing.
-            device: where to; only the host's memory, "cpu".
-            pin_memory: into page-locked memory, where the device is a GPU.
-            non_blocking: return while the device still copies; what it is given later waits.
+            include: kinds of memory, as strings or enum members with these values, such as DeepSpeed's
+                ``OffloadStateTypeEnum``; None for all. "optim_states": optimizer states. "hp_params": main weights, if
+                passes do not gather from them. "lp_params": weights that passes gather from (cached weights, or main
+                shards if nothing is cached). "lp_grads": gradients. "carried_errors": error feedback.
+                "contiguous_grad_buffer": nothing.
+            device: target device; only "cpu".
+            pin_memory: True to use page-locked host memory if the device is a GPU.
+            non_blocking: True to return while the device still copies; work queued on the device later waits for the
+                copies.
 
         Raises:
-            ValueError, TypeError: another name or device.
-            RuntimeError: a pass is running, ranks are at different calls, there is no room on some rank; or gradients
-                have come that are not part of any sum yet, as after a backward that failed.
+            ValueError, TypeError: an unknown kind or device.
+            RuntimeError: a pass is running, ranks make different calls, some rank has no room, or some gradients are
+                not reduced, as after a failed backward.
         """
         kinds = chosen_kinds(include, device)
         offload_states(self.engine, self.inner, self.slices, kinds, pin_memory=pin_memory, non_blocking=non_blocking)
@@ -564,18 +574,19 @@ class ZeroOptimizer(Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring everything back that :meth:`offload_states` has sent away; nothing if nothing is. Collective.
+        """Move all memory back that :meth:`offload_states` has moved; do nothing if there is none. Collective.
 
         Args:
-            non_blocking: return while the device still copies; what it is given later waits.
+            non_blocking: True to return while the device still copies; work queued on the device later waits for the
+                copies.
 
         Raises:
-            RuntimeError: there is no room on some rank; call it again when there is.
+            RuntimeError: some rank has no room; call it again when there is.
         """
         reload_states(self.engine, non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Release weights that stay gathered between passes, for the next one. Collective; the next gathers them."""
+        """Reshard units that stayed gathered for the next pass, which gathers them again. Collective."""
         self.engine.require_idle("empty_partition_cache", needs=NOTHING)
         self.engine.agreement.require_same_call("empty_partition_cache()")
         self.engine.release_prefetched()
@@ -587,66 +598,67 @@ class ZeroOptimizer(Optimizer):
         )
 
     def close(self) -> None:
-        """Take the engine off the model: hooks, streams and process groups. Values are lost with the optimizer."""
+        """Remove hooks, streams and process groups. The model stays sharded; the slices keep its main weights."""
         if not self.engine.closed and self.engine.agreement.lost is None:
-            # Slices and states may be read afterwards. What a step fails with now is nobody's any more.
+            # Users may read slices and states afterwards, so finish the step. Its errors no longer concern anyone.
             with contextlib.suppress(RuntimeError):
                 self.engine.wait_for_step()
         self.engine.close()
 
-    # What the engine tells; see `zeropp.engine.accumulation.Listener`.
+    # Methods that the engine calls; see `zeropp.engine.accumulation.Listener`.
 
     def forward_begins(self) -> None:
-        """Weights may have been edited through the groups."""
+        """Apply weight edits that users made through the groups. Called when a forward begins."""
         self.step_sync.note_missed(take_weight_edits(self.engine, self.slices))
 
     def weights_wanted(self) -> None:
-        """Main weights are about to be read, or to be loaded."""
-        # What is off the device cannot have been edited since.
+        """Copy weights that users set by ``.data`` into main shards. Called before main weights are read or loaded."""
+        # Weights that are moved off the device cannot have been edited.
         there = self.engine.parking.kinds.isdisjoint(("hp_params", "lp_params"))
         if there and self.slices.take_replaced():
             self.engine.note_storages()
 
     def graph_begins(self) -> None:
-        """Other parameters may be trained from here on."""
+        """Apply changes of ``requires_grad``. Called when a forward with gradients begins."""
         self.apply_requires_grad()
         if self._trainability.complex:
             self._trainability.refuse_complex()
 
     @torch.no_grad()
     def backward_begins(self) -> None:
-        """Gradients may have been edited since the last one."""
+        """Take gradient edits that users made since the last backward. Called when a backward begins."""
         refuse_retired(self.engine, "backward")
         self.slices.refuse_accumulated()
         window = self.engine.accumulation
         self._read_between = window.count > 0 and (self._read_between or self._groups_read)
         self.engine.loss_scale.backward_begins(window.steps, first=window.count == 0)
-        if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
+        if self.slices.take_edits(self.engine.pending):  # all gradients were set to None, as by torch's zero_grad
             self._forget_removed()
         self.step_sync.take_early_edits()
         self.carried.follow(self.grad_scaler)
 
     @torch.no_grad()
     def backward_ended(self) -> None:
-        """Show gradients in the groups."""
+        """Show the reduced gradients in the groups. Called when a backward has ended."""
         self.slices.refuse_accumulated()
         self.step_sync.invalidate()
         self.step_result.step_was_taken = self._groups_read = False
         self._all_shown = not (self.engine.holds_gradients or self.engine.accumulation.unfinished)
-        # Nothing was reduced, so the shards have nothing new to show.
+        # If gradients are held, nothing was reduced, so the shards have no new gradients to show.
         if self.engine.holds_gradients:
             return
         shown = self.slices.show_arrived(self.engine.pending)
-        # Whether all is finite is asked where a step may follow: GradScaler.step() is refused elsewhere.
+        # Check for non-finite gradients only if a step may follow, because GradScaler.step() is refused otherwise.
         if self._all_shown:
             self.step_sync.spread_overflow(shown.gradient, shown.source)
 
     def _forget_removed(self) -> None:
-        """Begin anew without gradients of earlier backwards, which the user has set to None.
+        """Discard gradients of earlier backwards, after the user has set all of them to None.
 
-        A rank cannot see that one was left which it has no slice of, so flags stay, and the window goes on.
+        This rank cannot see if the user kept a gradient of which it has no slice. So the used mask stays, and the
+        window continues.
         """
-        self.slices.show_markers(False)  # or the next backward would take it for a removal of its own
+        self.slices.show_markers(False)  # so that the next backward does not count this removal again
         kept = {part.source for part in self.slices.stepped if part.shown and part.source is not None}
         self.engine.pending.forget_removed(kept)
         self.step_sync.forget_early_edits()
@@ -655,19 +667,19 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def gradients_wanted(self) -> None:
-        """Take over gradients that the user has set, which become zeros, too, or set to None, which stay None."""
+        """Take gradients that the user has set or removed. Called before gradients are set to zero."""
         self.slices.take_edits(self.engine.pending)
 
     def gradient_forgotten(self, parameter: nn.Parameter) -> None:
-        """Show the optimizer no gradient of it, even if the user has set one in the groups."""
+        """Hide a parameter's gradient, even one that the user has set in the groups. Called when it was set to None."""
         self.slices.drop_gradient(parameter)
 
     def gradients_forgotten(self) -> None:
-        """A new window begins, with nothing to show."""
+        """Begin a new accumulation window without gradients. Called when all gradients were discarded or zeroed."""
         self.step_sync.invalidate()
         self.step_sync.forget_early_edits()
         if self.engine.accumulation.count:
-            self.carried.clear()  # no step has taken what went with these gradients
+            self.carried.clear()  # the errors belong to gradients that no step has used
         self.engine.accumulation.restart()
         self._all_shown = True
         self.engine.loss_scale.drop_losses()
@@ -675,9 +687,9 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def apply_requires_grad(self) -> None:
-        """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
-        # In the steady state no message. A rank that alone has changed something meets ranks at something else, and all
-        # are told.
+        """Apply changes of ``requires_grad``, as the next forward would. Collective if there are changes."""
+        # Without changes nothing is sent. If only some ranks have changes, ranks issue different collectives, and all
+        # raise.
         if not self.engine.requires_grad_changed:
             return
         if self._trainability.apply():
@@ -688,19 +700,24 @@ class ZeroOptimizer(Optimizer):
 
 @torch.no_grad()
 def take_weight_edits(engine: Engine, slices: ShardedParams) -> list[str]:
-    """Let a forward that begins compute with weights that the user has edited in the groups since the last one.
+    """Start refreshes of weights that the user has edited in the groups, so that the starting forward uses the edits.
 
-    Nothing travels where nothing was edited. See [Note: edits of slices].
+    Without edits nothing is sent. See [Note: edits of slices].
+
+    Args:
+        engine: engine of the model.
+        slices: this rank's slices.
 
     Returns:
-        Names of parameters; some were edited in a way that other ranks may not know of, and the forward misses that.
+        Names of parameters of which some were edited in a way that other ranks may not see; this forward misses the
+        edits.
     """
     if slices.take_replaced():
         engine.note_storages()
     edited = [buffer for buffer in slices.buffers if buffer.edited]
     by_groups = slices.edited_by_groups()
     if engine.refresh_is_delayed:
-        # What is put off begins now, with weights as they are.
+        # The delayed refresh starts with this forward and sends the current weights, edits included.
         known = True
     elif by_groups or (edited and not slices.divided):
         engine.agreement.require_same_call("a forward after an edit of weights in optimizer.param_groups")
@@ -716,7 +733,7 @@ def take_weight_edits(engine: Engine, slices: ShardedParams) -> list[str]:
 
 
 def _keeps_old_weights(engine: Engine, buffer: FlatBuffer) -> bool:
-    """Tell whether the next forward computes with a copy of the weights, and gathers no new ones."""
+    """Return True if the next forward reads a copy of the weights without gathering new ones from the main shard."""
     source = buffer.wire_copy
     kept = buffer.paths.refresh is not None or (source is not None and source.follows)
     return kept or engine.unit_of[id(buffer.parameters[0])].state is not UnitState.SHARDED
