@@ -83,7 +83,8 @@ class ZeroOptimizer(Optimizer):
         step_was_taken: True if a step has changed weights since the last backward; a scheduler should advance only
             then.
         grad_scaler: torch's GradScaler of the losses, None by default. Set it if error feedback (``zeropp_loco_param``)
-            is used, so that the errors follow its scale. Otherwise the errors are wrong for one step after the scale changes.
+            is used, so that the errors follow its scale. Without it, the errors are wrong for one step after each
+            change of the scale.
     """
 
     grad_norm: float | None = from_step_result("grad_norm")
