@@ -240,7 +240,8 @@ def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
 
     The function waits for steps on the host. It also waits for refreshes whose message size depends on the weights,
     because the weights must not change between counting and sending. Other refreshes may read a weight while the caller
-    edits it. Such a mixed value is never used: a noticed edit starts another refresh, and an unnoticed edit is refused.
+    edits it. The refreshed value is then mixed, but no step keeps it: an edit of a whole group starts another refresh, and
+    after an edit of some tensors the next step is refused.
 
     Args:
         engine: engine of the main weights; the function holds it weakly.
@@ -256,8 +257,7 @@ def _wait(ref: weakref.ref[Engine], wait: Callable[[Engine], None], *_: object) 
 
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:
-    """Return the number of ranks on this node whose process may run on the same set of cores as this one.
-    Collective."""
+    """Return the number of ranks on this node that may run on the same set of cores as this rank. Collective."""
     comm = engine.comm
     own = sorted(os.sched_getaffinity(0))
     # A launcher may bind each rank to its own cores. Such ranks do not share cores with this rank.
@@ -316,7 +316,7 @@ class CpuStepPool:
         for stream in self._streams[: max(len(chunks) - 1, 0)]:
             stream.run(work)
         work()
-        # Wait for each chunk instead of each thread, because a closed thread never answers.
+        # Wait for each chunk instead of each thread, because a closed thread runs no chunk and would never report.
         for _ in chunks:
             ended.get()
         if errors:

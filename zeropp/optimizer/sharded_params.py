@@ -7,7 +7,8 @@ parameter. Therefore, on every rank, each group ends with two markers: tensors o
 are never stepped. A loop over all tensors of a group also edits the markers. So every rank sees the edit, and all renew
 their cached weights. Markers also detect edits by ``.data``, which do not raise a slice's version. An edit of only some
 tensors does not reach the markers. If a forward then computes with cached weights, the next step is refused on every
-rank. Such an edit by ``.data`` goes unnoticed.
+rank. An edit of some tensors by ``p.data = values`` is refused, too, but an in-place edit through ``p.data`` is not
+noticed.
 """
 
 from __future__ import annotations
