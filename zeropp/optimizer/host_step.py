@@ -240,7 +240,7 @@ def waits_for_weights(engine: Engine) -> Callable[[], None] | None:
 
     The function waits for steps on the host. It also waits for refreshes whose message size depends on the weights,
     because the weights must not change between counting and sending. Other refreshes may read a weight while the caller
-    """Return the number of ranks on this node that may run on the same cores as this rank. Collective."""
+    edits it. The refreshed value is then mixed, but it is not kept: an edit of a whole group starts a new refresh, and
     after an edit of some tensors the next step is refused.
 
     Args:

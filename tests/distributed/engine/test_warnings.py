@@ -80,7 +80,7 @@ WARNINGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "a step that does nothing": (a_step_that_does_nothing, "gradient_accumulation_steps", STEPS),
     "a step by way of a scheduler": (a_step_by_way_of_a_scheduler, "gradient_accumulation_steps", STEPS),
     "a graph that is kept": (a_graph_that_is_kept, "inside GatheredParameters", "with GatheredParameters(model):"),
-    "errors that do not fit": (errors_that_do_not_fit, "all ranks start with zero errors", "optimizer.load_state_dict(state)"),
+    "errors that do not fit": (errors_that_do_not_fit, "with zero errors", "optimizer.load_state_dict(state)"),
     "values given up": (values_given_up, "are given up", WRAPS),
 }
 
