@@ -8,6 +8,7 @@ compiled alone.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import json
@@ -140,6 +141,27 @@ def test_the_index_has_every_page() -> None:
     assert set(PAGES) <= reached
     assert len(INDEX.read_text().splitlines()) <= 60
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def messages() -> list[str]:
+    """String literals of the package; a NUL stands for each inserted value."""
+    found = []
+    for path in (ROOT / "zeropp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    """An ellipsis in a quote stands for inserted values."""
+    quotes = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    text = "\n\n".join(messages())
+    gone = [quote for quote in quotes if not re.search("[^\n]*?".join(map(re.escape, quote.split(" … "))), text)]
+    assert len(quotes) > 40 and gone == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS, KERNELS], ids=lambda page: str(page.relative_to(ROOT)))
