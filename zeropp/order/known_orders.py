@@ -1,7 +1,7 @@
-"""The agreed orders of phases, and the hash of the collectives that were issued.
+"""The learned orders of all kinds of phases, and a hash of the issued collectives.
 
-A phase is one forward of the model or one backward. Phases of the same kind usually issue the same collectives in the
-same order; that order is learned once, by all ranks together, and followed afterwards without a message.
+A phase is one forward or one backward. Phases of one kind usually issue the same collectives in the same order. All
+ranks learn that order together in the first phase of the kind, and follow it without exchanges afterwards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ __all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "
 
 PhaseKey = tuple[object, ...]
 """What tells kinds of phases apart; equal on every rank, made of plain values."""
+"""The kind of a phase: a tuple of plain values, equal on every rank."""
 
 
 class Phase(Enum):
-    """The activity of the model."""
+    """The pass that the model is in."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -29,30 +30,30 @@ class Phase(Enum):
 
 
 def describe_phase(key: PhaseKey) -> str:
-    """A kind of phase in words, for errors."""
+    """Describe a kind of phase in words, for errors."""
     if key[0] == "backward":
-        # Mostly there is one; where ranks have run others, which nobody has taken to a backward, their numbers tell,
-        # and their order where they are of parts of the model.
+        # Usually the key has one forward. If a rank ran further forwards without a backward, their paths or their
+        # number show in an error that the ranks are in different backwards.
         paths = [part[1] for part in key if isinstance(part, tuple)]
         kind = "a backward" if key[1] is not None else "a backward that accumulates no gradients"
         if any(paths):
             return f"{kind} after forwards of {', '.join(repr(path) if path else 'the model' for path in paths)}"
         return kind if len(paths) < 2 else f"{kind} after {len(paths)} forwards with gradients"
-    # ("forward", path of the module that was called, training, grad mode): see Engine._begin_forward.
+    # The key is ("forward", path of the called module, training, grad mode): see Engine._begin_forward.
     _, path, training, grad = key
     where = f" of {path!r}" if path else ""
     return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
 
 
-_VARIANTS = 8  # orders remembered for one kind of phase, most recent first
+_VARIANTS = 8  # orders stored for one kind of phase, the most recent first
 
 
 class Reach(NamedTuple):
-    """The units that a kind of forward may use.
+    """The units and modules that one kind of forward may use.
 
     Attributes:
-        units: those that are gathered.
-        modules: paths of those that use such a unit, and are inside no other module that uses it, too.
+        units: indices of the units that are gathered.
+        modules: paths of the modules that use such a unit, without those inside another module that uses the unit too.
     """
 
     units: frozenset[int]
@@ -61,15 +62,16 @@ class Reach(NamedTuple):
 
 @dataclass
 class CollectiveOrder:
-    """One learned phase; the same object contents on every rank.
+    """The order of collectives in one kind of phase, equal on every rank.
 
     Attributes:
-        uses: units in the order of need; a unit that is released in between comes again.
-        reductions: (unit, uses before it) in the order gradients are sent: after the gathers of that many uses, and
-            before those of the next. Gathers and reductions so have one order, whatever runs beside what.
-        fires: for each unit reduced, how often each of its parameters receives a gradient in this phase.
-        calls: for each of ``uses``, how many calls it serves: see [Note: how ranks may diverge]. Empty if ranks differ.
-        called: of these calls, how many each module had; the most that any rank had.
+        uses: units in the order in which they are gathered. A unit that is released and gathered again occurs again.
+        reductions: pairs (unit, n) in the order of issue: the unit is reduced after the gathers of the first n uses
+            and before those of the next use. So gathers and reductions together have one order on every rank.
+        fires: unit -> number of gradients that each of its parameters receives in this phase.
+        calls: for each entry of ``uses``, the number of calls that its gather served when the order was learned: see
+            [Note: how ranks may diverge]. Empty if ranks used different units or modules.
+        called: module path -> number of its calls, the maximum over ranks.
     """
 
     uses: tuple[int, ...] = ()
@@ -79,21 +81,23 @@ class CollectiveOrder:
     called: Counter[str] = field(default_factory=Counter)
 
     def postpone(self, units: dict[int, tuple[bool, ...]]) -> CollectiveOrder:
-        """The same order with reductions of ``units`` at the end, when each trained parameter has had a gradient.
+        """Return this order with the reductions of some units moved to its end.
+
+        There all trained parameters of these units have their gradients.
 
         Args:
-            units: index -> which of its parameters are trained.
+            units: unit -> for each of its parameters, True if it is trained.
         """
         others = [(unit, uses) for unit, uses in self.reductions if unit not in units]
         last = [(unit, len(self.uses)) for unit in units]
         fires = dict(self.fires)
         for unit, trained in units.items():
-            # True counts as 1: each trained parameter is waited for once at least, or as often as before.
+            # True counts as 1: at least one gradient of each trained parameter is waited for.
             fires[unit] = tuple(map(max, fires.get(unit, (0,) * len(trained)), trained))
         return replace(self, reductions=(*others, *last), fires=fires)
 
     def find(self, unit: int, start: int) -> int | None:
-        """First position of a unit at or after ``start``."""
+        """Return the first position of a unit at or after ``start``; None if there is none."""
         try:
             return self.uses.index(unit, start)
         except ValueError:
@@ -102,16 +106,20 @@ class CollectiveOrder:
 
 @dataclass
 class _Variants:
-    """Known orders of one kind of phase, and which of them tends to follow which.
+    """The known orders of one kind of phase, and the order that followed each of them.
 
     Attributes:
-        varies: whether such phases have been seen to differ, between ranks or from one time to the next.
-        unseen: whether any rank's data may call for modules that no rank had run in one when it was learned; or for
-            more runs of one, as in another mode of the model, in which ranks have branched.
-        partial: whether such a backward has left out one of several forwards before it; then the next one may come to
-            it.
-        unrecorded: calls without a graph in a forward with one, the most that any rank had: (path, unit) -> how many.
-        forks: uses up to where a rank once needed what no known order had; the oldest first.
+        varies: True if phases of this kind have differed, between ranks or from one phase to the next.
+        unseen: True if the data of a rank may need modules that no rank called when the order was learned, or more
+            calls of a module than then, as ranks made in forwards of another mode.
+        partial: True if the last backward of this kind left out one of the forwards before it on some rank. The next
+            one may reach that forward.
+        unrecorded: (module path, unit) -> number of calls that recorded no graph inside a forward that records one;
+            the maximum over ranks.
+        known: known orders, the most recent first.
+        forks: sequences of uses after which a rank needed a unit that no known order had, the oldest first.
+        last: order of the last phase.
+        successors: pairs (order, order of the phase after it).
     """
 
     varies: bool = False
@@ -124,15 +132,15 @@ class _Variants:
     successors: list[tuple[CollectiveOrder, CollectiveOrder]] = field(default_factory=list)
 
     def expected(self) -> CollectiveOrder | None:
-        """The order that followed the last one when that occurred before, by which alternating graphs are predicted."""
-        # By identity, which is enough: ``add`` puts the known object in place of an equal one.
+        """Return the order that followed the last one before, else the last one. Predicts graphs that alternate."""
+        # Comparing identities is enough: ``add`` replaces an order by the known object that is equal to it.
         return next((after for before, after in self.successors if before is self.last), self.last)
 
     def replace(self, change: Callable[[CollectiveOrder], CollectiveOrder]) -> None:
-        """Change every known order; such phases vary."""
+        """Replace every known order by ``change(order)``, and note that such phases vary."""
         changed = {id(order): change(order) for order in self.known}
         self.known = [changed[id(order)] for order in self.known]
-        # Successors and ``last`` may be orders that ``known``, which is bounded, has already dropped.
+        # ``successors`` and ``last`` may have orders that are no longer in ``known``, whose length is limited.
         self.successors = [
             (changed[id(before)], changed[id(after)])
             for before, after in self.successors
@@ -142,16 +150,17 @@ class _Variants:
         self.varies = True
 
     def add_fork(self, uses: tuple[int, ...]) -> None:
-        """Have ranks say behind these uses what they want next; the followed order stays what comes next."""
+        """Store a position, given by the uses before it, at which ranks exchange the units that they need next."""
         self.varies = True
         self.forks = [*(fork for fork in self.forks if fork != uses), uses][-_VARIANTS:]
 
     def add(self, order: CollectiveOrder) -> None:
+        """Store the order of the last phase."""
         order = next((other for other in self.known if other == order), order)
-        # A second order of one kind: the third may be yet another.
+        # If this kind of phase has had two different orders, a third one is possible.
         self.varies |= bool(self.known) and order not in self.known
         self.known = [order, *(other for other in self.known if other is not order)][:_VARIANTS]
-        # One successor each: what came after it the last time is the best guess there is.
+        # Each order has one successor: the most recent one is the best prediction.
         if self.last is not None:
             others = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
             self.successors = [*others, (self.last, order)]
@@ -159,76 +168,89 @@ class _Variants:
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of uses that two orders begin with alike."""
+    """Return the number of uses at the beginning that two orders have in common."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class KnownOrders:
-    """Known orders for each kind of phase; the same on every rank."""
+    """The known orders of all kinds of phases, equal on every rank.
+
+    Args:
+        reach: function that returns the units and modules that a kind of forward may use.
+    """
 
     def __init__(self, reach: Callable[[PhaseKey], Reach]) -> None:
-        """Know nothing yet; ``reach`` tells what a kind of forward may use at all."""
+        """Start without any known order."""
         self._reach = reach
         self._known: dict[PhaseKey, _Variants] = {}
-        # Forward or backward -> units ever used in one, or foreseen. These only grow: parameters that are frozen now
-        # may be trained again, and the round that it costs is cheaper than a rank that nobody hears.
+        # "forward" or "backward" -> units that any such phase has used, or that a backward may use. The sets only grow:
+        # a parameter that is frozen now may be trained again. A superfluous exchange costs less than a missing one.
         self._units: dict[object, set[int]] = {}
-        # Path of a module -> the most often that any rank has run each module in a forward of it in which ranks
-        # branched.
+        # Path of the module where a forward begins -> the most calls of each module on any rank, over all forwards in
+        # which ranks differed.
         self._branched: dict[object, Counter[str]] = {}
 
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
-        """The order that the next phase of this kind is most likely to have."""
+        """Return the most likely order of the next phase of this kind; None if the kind is unknown."""
         return self._known[key].expected() if key is not None and key in self._known else None
 
     def forks(self, key: PhaseKey, order: CollectiveOrder) -> list[int]:
-        """Positions of ``order``, ascending, at which another known order parts from it or a rank once left it."""
+        """Return the positions of ``order``, ascending, where another known order parts from it or a rank left it."""
         variants = self._known[key]
-        # An order that only goes on where this one ends is found at the end, as in all phases that vary.
+        # No position for an order that only continues beyond the end of this one: ranks exchange at that end anyway,
+        # because phases with several orders vary.
         places = {_common(order.uses, other.uses) for other in variants.known if other is not order}
         places |= {len(fork) for fork in variants.forks if order.uses[: len(fork)] == fork}
         return sorted(place for place in places if place < len(order.uses))
 
     def branch(self, key: PhaseKey, order: CollectiveOrder, place: int, wants: set[int]) -> CollectiveOrder | None:
-        """The known order that goes on from ``place`` of ``order`` with all that ranks want next, soonest.
+        """Return the known order that has all wanted units soonest after ``place``; None if there is none.
 
         Args:
-            wants: units; none if the phase is to end there.
+            key: kind of the phase.
+            order: order that is followed. Only orders with the same uses before ``place`` are considered.
+            place: position of the exchange.
+            wants: units that ranks need next; empty to find an order that ends at ``place``.
         """
-        # The followed order first, then the most recent: the first one wins where several have all wants equally soon.
+        # If several orders have the units equally soon, the first one is taken: the followed order, then recent ones.
         found = [order, *(other for other in self._known[key].known if other is not order)]
         found = [each for each in found if each.uses[:place] == order.uses[:place]]
         if not wants:
             return next((each for each in found if len(each.uses) == place), None)
-        # How far each order goes until it has had every wanted unit; one that lacks a unit does not count.
+        # For each order, the position where it has had every wanted unit. An order that lacks one is left out.
         reaches = [[each.find(unit, place) for unit in wants] for each in found]
         far = [(max(at for at in reach if at is not None), n) for n, reach in enumerate(reaches) if None not in reach]
         return found[min(far)[1]] if far else None
 
     def may_vary(self, key: PhaseKey, order: CollectiveOrder) -> bool:
-        """Tell whether a rank that follows ``order`` may need a unit that the others do not.
+        """Return True if a rank that follows ``order`` may need a unit that the other ranks do not gather.
 
-        Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
-        to use more units; or there are modules that have not been run yet, and any rank's data may call for them; or a
-        backward may come to a part of the forwards before it.
+        So it is if
+
+        - phases of this kind have differed between ranks or over time;
+        - any forward (or backward) has used a unit that this order lacks;
+        - a forward may use units or modules that no rank has used in it yet;
+        - a backward of this kind left out one of the forwards before it;
+        - for a backward: a forward before it varies, or checkpointing may run more modules again than were learned.
+
+        See [Note: how ranks may diverge].
         """
-        # See [Note: how ranks may diverge].
         known = self._known[key]
         if known.varies or known.unseen or known.partial or not self._units[key[0]].issubset(order.uses):
             return True
         if key[0] == "forward":
             return not self._reach(key).units.issubset(order.uses)
-        # The key of a backward contains those of the forwards before it.
+        # The key of a backward contains the keys of the forwards before it.
         if any(self._known[part].varies for part in key if part in self._known):
             return True
         return self._may_run_more_again(key, order)
 
     def unrecorded(self, key: PhaseKey) -> Counter[tuple[str, int]]:
-        """Calls without a graph in the forwards before a backward, the most that any rank had."""
+        """Return, for the forwards in a backward's key, the calls without a graph: the maximum over ranks, summed."""
         return sum((self._known[part].unrecorded for part in key if part in self._known), Counter[tuple[str, int]]())
 
     def _may_run_more_again(self, key: PhaseKey, order: CollectiveOrder) -> bool:
-        """Tell whether a backward may run modules again that did not run again when ``order`` was learned."""
+        """Return True if checkpointing may run more calls again in this backward than ``order`` served."""
         unrecorded = self.unrecorded(key)
         if not unrecorded:
             return False
@@ -238,42 +260,42 @@ class KnownOrders:
         again: Counter[int] = Counter()
         for (_, unit), count in unrecorded.items():
             again[unit] += count
-        # Of units that such a backward needs: others may be run without a graph and without a backward.
+        # Only units of the order: modules of other units may have run without a graph and without a backward.
         return any(again[unit] > calls[unit] for unit in set(order.uses))
 
     def note_silent(self, key: PhaseKey) -> bool:
-        """Tell whether this kind of phase gathers nothing: there is no order to learn, and a rank may run it alone."""
-        # A module's forward may also touch weights outside of it, which an order tells of, once there is one.
+        """Return True if this kind of phase gathers and reduces nothing, so that one rank may run it alone."""
+        # A forward may touch weights outside of its module. Then it has a learned order with uses.
         known = self._known[key].known if key in self._known else []
-        # A backward that accumulates no gradients sends nothing, either; where it goes does not say what it may use.
+        # A backward that accumulates no gradients reduces nothing. It may use any unit of the model, so all are checked.
         within = key if key[0] == "forward" else ("forward", "")
         sends = key[0] == "backward" and key[1] is not None
         if sends or self._reach(within).units or any(order.uses for order in known):
             return False
-        # Remembered as empty, it is followed from the first time on, and following says nothing.
+        # With an empty order the phase is followed from the first time on, without an exchange.
         if key not in self._known:
             self.remember(key, CollectiveOrder())
         return True
 
     def forget_backwards(self) -> None:
-        """Forget all orders of backwards, which were learned for other trained parameters."""
+        """Forget all orders of backwards, because other parameters are trained."""
         self._known = {key: variants for key, variants in self._known.items() if key[0] != "backward"}
 
     def forget_forwards(self) -> None:
-        """Forget forwards that a backward may follow: with other parameters trained it may come to other units."""
-        # The last entry of a forward's key is its grad mode: without a graph no backward follows.
+        """Forget the orders of forwards with a graph: with other trained parameters, backward may reach other units."""
+        # The last entry of a forward's key is its grad mode. No backward follows a forward without a graph.
         self._known = {key: each for key, each in self._known.items() if not (key[0] == "forward" and key[-1])}
 
     def note_variation(self, key: PhaseKey) -> None:
-        """Note that ranks differed in a phase of this kind, or may when there is one."""
+        """Note that phases of this kind vary."""
         self._known.setdefault(key, _Variants()).varies = True
 
     def note_partial(self, key: PhaseKey, partial: bool) -> None:
-        """Note whether a backward of this kind has left out one of the forwards before it, on any rank."""
+        """Note if the last backward of this kind left out one of the forwards before it, on any rank."""
         self._known[key].partial = partial
 
     def expect_in_backward(self, units: Iterable[int]) -> None:
-        """Note that the backward of some rank may use these: which of a forward's outputs it starts at is its own."""
+        """Note units that a backward of some rank may use. A rank may start backward at any outputs of a forward."""
         self._units.setdefault("backward", set()).update(units)
 
     def remember(
@@ -285,13 +307,15 @@ class KnownOrders:
         fork: tuple[int, ...] | None = None,
         unrecorded: Counter[tuple[str, int]] | None = None,
     ) -> None:
-        """Note that a phase had this order.
+        """Store the order of a finished phase.
 
         Args:
-            mixed: whether ranks used different units in it, or ran different modules.
-            unrecorded: see `_Variants`; given if the order was learned in it.
-            fork: uses up to where some ranks left alone; known from now on in place of the order, of which the rest
-                is not where they wanted it.
+            key: kind of the phase.
+            order: order of the phase.
+            mixed: True if ranks used different units or called different modules in it.
+            fork: uses before the position where only some ranks left the followed order; stored as a fork in place of
+                ``order``, which has the units that these ranks needed too late. None to store ``order``.
+            unrecorded: calls without a graph, as in `_Variants`; None if the phase followed a known order.
         """
         variants = self._known.setdefault(key, _Variants())
         if fork is None:
@@ -307,7 +331,7 @@ class KnownOrders:
         self._units.setdefault(key[0], set()).update(order.uses)
 
     def _note_unseen(self, path: object) -> None:
-        """Look again which kinds of forwards of a module may run more than was known when they were learned."""
+        """Update ``unseen`` of all forwards that begin at a module."""
         branched = self._branched.get(path, Counter[str]())
         for key, variants in self._known.items():
             if key[:2] == ("forward", path) and variants.known:
@@ -315,33 +339,38 @@ class KnownOrders:
                 variants.unseen = not self._reach(key).modules.issubset(called) or not branched <= called
 
     def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:
-        """``units`` (with which parameters are trained) had stray gradients: expect them at the end, from now on."""
-        # See [Note: stray gradients].
+        """Expect the gradients of ``units`` at the end of such phases: see [Note: stray gradients].
+
+        Args:
+            key: kind of the phase.
+            units: unit -> for each of its parameters, True if it is trained.
+        """
         if key in self._known:
             self._known[key].replace(lambda order: order.postpone(units))
 
 
 class IssueHash:
-    """Running hash of (engine, kind, unit, version) of everything issued.
+    """Running hash of (engine, kind, unit, version) over all issued collectives. Ranks compare it in the step sync.
 
-    It has 24 bits, so that sums over thousands of ranks of it and of each half of its square are exact in float64.
+    The hash has 24 bits. So float64 holds the sums over thousands of ranks exactly, of the hash and of each half of its
+    square.
     """
 
     _PRIME = (1 << 24) - 3
 
     def __init__(self, history: History) -> None:
-        """Go on with a history, as the next engine that has it."""
+        """Continue the hash of a history, which the engines of shared communicators have in common."""
         self._history = history
-        self._engine = history.engines * 8191  # a prime far above the number of most models' units
+        self._engine = history.engines * 8191  # a prime above the number of units of most models
         history.engines += 1
 
     @property
     def value(self) -> int:
-        """The hash, of all engines that share communicators."""
+        """The hash of the collectives of all engines that share communicators."""
         return self._history.value
 
     def add(self, kind: int, unit: int, version: int) -> None:
-        """Take in one issued collective."""
-        # The factors spread small numbers over the bits; there are five kinds.
+        """Add one issued collective to the hash."""
+        # The factors spread small numbers over the bits. ``kind`` needs three bits.
         history = self._history
         history.value = (history.value * 65599 + ((self._engine + unit) * 131 + version) * 8 + kind) % self._PRIME

@@ -1,31 +1,25 @@
-"""Turns uses of units into gathers that every rank issues in the same order.
+"""The schedule of one engine: it issues gathers and reductions in the same order on every rank.
 
-While a phase is being *learned*, each need is a round of agreement: ranks say which unit they want, all of them gather
-the first of those in the model, and a rank goes on when its own has come. The units so gathered are the order of the
-phase, the union over ranks. While an order is *followed*, nothing is said: a rank that uses the unit at position j
-first issues what the plan starts at positions up to j, also for units only others need, and the reductions that lie
-between. `Schedule` decides on gathers; `LiveUnits` keeps units gathered while nothing uses them, and releases them.
+`Schedule` decides which gathers are issued, and when. `LiveUnits` keeps units gathered while no module uses them.
 
-[Note: how ranks may diverge] A rank may pass over units of the order or come to them in another: what it gathers for
-others it retains. Where known orders of a kind part, there is a *fork*: every rank says what it wants next, and all go
-on with the same order, or learn on from there. Where a rank needs a unit that is not to come, it goes through the rest
-of the order as the others do and asks at the end, and that place is a fork from then on. The others hear it there in
-phases that have varied or may (`KnownOrders.may_vary`). If all ranks have left at one place, what they learn behind the
-end is known from that place on, as if they had said so there. Nothing of this depends on a clock: where ranks meet
-follows from what they have agreed on.
+A *phase* is one forward or one backward; a `PhaseKey` names its kind. A *use* is one position of an order: the unit
+that all ranks gather there. A *call* is one run of a module, or one touch of a parameter outside of its module.
 
-In phases that have not varied nobody listens at the end, so a rank must not need to ask there as long as it makes no
-more calls than are known. One gather may serve several calls: those inside a module around them, in a touched
-parameter's hold, or in a backward that waits for the last gradient. A rank that leaves out what is around them makes
-fewer calls, and may need more gathers. Therefore each use of an order knows the number of calls that it served when
-all ranks learned it. A rank counts: plus the calls of each use that it passes, minus each call that it makes itself.
-It lets a unit go only where that count is not above zero. So whenever it does not have a unit, the uses that are left
-serve at least as many calls as it may still make, and the next call finds one. A module that is mostly run inside
-another one of its unit is not counted then; where a rank runs it outside, it keeps the unit until the phase ends. The
-calls that a backward is going to come to are not counted, either: autograd tells them. Where such a backward has left
-out one of several forwards before it, ranks listen at the end of the next ones, which may come to it and bring more
-gradients. A rank that alone runs a module more often than any rank ever did is an error; but if ranks have branched in
-forwards of the same module in another mode, as in evaluation, the most that any rank ran there is listened for, too.
+*Learning.* The first phase of a kind is learned in rounds:
+
+1. A rank that needs a unit sends the unit's index in an exchange. A rank that has finished the phase sends -1.
+2. All ranks gather the unit with the smallest index sent. This unit is the next use of the order.
+3. A rank computes again once its own unit is gathered. Until then it takes part in further rounds.
+4. The phase ends with a round in which every rank sends -1.
+
+The learned order is the union of the units that ranks need. It is equal on all ranks, because all ranks see the same
+rounds.
+
+*Following.* Later phases of the kind follow the order and exchange nothing. Before a rank uses the unit at position j,
+it issues all gathers that the prefetch plan starts at positions up to j, and all reductions that the order places
+between them. It also issues gathers of units that only other ranks use.
+
+Ranks may deviate from an order, each in its own way: see [Note: how ranks may diverge].
 """
 
 from __future__ import annotations
@@ -46,43 +40,50 @@ from zeropp.params.unit import Unit, UnitState
 __all__ = ["LiveUnits", "Schedule"]
 
 _log = logging.getLogger("zeropp")
-_BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4  # kinds of exchange
-_NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
-_OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
-# Told in an exchange at a fork: gradients of this rank that nothing sends, modules it never ran, a forward before this
-# backward that it leaves out.
+_BEGIN, _ROUND, _FORK, _AGAIN = (
+    1,
+    2,
+    3,
+    4,
+)  # kinds of exchange: unknown phase begins, learning, fork or end, after error
+_NONE = -1  # as a unit: this rank needs none in this phase any more; as a position: this rank has not left the order
+_OFFERS = 4  # complete units that a rank offers for reduction in one round; an exchange has room for no more
+# Flags that a rank sends in an exchange at a fork: it has stray gradients; it ran a module that the order has no calls
+# of; its backward leaves out a forward before it.
 _STRAYS, _NOVEL, _PARTIAL = 1, 2, 4
-_GATHER = 1  # kind in the issue hash
-_KEEP = 2**40  # calls that are never made: the unit stays until the phase ends
+_GATHER = 1  # kind of collective in the issue hash
+_KEEP = 2**40  # number of owed calls that no rank ever makes: the unit stays gathered until the phase ends
 
 
 @dataclass(slots=True)
 class PhaseState:
-    """The running phase, on this rank. A phase is a forward or a backward; each begins with a new state.
+    """State of the running phase on this rank. Each phase begins with a new object.
 
     Attributes:
-        key: its kind.
-        then: the kind of the phase expected after it.
-        before: calls without a graph in forwards before this one; see :attr:`Schedule.unrecorded`.
-        silent: it is a forward that gathers nothing.
-        order: the order that is followed; None while one is learned.
-        forks: positions of the order, still to come, at which known orders part.
-        plan: of prefetching, for the order.
-        base: the position in the order where the plan starts.
-        position: the position of the next use.
-        left: the position at which this rank needed what the order did not have; -1 if it has not.
-        learned: uses of the order that is being learned.
-        calls: calls of this rank that each of these has served.
-        places: the place of each unit's last use among these.
-        counted: calls are counted: an order is followed, and nobody listens at its end.
-        called: calls of each module.
-        nested: this rank has run a module inside another one that uses its unit.
-        novel: this rank has called a module that the order does not have.
-        brings_more: it is a backward that may bring a parameter its first gradient after an edit of others.
-        partial: it is a backward that leaves out one of the forwards before it.
-        new_fork: uses up to a fork to remember in place of what is being learned.
+        key: kind of the phase.
+        then: kind of the phase expected next; None if unknown.
+        before: value of :attr:`Schedule.unrecorded` when the phase began.
+        silent: True if the phase gathers and reduces nothing, so that one rank may run it alone.
+        order: order that this phase follows; None while an order is learned.
+        forks: positions of forks in the order that are still ahead, ascending.
+        plan: prefetch plan for the order from position ``base`` on; None while an order is learned.
+        base: position of the order at which the plan begins.
+        position: position of the next use in the order.
+        left: position at which this rank needed a unit that the rest of the order lacks; -1 if there was none.
+        learned: units of the order that is being learned, one for each use.
+        calls: number of this rank's calls that each entry of ``learned`` served.
+        places: unit -> index of its last entry in ``learned``.
+        counted: True if calls are counted, because an order is followed without an exchange at its end.
+        called: module path -> number of this rank's calls.
+        nested: True if a unit was used without a counted call: by a module inside another one of the unit, or again by
+            a touched parameter, or by backward.
+        novel: True if this rank called a module that the order has no calls of.
+        brings_more: True if gradients were edited before some step, and this backward may bring a parameter its first
+            gradient.
+        partial: True if this backward may leave out one of the forwards before it.
+        new_fork: uses up to a fork that is stored in place of the learned order; None to store the order.
         own: units that this rank has used.
-        in_backward: units that this rank's next backward may use, by this forward.
+        in_backward: units of this forward that this rank's next backward may use.
     """
 
     key: PhaseKey
@@ -110,7 +111,19 @@ class PhaseState:
 
 
 class Schedule:
-    """Gathers of one engine, phase by phase."""
+    """The gathers of one engine: which are issued, and when, phase by phase.
+
+    Args:
+        units: all units of the model, by index.
+        comm_streams: comm streams of gathers.
+        reductions: the engine's reductions, which are issued between the gathers.
+        agreement: exchanges between the ranks.
+        issued: hash of the issued collectives.
+        limits: bounds of prefetching, in elements.
+        reach: function that returns the units and modules that a kind of forward may use.
+        static: True if the user promises that all phases of a kind use the same units (``static_graph``).
+        log_relearning: True to log a warning when a known order is given up.
+    """
 
     def __init__(
         self,
@@ -125,7 +138,7 @@ class Schedule:
         static: bool,
         log_relearning: bool,
     ) -> None:
-        """Know no order yet; ``reach`` as in `KnownOrders`, ``static`` if phases of a kind are promised to be equal."""
+        """Start without any known order."""
         self.units = units
         self.comm_streams = comm_streams
         self.reductions = reductions
@@ -136,48 +149,53 @@ class Schedule:
         self.log_relearning = log_relearning
         self.known = KnownOrders(reach)
         self.live_units = LiveUnits(units, comm_streams, agreement, limits.live)
-        # Calls without a graph in forwards with one, which a backward to come may run again: (path, unit) -> how many.
+        # (module path, unit) -> number of calls that recorded no graph inside a forward that records one. Checkpointing
+        # may run these calls again in the next backward.
         self.unrecorded: Counter[tuple[str, int]] = Counter()
-        # A backward may come to several calls of a unit; for good, once it may.
+        # True once a backward may reach several calls of one unit; never reset.
         self.repeats = False
-        # Some rank has edited gradients before a step: what is sent after an edit would miss it.
+        # True once some rank has edited gradients before a step. A gradient that is reduced after an edit misses it.
         self.edits = False
-        # This rank has passed over units since the last step sync, or run modules that are not known to be run there.
+        # True if, since the last step sync, this rank skipped units or ran modules more often than the order expects.
         self.passed_over = False
         self._phase = PhaseState((), None)
         self._plans: dict[tuple[object, ...], Plan] = {}
-        # This rank has given up a phase in which ranks talk to each other.
+        # True if this rank gave up a phase in which ranks exchange, and has begun no other one since.
         self._failed = False
-        # Phases that have come to their end; not those that a rank may run alone.
+        # Number of finished phases. Phases that one rank may run alone do not count, so all ranks have the same number.
         self._ended = 0
         # Kind of the last forward that a backward may follow.
         self._forward: PhaseKey | None = None
-        # Kinds of phases since the last step sync.
+        # Kinds of the phases since the last step sync.
         self._recent: set[PhaseKey] = set()
 
     def note_sizes(self) -> None:
-        """Look at the sizes of units, on which plans rest."""
+        """Read the sizes of the units again, and drop plans made for other sizes."""
         self.live_units.note_sizes()
         self._plans.clear()
 
     def begin_phase(self, key: PhaseKey, then: PhaseKey | None) -> None:
-        """Start a phase.
+        """Begin a phase.
 
         Args:
-            key: its kind.
-            then: kind of the phase expected after it, whose uses the plan may look ahead to.
+            key: kind of the phase.
+            then: kind of the phase expected next; the plan fetches units for it ahead. None if unknown.
         """
         before = Counter(self.unrecorded) if self.unrecorded else Counter()
         phase = self._phase = PhaseState(key, then, before)
         name = describe_phase(key)
-        # What ranks say in one phase must not be taken for what others say in another, which may look alike.
+        # Messages carry the code of the phase. Without it, ranks in different phases could take each other's messages
+        # for answers, because the messages may look alike.
         self.agreement.enter(name, self._phase_code(key))
         phase.silent = self.known.note_silent(key)
-        if then is not None and not phase.silent:  # of all ranks: by it they order what they refresh
+        # Not silent forwards, which one rank may run alone: refreshes follow the order of this forward on all ranks.
+        if then is not None and not phase.silent:
             self._forward = key
         if not phase.silent:
             self._go_on(name)
-        elif self.needs_others and not self._failed:  # it may run the pass that has stopped it once more
+        # No exchange takes place here. If this rank reported that an error stopped it in such a pass, it takes the
+        # report back now, because it may be running the pass again.
+        elif self.needs_others and not self._failed:
             self.agreement.go_on()
         expected = self.known.expected(key)
         self.reductions.begin_reductions(expected)
@@ -189,12 +207,12 @@ class Schedule:
             phase.forks = [] if self.static else self.known.forks(key, expected)
 
     def begin_step(self) -> int:
-        """Begin a step; returns a number for its place, which no pass has, the same on every rank."""
+        """Begin a step; return its code in messages, equal on all ranks and different from that of any phase."""
         self._go_on("a step", met=True)
         return self._phase_code("step")
 
     def _go_on(self, what: str, *, met: bool = False) -> None:
-        """Begin something that ranks do together: with an exchange, if this rank's last pass has failed."""
+        """Begin a phase or step of all ranks. If this rank's last pass has failed, begin with an exchange."""
         if self._failed:
             self.agreement.exchange(_AGAIN, [], f"starting {what} after an error")
             self._failed = False
@@ -205,12 +223,14 @@ class Schedule:
         return zlib.crc32(repr((self._ended, of)).encode())
 
     def use(self, unit: Unit, call: str | None = None) -> None:
-        """Gather the unit, and what the plan fetches with it. The caller has counted itself among its users.
+        """Make a unit usable: issue all collectives up to its place in the order, and wait for its gather.
+
+        The caller has increased ``unit.users`` before.
 
         Args:
-            unit: to gather.
-            call: path of the module that is run, if it is inside no other that uses the unit; "" for a touched
-                parameter. Backward, which comes back to calls, gives none.
+            unit: unit that is needed.
+            call: path of the module that runs, if no module around it uses the unit; "" for a parameter touched outside
+                of its module; None for a module inside another one of the unit, and in backward.
         """
         phase = self._phase
         if unit.persistent:
@@ -221,30 +241,33 @@ class Schedule:
         else:
             count = phase.called[call] = phase.called.get(call, 0) + 1
             if phase.counted and phase.order is not None:
-                # Perhaps what is usually around this module is left out, and more that is usually inside follows.
+                # No rank ever made this call by itself, so this rank may have skipped the module around it. Other
+                # modules inside the skipped one may follow: keep the unit until the phase ends.
                 usual = count <= phase.order.called[call]
                 self.live_units.owed[index] += -1 if usual else _KEEP
-                self.passed_over |= not usual  # such passes are to be learned anew
+                self.passed_over |= not usual  # later phases of this kind end with an exchange
             elif phase.order is not None:
                 phase.novel |= call not in phase.order.called
             elif unit.state is not UnitState.SHARDED and index in phase.places:
                 phase.calls[phase.places[index]] += 1
         once_more = index in phase.own and unit.users == 1
         phase.own.add(index)
-        # Inside another use, which while learning is no use of its own.
+        # A module inside another one of the unit. It is no use of its own in an order that is learned.
         if unit.users > 1 and unit.state is not UnitState.SHARDED:
             return self._wait_and_unshard(unit)
         if index in self.live_units.retained:
             if phase.order is None or phase.order.find(index, phase.position) is not None:
                 del self.live_units.retained[index]
-            else:  # it stays, since no gather of it is to come, and the next time ranks may have to be asked
+            else:  # no gather of it is left, so it stays; a second use may need an exchange in the next such phase
                 self.passed_over |= once_more
             return self._wait_and_unshard(unit)
-        while phase.order is not None:  # past forks, and to its end if it does not have this use
+        while phase.order is not None:  # go past forks; go to the end if the order lacks this use
             position = phase.order.find(index, phase.position)
             stop = phase.forks[0] if phase.forks else len(phase.order.uses)
             if position is None:
-                if unit.state is not UnitState.SHARDED:  # nobody need be asked; but the plan may not leave it again
+                # The unit is still gathered, so this use needs no other rank. The next such phase may have released it
+                # before this use, and then needs an exchange.
+                if unit.state is not UnitState.SHARDED:
                     self.passed_over |= unit.users == 1
                     return self._wait_and_unshard(unit)
                 self._leave(unit, call)
@@ -252,7 +275,7 @@ class Schedule:
                 stop = position + 1
             for each in self._advance(stop, own=index):
                 self._issue(each)
-            if position == stop - 1:  # it is this use that was come to
+            if position == stop - 1:  # the uses up to this one have been issued
                 return self._wait_and_unshard(unit)
             self._ask_at_fork(unit)
         gathered = unit.state is UnitState.SHARDED
@@ -262,19 +285,22 @@ class Schedule:
         return self._wait_and_unshard(unit)
 
     def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
-        """A module is left that recorded no graph in a forward with one: checkpointing may run it again in backward."""
+        """Count a call that recorded no graph inside a forward that records one.
+
+        Checkpointing may run the call again in backward.
+        """
         for unit in units:
             if unit.entered == 1 and not unit.persistent:
                 self.unrecorded[path, unit.index] += 1
 
     @property
     def needs_others(self) -> bool:
-        """True but in an evaluation that sends nothing, which one rank alone may run."""
+        """True if other ranks take part in the phase. False for an evaluation that gathers nothing."""
         return not self._phase.silent or self._phase.key[-1] is not False
 
     @property
     def key(self) -> PhaseKey:
-        """The kind of the running phase, or of the last one."""
+        """The kind of the running phase; between phases, that of the last one."""
         return self._phase.key
 
     @property
@@ -283,11 +309,11 @@ class Schedule:
         return self._phase.order is None
 
     def expect_reached(self, calls: dict[int, int], *, partial: bool) -> None:
-        """The backward that begins will come to so many calls of each of these units.
+        """Note how many calls of each unit the backward that begins will reach, as autograd tells.
 
         Args:
-            calls: how many, for each unit of which that is known.
-            partial: whether it may leave out a forward before it.
+            calls: unit -> number of calls, for units with hooked calls.
+            partial: True if this backward may leave out a forward before it.
         """
         phase = self._phase
         phase.partial = partial
@@ -295,19 +321,19 @@ class Schedule:
             if calls:
                 uses = Counter(phase.order.uses)
                 self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
-            # What may be run again on this rank, and is not known of any.
+            # Calls that checkpointing may run again on this rank, beyond the most of any rank in learned forwards.
             more = self.unrecorded - self.known.unrecorded(phase.key) if self.unrecorded else self.unrecorded
             for (_, index), count in more.items():
                 self.live_units.owed[index] += count
-                self.passed_over = True  # such backwards are to be learned anew
+                self.passed_over = True  # later backwards of this kind end with an exchange
 
     def note_reached(self, unit: Unit) -> None:
-        """Backward comes to one of them."""
+        """Note that backward has reached one of the calls that were given to :meth:`expect_reached`."""
         if unit.index in self.live_units.due:
             self.live_units.due[unit.index] -= 1
 
     def _leave(self, unit: Unit, call: str | None) -> None:
-        """The order does not have this use; ``call`` as in :meth:`use`."""
+        """Note that the order lacks a unit that this rank needs. Raise if the user promised ``static_graph``."""
         phase = self._phase
         phase.left = phase.position
         if self.static:
@@ -329,31 +355,32 @@ class Schedule:
                 self.agreement.beyond = f"{what} more often in {self.agreement.where} than any rank ever did"
 
     def _wait_and_unshard(self, unit: Unit) -> None:
+        """Wait for the collectives in flight that write to the unit, then let the model see its values."""
         with span("wait", unit.name):
             for kind, wait in unit.under_way():
                 self.agreement.wait_for_event(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
         unit.unshard()
 
     def expect_in_backward(self, indices: Sequence[int]) -> None:
-        """The next backward may use what the running forward has used."""
+        """Note units of the running forward that the next backward may use."""
         self._phase.in_backward.update(index for index in indices if not self.units[index].persistent)
 
     def expect_again(self, units: Sequence[Unit]) -> None:
-        """The running phase will come back to these: those that its order does not use again stay until it ends."""
+        """Retain units that the running phase will use again, if the rest of its order does not gather them."""
         for unit in units:
             order = None if unit.persistent else self._phase.order
             if order is not None and order.find(unit.index, self._phase.position) is None:
                 self._retain(unit.index)
 
     def in_forward_order(self) -> list[Unit]:
-        """All units as the next forward will want them: those used anywhere, then in the order expected of it."""
+        """Return all units by first use in the next forward; units without hooks, which any module may use, first."""
         order = self.known.expected(self._forward)
         uses = order.uses if order is not None else ()
-        places = {index: place for place, index in reversed(list(enumerate(uses)))}  # of the first use
+        places = {index: place for place, index in reversed(list(enumerate(uses)))}  # reversed: the first use counts
         return sorted(self.units, key=lambda unit: (unit.hooked, places.get(unit.index, len(places))))
 
     def end_phase(self) -> None:
-        """Finish a phase: join what only others needed."""
+        """Finish the phase: issue the rest of the order, and exchange at its end if ranks may differ."""
         phase = self._phase
         self._stop_counting()
         while phase.order is not None:
@@ -366,7 +393,8 @@ class Schedule:
             self._agree_on(None)
             self._remember_learned()
         else:
-            self.passed_over |= not phase.own.issuperset(phase.order.uses)  # one may need them alone the next time
+            # A rank that skips units may need them at other places than the other ranks in the next such phase.
+            self.passed_over |= not phase.own.issuperset(phase.order.uses)
             self.reductions.end_reductions()
             self.known.remember(phase.key, phase.order)
         if not phase.silent:
@@ -376,39 +404,45 @@ class Schedule:
         self.agreement.leave()
 
     def _may_be_asked(self) -> bool:
-        """Tell whether a rank may ask for more at the end of the order that is followed."""
+        """Return True if ranks exchange at the end of the order that is followed."""
         phase = self._phase
         if phase.order is None or self.static or phase.silent:
             return False
         return phase.brings_more or self.known.may_vary(phase.key, phase.order)
 
     def note_passed_over(self, anywhere: bool) -> None:
-        """At the step sync: whether any rank has passed over units since the last one."""
-        # All of them: the vector of the step sync has one flag, and says not in which phase it was.
+        """Mark the kinds of phases since the last step sync as varying, if a rank passed over units in them.
+
+        Args:
+            anywhere: True if any rank has passed over units since the last step sync.
+        """
+        # All kinds are marked: the vector of the step sync has one flag, which does not name the phase.
         for key in self._recent if anywhere else ():
             self.known.note_variation(key)
         self._recent.clear()
         self.passed_over = False
 
     def postpone(self, units: list[int], *, held: bool) -> None:
-        """At the step sync: gradients of these units came after they had been sent; or were all ``held`` until then.
+        """Expect gradients of these units at the end of backwards, because the step sync had to reduce them.
 
-        Held ones were due with the last backward, which from now on sends them at its end.
+        ``held`` is True if all of these gradients were held (by ``no_sync`` or the accumulation window), and none was
+        stray. Then only the orders of backwards that hold no gradients are changed.
         """
         trained = self.reductions.trained(units)
         for key in self._recent:
-            # key[1] tells backwards that hold: for those to hold gradients until now is as it should be. It is None
-            # for those that bring none.
+            # key[1] is True for a backward that holds its gradients, False for one that reduces them, and None for one
+            # that accumulates none.
             if key[0] == "backward" and key[1] is not None and not (held and key[1]):
                 self.known.postpone(key, trained)
 
     def _remember_learned(self) -> None:
+        """Exchange the data of the learned phase between the ranks, and store its order."""
         phase = self._phase
         order = CollectiveOrder(tuple(phase.learned))
         if phase.key[0] == "backward":
             order = CollectiveOrder(order.uses, *self.reductions.end_learning(len(order.uses)))
         else:
-            # A second use may bring a second gradient: see `Reductions.count_gradient`.
+            # A unit that is used twice may receive a second gradient: see `Reductions.count_gradient`.
             self.reductions.reused.update(unit for unit, uses in Counter(phase.learned).items() if uses > 1)
         repeats = phase.key[0] == "forward" and (phase.nested or len(phase.own) < sum(phase.calls))
         unrecorded = self.unrecorded - phase.before
@@ -422,7 +456,7 @@ class Schedule:
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
         own, _, paths = accounts[0][3]
         mixed = any((own, paths) != (each[0], each[2]) for *_, each, _ in accounts)
-        # The most that any rank had: ranks that run alike in another order may share them out otherwise.
+        # The maximum over ranks: ranks that run modules in different orders may count a call at different uses.
         calls = tuple(map(max, zip(*(each[1] for *_, each, _ in accounts), strict=True)))
         called: Counter[str] = Counter()
         for units, counts, repeats, (_, _, paths), _ in accounts:
@@ -437,10 +471,10 @@ class Schedule:
             self.known.note_partial(phase.key, any(each[-1] for each in accounts))
 
     def abort(self, *, running: bool) -> None:
-        """Forget a phase that failed, if one was ``running``; nothing stays gathered.
+        """Give up the running phase after an error, if a phase was ``running``, and release all units.
 
-        The next one begins with an exchange. If only this rank has failed, what it sends must not meet what the others
-        are waiting for: gloo ends the process over messages of different sizes.
+        The next phase begins with an exchange. If only this rank has failed, the other ranks still wait for an older
+        message, and gloo ends the process if this rank sends one of another size.
         """
         phase = self._phase
         self._failed |= running and not phase.silent
@@ -459,16 +493,18 @@ class Schedule:
     # Following.
 
     def _follow(self, order: CollectiveOrder, position: int) -> None:
+        """Follow an order from a position on, with a prefetch plan for the rest of it."""
         phase = self._phase
         lookahead = None if phase.silent else self.known.expected(phase.then)
         uses = order.uses[position:]
         ahead = lookahead.uses if lookahead else ()
-        if not phase.silent:  # planned for a phase that did not come, and does not come after this one
+        # Units fetched for an expected phase that has not come are released, unless this phase or the next uses them.
+        if not phase.silent:
             self.live_units.drop(self.live_units.planned.difference(uses, ahead))
         live = frozenset(self.live_units.planned)
         key = (uses, ahead, live)
         if key not in self._plans:
-            if len(self._plans) > 64:  # or orders that never come again would fill the memory
+            if len(self._plans) > 64:  # bounds memory where orders do not repeat
                 self._plans.clear()
             self._plans[key] = make_plan(uses, ahead, live, self.live_units.numel, self.limits)
         phase.order = order
@@ -485,11 +521,11 @@ class Schedule:
             self.live_units.forget_owed()
 
     def _advance(self, stop: int, own: int | None) -> Iterator[int]:
-        """Go through the uses before position ``stop``; yields units to gather, and sends gradients between them.
+        """Pass the uses before position ``stop``: yield the units to gather, and issue the reductions between them.
 
         Args:
-            stop: where to end.
-            own: the unit this rank uses next, perhaps at the last position; None if it uses no more.
+            stop: position to stop at.
+            own: unit that this rank uses next; None if it uses no more in this phase.
         """
         phase = self._phase
         assert phase.plan is not None and phase.order is not None
@@ -497,7 +533,7 @@ class Schedule:
             position = phase.position
             used = phase.order.uses[position]
             dropped = phase.plan.drop[position - phase.base]
-            self.live_units.drop(index for index in dropped if index != used)  # before what they make room for
+            self.live_units.drop(index for index in dropped if index != used)  # makes room for the gathers below
             self.reductions.before_use(position)
             for index in phase.plan.issue[position - phase.base]:
                 yield index
@@ -505,8 +541,9 @@ class Schedule:
             phase.position += 1
             self.reductions.after_use(phase.position)
             gone = [index for index in dropped if index == used]
-            self.live_units.planned.difference_update(gone)  # first: what is retained is counted once
-            # Uses of other ranks: all but the last, if that is this rank's own. At the end of a phase none is retained.
+            self.live_units.planned.difference_update(gone)  # before _retain, which gives up no planned unit
+            # Uses of other ranks are retained: all but the last use, if that is this rank's own. None is retained at
+            # the end of a phase.
             if own is not None and (used != own or phase.position < stop):
                 self._retain(used)
             if phase.counted:
@@ -516,15 +553,16 @@ class Schedule:
             self.live_units.drop(gone)
 
     def _retain(self, index: int) -> None:
-        """Retain what was gathered for others.
+        """Keep a unit that was gathered for other ranks, because this rank may still use it.
 
-        Without a bound where phases have not been seen to vary: no rank would hear that it is wanted again. One that
-        has left the order asks in any case, and so does one that learns.
+        The live limit holds only if this rank can ask for the unit again: while learning, after leaving the order, or
+        in a phase that ends with an exchange. In other phases the unit stays without a limit.
         """
         asks = self._phase.order is None or self._phase.left != _NONE or self._may_be_asked()
         self.live_units.retain(index, bounded=asks)
 
     def _issue(self, index: int) -> None:
+        """Issue the gather of one unit."""
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
@@ -532,25 +570,29 @@ class Schedule:
         unit.note_gather(event)
         self.agreement.queued(event, unit.name, "gather")
 
-    # Where known orders part or end.
+    # Exchanges at forks and at the end of orders.
 
     def _asking(self, unit: Unit | None) -> str:
+        """Describe this rank's exchange, for errors."""
         return f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.where}"
 
     def _ask_at_fork(self, unit: Unit | None) -> bool:
-        """Say what this rank wants next, None for nothing more, and go on as all ranks want.
+        """Exchange the units that ranks need next, and continue with an order that has them.
 
         See [Note: how ranks may diverge].
 
+        Args:
+            unit: unit that this rank needs next; None if it needs none in this phase any more.
+
         Returns:
-            Whether the phase is over.
+            True if the phase is over.
         """
         phase = self._phase
         assert phase.order is not None
         order = phase.order
         place = phase.position
         self.reductions.before_use(place)
-        # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
+        # Sent only by a rank that needs no unit any more. If ranks learn from here on, `end_learning` sends strays.
         strays = unit is None and phase.key[0] == "backward" and self.reductions.has_stray()
         more = strays * _STRAYS | phase.novel * _NOVEL | phase.partial * _PARTIAL
         doing = self._asking(unit)
@@ -565,8 +607,9 @@ class Schedule:
                 self.known.note_partial(phase.key, any(row[2] & _PARTIAL for row in rows))
             return True
         branch = self.known.branch(phase.key, order, place, wants)
-        # Where each rank goes its own way, as through experts, there are as many orders as combinations. If their union
-        # may be gathered as a whole, it serves all: they go on, and what they ask for at the end is added to it.
+        # If ranks take different ways, as through experts, there are as many orders as combinations. If the units of
+        # the order and the wanted ones fit the live limit together, ranks go on with the order, and what they need at
+        # its end is learned as a part of it.
         union = self.live_units.fit(wants.union(order.uses))
         if branch is None and union and place < len(order.uses) and len({row[0] for row in rows}) > 1:
             branch = order
@@ -577,46 +620,53 @@ class Schedule:
             self.reductions.change(branch)
             self._follow(branch, place)
         phase.left = _NONE
-        phase.forks = [fork for fork in self.known.forks(phase.key, branch) if fork > place]  # the others are behind
+        phase.forks = [fork for fork in self.known.forks(phase.key, branch) if fork > place]  # those still ahead
         return False
 
     def _postpone_strays(self) -> None:
+        """Reduce stray gradients on all ranks, and expect them at the end of such backwards from now on."""
         phase = self._phase
         assert phase.order is not None
         strays = self.reductions.send_strays()
         self.known.postpone(phase.key, strays)
-        phase.order = phase.order.postpone(strays)  # what `end_phase` remembers is the changed order
+        phase.order = phase.order.postpone(strays)  # `end_phase` stores this order again
 
     def _learn_on(self, place: int, left: set[int], doing: str, *, union: bool) -> None:
-        """No known order goes on from ``place`` as ranks want: learn one, from there or from where all have ``left``.
+        """Learn a new order, because no known order goes on from ``place`` with the units that ranks need.
 
-        With ``union`` the order and what ranks want may be gathered as a whole; ``doing`` is for the log.
+        Args:
+            place: position of this exchange in the order.
+            left: positions at which ranks left the order; -1 for a rank that has not.
+            doing: description of this rank's exchange, for the log.
+            union: True if the units of the order and the wanted ones fit the live limit together.
         """
         phase = self._phase
         assert phase.order is not None
         if self.log_relearning:
             _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, phase.position)
-        # If all have left at one place, no rank has used what lies behind it.
+        # If all ranks left the order at one position, no rank used the units behind it, and the new order omits them.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
         phase.learned = list(phase.order.uses[:since])
         phase.calls = [0] * since
         phase.places = {unit: place for place, unit in enumerate(phase.learned)}
-        # Some ranks have left, and others used what lies between. In the union, what was wanted there comes last, and a
-        # rank that wants it early retains all between. Where that is too much, that place becomes a fork instead.
+        # Some ranks left the order early, and others used the units up to here. In the union, the units wanted early
+        # come last, and a rank that wants them early retains all units before them. If these exceed the live limit,
+        # the position where ranks left is stored as a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
         phase.new_fork = phase.order.uses[: min(apart)] if apart else None
-        self.known.note_variation(phase.key)  # also if what is learned turns out to be known
+        self.known.note_variation(phase.key)  # even if the learned order is one that is known already
         self.reductions.forget_sent(since)
         self._stop_following()
-        if since < place:  # gathered in vain; what of it is used now is to have its place in the new order
+        # Release units that were gathered in vain, so that a use of them from here on enters the new order.
+        if since < place:
             self.live_units.release_retained()
 
     # Learning.
 
     def _stop_following(self) -> None:
-        """Go on as if this phase were not known."""
+        """Learn the order of this phase from here on."""
         phase = self._phase
-        phase.silent = False  # a forward has touched weights outside of its module: all ranks are asked
+        phase.silent = False  # a silent forward that touches weights outside of its module needs all ranks
         self._stop_counting()
         phase.order = None
         phase.plan = None
@@ -626,7 +676,7 @@ class Schedule:
         self.reductions.change(None)
 
     def _agree_on(self, unit: Unit | None) -> None:
-        """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything."""
+        """Take part in learning rounds until this rank's unit is gathered; with None, until no rank needs a unit."""
         phase = self._phase
         if unit is not None and unit.state is not UnitState.SHARDED:
             return
@@ -647,26 +697,26 @@ class Schedule:
             if target == want:
                 return
             if unit is None:
-                self.live_units.release_if_unused(self.units[target])  # gathered for others only
+                self.live_units.release_if_unused(self.units[target])  # gathered for other ranks only
             else:
                 self._retain(target)
 
 
 class LiveUnits:
-    """Gathered units of one engine beside those in use: the plan says so, or another rank has needed them.
+    """Units that stay gathered while no module uses them.
 
     Attributes:
-        planned: because the plan says so; equal on every rank.
-        retained: gathered for others, the oldest first; this rank's own affair.
-        numel: elements of each unit.
-        owed: for each unit, calls that the uses passed so far serve, less those that this rank has made. While it has
-            some left it keeps the unit: see [Note: how ranks may diverge].
-        due: for units of which several calls are in the running backward, those that it has yet to come to, less the
-            uses that are left. While there are more calls it keeps the unit, too.
+        planned: units that the prefetch plan has fetched or keeps; equal on all ranks.
+        retained: units gathered for other ranks that this rank may still use, the oldest first; differs between ranks.
+        numel: number of elements of each unit.
+        owed: for each unit, the calls that the uses passed so far served, minus this rank's calls. The unit stays
+            gathered while the number is positive: see [Note: how ranks may diverge].
+        due: unit -> the calls that the running backward has yet to reach, minus the uses that are left in the order.
+            The unit stays gathered while the number is positive.
     """
 
     def __init__(self, units: Sequence[Unit], comm_streams: CommStreams, agreement: Agreement, live: int) -> None:
-        """Keep nothing yet; ``live`` bounds the elements of what is planned, and retained where ranks may ask again."""
+        """Start with no unit kept; ``live`` limits the elements of planned and retained units together."""
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
         self.numel: list[int] = []
@@ -679,21 +729,21 @@ class LiveUnits:
         self.note_sizes()
 
     def note_sizes(self) -> None:
-        """Look at the sizes of units."""
+        """Read the sizes of the units again."""
         self.numel = [unit.numel for unit in self._units]
 
     def fit(self, units: Iterable[int]) -> bool:
-        """Tell whether these may be gathered at once."""
+        """Return True if these units fit the live limit together."""
         return sum(self.numel[index] for index in set(units)) <= self._live
 
     def retain(self, index: int, *, bounded: bool) -> None:
-        """Keep what was gathered for others: this rank may still come to use it, if it runs in another order.
+        """Keep a unit that was gathered for other ranks, because this rank may use it later in the phase.
 
         Args:
-            index: the unit.
-            bounded: whether the limit holds; what was retained first gives way.
+            index: index of the unit.
+            bounded: True to release the oldest retained units while the live limit is exceeded.
         """
-        # A dict, whose order is that of entry: the newest comes last, and so is the last to give way below.
+        # A dict keeps the order of insertion, so the loop below releases the oldest units first.
         self.retained[index] = None
         if not bounded:
             return
@@ -706,30 +756,31 @@ class LiveUnits:
             self.release_if_unused(self._units[other])
 
     def release_if_unused(self, unit: Unit) -> None:
-        """Release a unit that nothing needs any more; guard one that is to stay and that no module uses now."""
+        """Reshard a unit that nothing needs any more; guard a unit that stays gathered without a user."""
         index = unit.index
         needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
         if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
-            # A gather that is still under way would write to memory that is no longer there.
+            # A gather in flight would write to freed memory.
             self._agreement.wait_for_event(unit.wait_for_unshard, f"releasing unit {unit.name!r}")
             unit.reshard(self._comm_streams)
         elif unit.users == 0 and unit.state is UnitState.UNSHARDED and not unit.persistent:
-            # Or nobody would notice that code outside of its module uses a weight, which backward then has to fetch.
+            # Without the guard, code outside of the unit's modules could use a weight unnoticed, and backward would
+            # not gather the unit for it.
             unit.guard_values()
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Release units that the plan wants no longer, unless something else needs them."""
+        """Take units out of the plan, and release those that nothing else needs."""
         gone = sorted(indices)
         self.planned.difference_update(gone)
         for index in gone:
             self.release_if_unused(self._units[index])
 
     def release_planned(self) -> None:
-        """Release what is only planned to be used again; the same on every rank."""
+        """Release all units that only the plan keeps; the same units on every rank."""
         self.drop(set(self.planned))
 
     def forget_owed(self) -> None:
-        """Owe nothing: this rank makes no more calls that it could make, or asks for them from here on."""
+        """Stop counting calls, and release the units that only the counts kept."""
         kept = sorted({index for index, calls in enumerate(self.owed) if calls > 0}.union(self.due))
         self.owed[:] = [0] * len(self.owed)
         self.due.clear()
@@ -737,7 +788,7 @@ class LiveUnits:
             self.release_if_unused(self._units[index])
 
     def release_retained(self) -> None:
-        """Release what was gathered for others."""
+        """Release the units that were gathered for other ranks."""
         gone = sorted(self.retained)
         self.retained.clear()
         for index in gone:
