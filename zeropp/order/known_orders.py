@@ -267,7 +267,7 @@ class KnownOrders:
         """Return True if this kind of phase gathers and reduces nothing, so that one rank may run it alone."""
         # A forward may touch weights outside of its module. Then it has a learned order with uses.
         known = self._known[key].known if key in self._known else []
-        # A backward that accumulates no gradients reduces nothing. It may use any unit of the model, so all are checked.
+        # A backward that accumulates no gradients reduces nothing. It may use any unit, so all units are checked.
         within = key if key[0] == "forward" else ("forward", "")
         sends = key[0] == "backward" and key[1] is not None
         if sends or self._reach(within).units or any(order.uses for order in known):

@@ -1,11 +1,16 @@
-"""When gradients are sent: in the agreed order, each as soon as it is complete and its turn has come.
+"""Reductions of gradients: issued in the order that all ranks agreed on, each as early as possible.
 
-[Note: one order] Every rank issues the same gathers and reductions in one order, or ranks whose devices run them in
-another would wait for each other for ever. So a reduction has its place among the uses of units.
+A reduction is issued when this rank has all gradients of the unit and every earlier collective of the order has been
+issued.
 
-[Note: stray gradients] A rank that comes to the next use first sends what is due before it, complete or not. Gradients
-that come later stay in ``.grad`` as strays, and are found at the end of a phase that ends with a round, or at the
-step sync: all ranks send that unit again, and from then on expect it at the end of such phases.
+[Note: one order] Every rank issues the same gathers and reductions in one common order. If two ranks ran the same
+collectives in different orders, each could wait for ever for a collective that the other has not started. So the order
+of a phase contains reductions, too: each has a place between two uses of units.
+
+[Note: stray gradients] Before a rank gathers units for the next use, it issues all reductions that the order places
+before that use. If gradients of such a unit are still missing, the rank sends zeros for them. A gradient that arrives
+later is *stray*: it stays in ``.grad``. Ranks find strays at the end of a phase that ends with an exchange, or else in
+the step sync. Then all ranks reduce that unit once more, and later phases of this kind expect the unit at their end.
 """
 
 from __future__ import annotations
@@ -25,22 +30,22 @@ from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
 
-# Bytes. While what is under way takes no more, or no more than the largest message, another message may follow: a link
-# need not wait for one slow rank, and a slow network piles up so much and one message, or two messages.
+# Limit on the bytes of gradient messages in flight: 64 MiB, or the largest message if that is larger. One more message
+# may start below the limit, so one slow rank does not stall the link. Memory is bounded by the limit plus one message.
 _SMALL = 2**26
-_HOLD, _REDUCE = 0, 2  # kinds in the issue hash
+_HOLD, _REDUCE = 0, 2  # kinds of collectives in the issue hash
 
 
 @dataclass
 class _Sent:
-    """A message under way.
+    """A gradient message in flight.
 
     Attributes:
-        unit: whose gradients these are.
-        nbytes: of memory that it takes.
-        message: while it is read, over links of the first class.
-        onward: bytes that go on over others.
-        ends: of the work over each class.
+        unit: name of the unit.
+        nbytes: bytes of memory that the message holds now.
+        message: the message, until the hops over the first class of links have read it; then None.
+        onward: bytes that go on over further classes of links (between nodes, or to the host); 0 if there are none.
+        ends: events at the end of the work over each class of links.
     """
 
     unit: str
@@ -51,7 +56,21 @@ class _Sent:
 
 
 class Reductions:
-    """Gradients of one engine, backward by backward."""
+    """The reductions of one engine's gradients, backward by backward.
+
+    Args:
+        units: all units of the model, by index.
+        comm_streams: comm streams of reductions.
+        agreement: exchanges between the ranks, and waits.
+        issued: hash of the issued collectives.
+        loss_scale: factor that the sums over ranks are multiplied by.
+
+    Attributes:
+        no_sync: True inside ``no_sync()``: gradients are held on this rank, or summed only as far as the held level.
+        last: True if the running or next backward reduces its gradients to the shards; False if they are held for a
+            later backward of the accumulation window.
+        reused: units that some forward used more than once.
+    """
 
     def __init__(
         self,
@@ -66,32 +85,33 @@ class Reductions:
         self.agreement = agreement
         self.issued = issued
         self.loss_scale = loss_scale
-        self.no_sync = False  # inside no_sync: gradients stay on this rank, or within the ranks of the held level
-        self.last = True  # gradients of this backward go all the way; or nothing is held
-        self.reused: set[int] = set()  # units used more than once in one forward
+        self.no_sync = False
+        self.last = True
+        self.reused: set[int] = set()
         self._trained: list[tuple[bool, ...]] = []
         self._counts: list[list[int]] = []
         self._missing: list[int] = []
         self.update_trained()
-        # ``fires`` of the order that is followed; None while learning, where each trained parameter is expected once.
+        # Number of gradients that each parameter of a unit receives in the order that is followed. None while an order
+        # is learned: then one gradient of each trained parameter is expected.
         self._expected: dict[int, tuple[int, ...]] | None = None
-        self._order: tuple[tuple[int, int], ...] = ()  # see CollectiveOrder.reductions; of these, what is left
-        self._turn = 0
-        self._uses = 0  # whose gathers have been issued in this phase
-        self._ready: list[int] = []  # complete on this rank, not issued
-        self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
-        self._doubtful: set[int] = set()  # of these, those sent for an order that was left
+        self._order: tuple[tuple[int, int], ...] = ()  # reductions of the order, as pairs (unit, uses before it)
+        self._turn = 0  # index in ``_order`` of the next reduction to issue
+        self._uses = 0  # number of uses whose gathers have been issued in this phase
+        self._ready: list[int] = []  # units with all gradients on this rank whose reduction has not been issued
+        self._done: dict[int, int] = {}  # unit -> uses before it, for the reductions issued in this phase, in order
+        self._doubtful: set[int] = set()  # units of ``_done`` that were reduced only for an order that ranks have left
         self._in_flight: deque[_Sent] = deque()
         self._largest = 0  # bytes of the largest message so far
 
     def update_trained(self) -> None:
-        """Look, between passes, which parameters are to have gradients."""
+        """Read again which parameters are trained. Called between passes."""
         self._trained = [unit.trained for unit in self.units]
         self._counts = [[0] * len(trained) for trained in self._trained]
         self._missing = [sum(trained) for trained in self._trained]
 
     def begin_reductions(self, order: CollectiveOrder | None) -> None:
-        """Start a phase that follows ``order``, or learns with None."""
+        """Begin a phase that follows ``order``; None if an order is learned."""
         self._uses = 0
         self._ready = []
         self._done = {}
@@ -101,29 +121,37 @@ class Reductions:
         self.change(order)
 
     def change(self, order: CollectiveOrder | None) -> None:
-        """Follow another order from here on."""
+        """Follow another order for the rest of the phase; None to learn one."""
         self._expected = order.fires if order is not None else None
         reductions = order.reductions if order is not None else ()
-        # What was sent under the order before stays sent: a second message would count it twice. What was not comes
-        # behind the uses so far, which is its place in an order that is learned from here on, too.
+        # Units reduced under the old order are left out: a second message would count their gradients twice. The other
+        # reductions cannot lie before uses that have passed, so their place is at the current use or later.
         self._order = tuple((unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done)
         self._turn = 0
         for index, counts in enumerate(self._counts):
             expected = self._expect(index)
-            # For each parameter alone: a second gradient of one does not make up for another's first.
+            # Count each parameter by itself: a second gradient of one does not replace the first of another.
             self._missing[index] = sum([max(e - c, 0) for e, c in zip(expected, counts, strict=True)])
 
     def count_gradient(self, index: int, position: int) -> bool:
-        """Note that a parameter received its gradient; True when that completes the unit."""
+        """Count a gradient of a parameter.
+
+        Args:
+            index: index of the unit.
+            position: position of the parameter among the unit's trainable ones.
+
+        Returns:
+            True if the unit has all its expected gradients now.
+        """
         counts = self._counts[index]
         counts[position] += 1
         if counts[position] > self._expect(index)[position]:
-            return False  # more than expected: if the unit has been sent, a stray
+            return False  # more gradients than expected; a stray one if the unit has been reduced
         self._missing[index] -= 1
         if self._missing[index] > 0:
             return False
-        # A unit that forward used twice may have a second gradient to come. While learning nobody knows how many;
-        # at the end of this backward it will be known.
+        # A unit used twice in forward may receive a second gradient. The order is still being learned, so the number of
+        # gradients is unknown until this backward ends.
         if self._expected is None and index in self.reused:
             return True
         self._ready.append(index)
@@ -131,21 +159,22 @@ class Reductions:
 
     @property
     def holding(self) -> bool:
-        """True if this backward's gradients are held, to be sent with a later one."""
+        """True if the gradients of this backward are held, to be reduced after a later one."""
         return self.no_sync or not self.last
 
     def complete(self, index: int) -> bool:
-        """Tell whether a unit is done with in this phase: all expected and all trained parameters' gradients have come.
+        """Return True if backward needs the weights of a unit no longer, as far as gradients show.
 
-        A parameter that was not used when the order was learned may be used now, and backward still need its weight.
-        When frozen ones are done with, the inputs of modules tell.
+        All expected gradients have come, and one of each trained parameter. The second condition is needed because a
+        parameter may be used that was not used when the order was learned. For frozen parameters, the gradients of
+        module inputs show when backward is done: see `BackwardUses`.
         """
         if self._missing[index] > 0:
             return False
         return all(e or not t for e, t in zip(self._expect(index), self._trained[index], strict=True))
 
     def send_complete(self) -> None:
-        """Send what is next in the order, as long as it is complete on this rank, and its place has come."""
+        """Issue the next reductions of the order, while this rank has all their gradients and their place has come."""
         while self._turn < len(self._order):
             index, uses = self._order[self._turn]
             if uses > self._uses or index not in self._ready:
@@ -155,7 +184,7 @@ class Reductions:
             self._issue(index, uses)
 
     def before_use(self, uses: float) -> None:
-        """The gathers of one more use than ``uses`` come next: send what is due before them, complete or not."""
+        """Issue all reductions that the order places before the gathers of use ``uses``, complete or not."""
         while self._turn < len(self._order) and self._order[self._turn][1] <= uses:
             index, place = self._order[self._turn]
             self._turn += 1
@@ -164,86 +193,107 @@ class Reductions:
             self._issue(index, place)
 
     def after_use(self, uses: int) -> None:
-        """The gathers of ``uses`` uses are issued: complete units whose place has come may be sent."""
+        """Note that the gathers of the first ``uses`` uses are issued, and issue complete reductions behind them."""
         self._uses = uses
         self.send_complete()
 
     def forget_sent(self, uses: int) -> None:
-        """What was sent behind ``uses`` uses has its place there in the order learned from here on, or none.
+        """Correct the places of reductions when ranks leave an order and learn another one behind ``uses`` uses.
 
-        None if no rank has had a gradient of it: then it was sent for the order before alone.
+        Reductions that were issued later get their place right behind these uses. If it turns out that no rank had a
+        gradient of such a unit, the new order omits the reduction: only the old order required it.
         """
         self._doubtful = {unit for unit, place in self._done.items() if place > uses}
         self._done = {unit: min(place, uses) for unit, place in self._done.items()}
 
     def end_reductions(self) -> None:
-        """Send what is left, in order, with zeros where this rank has nothing."""
-        self.before_use(math.inf)  # no use comes any more
+        """Issue all remaining reductions in order, with zeros for missing gradients, and wait for them."""
+        self.before_use(math.inf)
         self.wait_for_reductions(0)
 
     def offers(self, count: int) -> list[int]:
-        """First units that this rank could send, while a phase is learned."""
+        """Return the first ``count`` units that this rank could reduce now, while an order is learned."""
         return self._ready[:count]
 
     def issue_common(self, offers: list[list[int]], uses: int) -> None:
-        """Send the units that every rank offers, while a phase is learned, after the gathers of ``uses`` uses."""
-        # In the order of the group's first rank: any would do that all know.
+        """Reduce the units that every rank offers, while an order is learned.
+
+        Args:
+            offers: units that each rank offers, from the same exchange.
+            uses: number of uses whose gathers have been issued.
+        """
+        # The sequence of the first rank's offers is used, because all ranks have received the same rows.
         for index in offers[0]:
             if index >= 0 and all(index in offered for offered in offers):
                 self._ready.remove(index)
                 self._issue(index, uses)
 
     def end_learning(self, uses: int) -> tuple[tuple[tuple[int, int], ...], dict[int, tuple[int, ...]]]:
-        """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
+        """Agree on the reductions that are left at the end of a learned phase, and issue them.
+
+        Args:
+            uses: number of uses in the phase.
+
+        Returns:
+            The phase's reductions as pairs (unit, uses before it), and for each unit the number of gradients that each
+            of its parameters received, the maximum over ranks.
+
+        Raises:
+            RuntimeError: some ranks run this backward inside ``no_sync()`` and others outside.
+        """
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
-        self.wait_for_reductions(0)  # before that, what is held may seem unsent though a message under way carries it
+        self.wait_for_reductions(0)  # a message in flight may still take held gradients, which would look unsent
         accounts = self.agreement.exchange_objects((self.holding, [*self._ready, *self._left()], fired), doing)
         if len({hold for hold, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
         fires: dict[int, tuple[int, ...]] = {}
-        # The most that any rank had: one with fewer sends when its turn comes at the latest, see `before_use`.
+        # The maximum over ranks. A rank with fewer gradients issues the reduction no later than `before_use` demands.
         for _, _, counts in accounts:
             for index, count in counts.items():
                 fires[index] = tuple(map(max, count, fires.get(index, count)))
-        # Whatever any rank has left, in the order of ranks; the others send zeros.
+        # Units that any rank has left, in the sequence of ranks. The other ranks send zeros.
         for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
             self._issue(index, uses)
         self.wait_for_reductions(0)
-        # Units that were sent only for the order that ranks have left, and of which none had a gradient.
+        # Units that were reduced only because the abandoned order had them: no rank had a gradient.
         vain = self._doubtful.difference(fires)
         return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
 
     def may_bring_more(self, order: CollectiveOrder) -> bool:
-        """Tell whether trained parameters that had no gradient in this kind of backward may have one now."""
+        """Return True if a trained parameter may have a gradient now that had none when ``order`` was learned."""
         fires = ((trained, order.fires.get(index, (0,) * len(trained))) for index, trained in enumerate(self._trained))
         return any(t and not f for trained, fired in fires for t, f in zip(trained, fired, strict=True))
 
     def has_stray(self) -> bool:
-        """Tell whether this rank has gradients that nothing in this phase will send."""
+        """Return True if this rank has gradients that no reduction of this phase will send."""
         return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
 
     def send_strays(self) -> dict[int, tuple[bool, ...]]:
-        """Send again, on every rank, the units of which any rank has strays; returns them as :meth:`trained` does."""
-        self.wait_for_reductions(0)  # as in `end_learning`
+        """Reduce once more, on all ranks, the units of which any rank has stray gradients.
+
+        Returns:
+            unit -> for each of its parameters, True if it is trained.
+        """
+        self.wait_for_reductions(0)  # a message in flight may still take held gradients, which would look unsent
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
-        # In one order on every rank, that of ranks; a set would have no order.
+        # Ordered by rank, so that all ranks reduce in the same sequence. A set would have no fixed sequence.
         strays = list(dict.fromkeys(index for units in lists for index in units))
         for index in strays:
             self._issue(index, self._uses)
         return self.trained(strays)
 
     def trained(self, units: Sequence[int]) -> dict[int, tuple[bool, ...]]:
-        """The trained parameters of each of ``units``."""
+        """Return unit -> for each of its parameters, True if it is trained."""
         return {index: self._trained[index] for index in units}
 
     def send_unsent(self, index: int) -> None:
-        """Send what a unit still has, held or stray, at the step sync, on every rank."""
+        """Reduce the held and stray gradients of a unit in the step sync. Collective."""
         self._issue(index, self._uses, hold=False)
         self.wait_for_reductions(0)
 
     def wait_for_reductions(self, allowed: int) -> None:
-        """Wait until at most ``allowed`` messages are under way."""
+        """Wait until at most ``allowed`` messages are in flight."""
         while len(self._in_flight) > allowed:
             self._await(self._in_flight[0].ends[-1], self._in_flight[0].unit)
             self._in_flight.popleft()
@@ -252,9 +302,10 @@ class Reductions:
         self.agreement.wait_for_event(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
 
     def _make_room(self) -> None:
-        """Wait until one more message may be under way."""
+        """Wait until the limit on the bytes in flight allows one more message."""
         while sum([sent.nbytes for sent in self._in_flight]) > max(_SMALL, self._largest):
-            # Not for its end, if it goes on over slow links: all of it but a part is free when it has been read.
+            # A message that goes on over further links need not be waited for to its end: once the first hops read it,
+            # only its smaller continuation takes memory.
             read = next((sent for sent in self._in_flight if sent.message is not None and sent.onward), None)
             if read is None:
                 self.wait_for_reductions(len(self._in_flight) - 1)
@@ -264,14 +315,14 @@ class Reductions:
                 read.nbytes = read.onward
 
     def drop_reductions(self) -> None:
-        """Drop a phase that failed; messages under way arrive first, since their shards are used again."""
+        """Drop the state of a failed phase, after its messages in flight, because they still write to the shards."""
         self.begin_reductions(None)
         self.wait_for_reductions(0)
 
     def _left(self) -> list[int]:
-        """Units with gradients on this rank that this backward should have sent and has not."""
+        """Return the units that have gradients on this rank which this backward should have reduced."""
         hold = self.holding
-        # From the last unit to the first, as backward goes: the first wanted by the next forward is sent last.
+        # From the last unit to the first, as in backward.
         return [
             unit.index
             for unit in reversed(self.units)
@@ -284,16 +335,23 @@ class Reductions:
         return self._expected.get(index, (0,) * len(self._counts[index]))
 
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
+        """Issue the reduction of a unit.
+
+        Args:
+            index: index of the unit.
+            uses: number of uses before the reduction, to be stored in a learned order.
+            hold: True to sum only as far as the held level; None to decide by :attr:`holding`.
+        """
         unit = self.units[index]
         hold = self.holding if hold is None else hold
-        # Sent once more, so its place is sure, whatever it was sent for before.
+        # A unit that is reduced again has a gradient, so its reduction belongs to the learned order.
         self._doubtful.discard(index)
-        self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
+        self._done.pop(index, None)  # a unit that is reduced twice while learning has its place at the second time
         self._done[index] = uses
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
         scale = self.loss_scale.factor
         for gradient in unit.gradients:
-            # Before the next message is made: its memory is what back-pressure is to bound.
+            # Wait before the next message is allocated, because the limit bounds the memory of messages.
             self._make_room()
             with span("pack", unit.name):
                 message = gradient.pack(scale, hold=hold)

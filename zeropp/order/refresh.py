@@ -1,10 +1,10 @@
-"""Renewing what is cached between uses, once main weights have changed.
+"""Refreshes: renewal of cached weights after the main weights have changed.
 
-[Note: cached weights] What is cached carries the version of the main weights it was made of. A step, a load and an edit
-make a new version; `Refresh.start_refresh` then queues the renewal of every unit in the order of the next forward, and
-returns. A gather from a secondary shard waits for its unit's refresh on the comm stream, a first use of a persistent
-unit on the host; and whoever would use an older version is refused (`Unit._check_cached`), since no rank could tell it
-from the values.
+[Note: cached weights] Cached weights carry the version of the main weights that they were made from. A step, a load and
+an edit make a new version. `Refresh.start_refresh` then queues the refreshes of all units in the order of the next
+forward, and returns. A gather from a secondary shard waits on its comm stream for the refresh of its unit. The model's
+first use of a persistent unit waits for the refresh, too. A use of an older version raises an error
+(`Unit._check_cached`), because wrong values would look like right ones.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from zeropp.params.wire_copy import WireCopy
 
 __all__ = ["Refresh", "chunk_of"]
 
-_REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
+_REFRESH, _DIFFERENCES = 3, 4  # kinds of collectives in the issue hash
 
 
 def chunk_of(position: int) -> int:
-    """The number of a unit's chunk: one unit, one, two, four, ... are stepped and renewed at a time.
+    """Return the number of the chunk in which a unit is stepped and refreshed.
+
+    Chunks have 1, 1, 2, 4, ... units.
 
     Args:
-        position: among trainable units, in the order of the next forward.
+        position: position of the unit among the trainable units, in the order of the next forward.
     """
     return position.bit_length()
 
 
 class Refresh:
-    """Issues refreshes in the order of the next forward; each first use waits for its own.
+    """Issues refreshes of cached weights in the order of the next forward.
 
-    Where what is cached can serve as a base, only differences to it are sent. Sizes of messages that differ are agreed
-    on first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
+    If all ranks cache the same weights, only differences to them are sent. Differences have messages of varying size,
+    so ranks first agree on the sizes for a chunk of units. A buffer whose differences would take more bytes than its
+    weights is refreshed with whole weights.
 
     Attributes:
-        is_put_off: something is stale, and waits for the next step or forward.
+        is_put_off: True if cached weights are old and their refresh waits for the next step or forward.
     """
 
     def __init__(
@@ -57,16 +60,16 @@ class Refresh:
         take_largest: Callable[[Tensor], None],
         note: Callable[[str, str], None],
     ) -> None:
-        """Nothing is renewed yet.
+        """Start with nothing to refresh.
 
         Args:
-            units: the model's.
-            comm_streams: for refreshes.
-            schedule: knows the order of the next forward.
-            agreement: for waits.
-            issued: takes in what is issued.
-            take_largest: takes the maximum over all ranks, in place; called on a comm stream.
-            note: counts what happened to a unit, for the report.
+            units: all units of the model.
+            comm_streams: comm streams of refreshes.
+            schedule: gives the order of the next forward.
+            agreement: watches waits and launches.
+            issued: hash of the issued collectives.
+            take_largest: replaces an integer tensor by its maximum over all ranks; called on a comm stream.
+            note: counts an event of a unit for the ledger.
         """
         self.comm_streams = comm_streams
         self._units = units
@@ -78,29 +81,31 @@ class Refresh:
         self.is_put_off = False
 
     def put_off(self) -> None:
-        """Main weights have changed and may yet change once more: start with the next forward."""
+        """Delay refreshes to the next step or forward, because main weights have changed and may change again."""
         self.is_put_off = True
         for source in self._sources():
             source.expect_edits()
 
     def start_put_off(self) -> None:
-        """Start what was put off."""
+        """Start the delayed refreshes, if there are any."""
         if self.is_put_off:
             for source in self._sources():
                 source.take_edits()
             self.start_refresh()
 
     def _sources(self) -> Iterator[WireCopy]:
+        """Yield the offloaded copies of trainable buffers that refreshes read."""
         for unit in self._units:
             yield from (buffer.wire_copy for buffer in unit.trainable_buffers if buffer.wire_copy is not None)
 
     def start_refresh(self) -> None:
-        """Start renewing all that is stale, chunk by chunk; so a rank may start several at once, and others not."""
+        """Queue the refreshes of all old cached weights, chunk by chunk."""
         self.is_put_off = False
-        # Chunks double, so that the first units travel at once and the last cost few agreements.
+        # Chunks grow, so that the first units are sent at once and the number of agreements on sizes stays small.
         position = 0
         stale = []
-        # Counted over all trainable units, stale or not: so these are the chunks of a step, too.
+        # Count all trainable units, old or not. So the chunks are those of a step, and a rank that refreshes several
+        # chunks in one call issues the same agreements as a rank that refreshes one chunk in each call.
         for unit in self._schedule.in_forward_order():
             if unit.stale:
                 stale.append((chunk_of(position), unit))
@@ -109,8 +114,9 @@ class Refresh:
             self._start([unit for _, unit in numbered])
 
     def _start(self, stale: Sequence[Unit]) -> None:
+        """Queue the refreshes of one chunk of units."""
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
-        # Before anything is queued: that notes the new version as cached, as if it were there.
+        # Find the buffers with a base first: queueing a refresh marks its buffer as up to date.
         based = {buffer for buffer in buffers if buffer.has_base}
         sends_differences = self._choose(buffers, based, EventGroup.from_events([unit.stepping for unit in stale]))
         for unit in stale:
@@ -123,10 +129,10 @@ class Refresh:
     def _choose(
         self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer], stepped: Event | None
     ) -> Callable[[FlatBuffer], bool]:
-        """Queue the agreement on what is sent; returns a function that tells whether a buffer sends differences."""
-        # Their messages differ in size from step to step, and ranks must give collectives the same sizes.
+        """Queue the agreement on message sizes; return a function: True if a buffer is refreshed by differences."""
+        # The sizes of these messages differ from step to step, but a collective needs the same sizes on all ranks.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
-        # Filled on one comm stream and read on others, only after ``agreed``.
+        # Buffers whose differences would be too large. Filled on one comm stream; others read it after ``agreed``.
         crowded: set[FlatBuffer] = set()
         agreed: Event | None = None
         if counted:
@@ -137,13 +143,12 @@ class Refresh:
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
-                # On the comm stream: the host goes on, and refreshes behind it on other comm streams wait for the
-                # event.
+                # On a comm stream, so that the host goes on. Refreshes on other comm streams wait for the event.
                 agreed = self.comm_streams.stream("cross").run(agree, after=stepped)
 
         def sends_differences(buffer: FlatBuffer) -> bool:
             if agreed is not None:
-                agreed.wait(threading.TIMEOUT_MAX)  # whoever waits for the refresh has a shorter patience
+                agreed.wait(threading.TIMEOUT_MAX)  # no limit needed: the wait for the refresh itself has one
             by_differences = buffer in based and buffer not in crowded
             if buffer.paths.differences is not None:
                 why = "differences" if by_differences else "whole, too much has changed"
@@ -153,7 +158,10 @@ class Refresh:
         return sends_differences
 
     def invalidate(self) -> None:
-        """Ranks that cache the same weights have other bits: renew them from main weights alone, at the next chance."""
+        """Refresh all cached weights from main weights at the next step or forward, without differences.
+
+        Called when ranks that cache the same weights have different bits of them.
+        """
         for unit in self._units:
             for buffer in unit.buffers:
                 if buffer.paths.differences is not None:
@@ -161,14 +169,14 @@ class Refresh:
         self.put_off()
 
     def wait_for_step(self) -> None:
-        """Wait until no step is under way: for its gradients, or for weights and states."""
+        """Wait until no step on the host is in flight. It reads gradients and writes main weights and states."""
         for unit in self._units:
             if unit.stepping is not None:
                 name, wait = unit.name, unit.wait_for_step
                 self._agreement.wait_for_event(wait, f"waiting for the step of unit {name!r}", (name, "step"))
 
     def wait_for_all(self) -> None:
-        """Wait until no step writes and no refresh reads the main weights any more, before they are used here."""
+        """Wait until no step writes and no refresh reads the main weights."""
         self.wait_for_step()
         for unit in self._units:
             if unit.refreshing:
