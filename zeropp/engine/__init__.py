@@ -1,5 +1,5 @@
-"""The engine of one model: hooks on modules, passes, and what happens between them.
+"""The engine of one model: hooks on its modules, forward and backward passes, and calls between passes.
 
-Knows modules and autograd; asks `zeropp.order` for whatever is to be gathered or sent.
+Code in this room uses modules and autograd. `zeropp.order` decides when collectives are issued.
 Start with `engine`, then `hooks`.
 """

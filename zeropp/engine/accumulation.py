@@ -1,21 +1,21 @@
-"""Gradients between backwards and the step: how many micro-batches they are of, and which parameters have some.
+"""Gradients between a backward and the step: the count of micro-batches, and the parameters that have gradients.
 
-:class:`GradAccumulation` counts micro-batches, :class:`PendingGradients` knows which parameters have gradients, and
-:class:`Listener` is the wrapper of the optimizer as the engine sees it, to which it tells what becomes of them.
+:class:`GradAccumulation` counts micro-batches. :class:`PendingGradients` stores which parameters have gradients.
+:class:`Listener` is the interface through which the engine notifies the wrapper of the optimizer.
 
-[Note: when a step acts] With ``managed_gradient_accumulation`` true, the default, ``step()`` acts when at least
-``gradient_accumulation_steps`` micro-batches have been taken since the last step, or with ``now=True``; otherwise it
-does nothing. With false every ``step()`` acts. A micro-batch is all backwards since the last training forward of the
-model, that is, one with gradients enabled. No earlier call changes this rule. Every rank makes the same calls, so ranks
-agree without an exchange.
+[Note: when a step acts] With ``managed_gradient_accumulation`` true, the default, ``step()`` acts if at least
+``gradient_accumulation_steps`` micro-batches have run since the last step, or with ``now=True``. Otherwise ``step()``
+does nothing. With ``managed_gradient_accumulation`` false, every ``step()`` acts. A micro-batch consists of all
+backwards since the last forward of the model with gradients enabled. No earlier call changes this rule. Every rank
+makes the same calls, so ranks agree without an exchange.
 
-[Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
-later backward uses it. Here only ranks with a slice of the parameter see the None, and others may have used it before.
-All ranks look for such changes at the same calls and count these looks, so a look has the same number on every rank.
-For each parameter a rank keeps the number of the last look before it used the parameter, and the number of the look
-that found its gradient gone. If a rank has found a gradient gone and has not used the parameter since, a flag in the
-sum of the next step says so. Ranks then exchange the numbers of these looks, and each drops its own use of a parameter
-if it came before. A step without that flag exchanges nothing.
+[Note: gradients taken away] In plain torch, a parameter whose gradient the user sets to None is not stepped, unless a
+later backward uses it. With sharded gradients, only ranks with a slice of the parameter see the None, and other ranks
+may have used the parameter before. All ranks check for such changes in the same calls. Each check is a *look*; looks
+are counted, so a look has the same number on every rank. For each parameter a rank stores the number of the last look
+before it used the parameter, and the number of the look that found the gradient gone. If a rank has found a gradient
+gone and has not used the parameter since, it sets a flag in the sum of the next step sync. Only then do ranks exchange
+the numbers of these looks. Each rank forgets its own use of such a parameter if the use came before the look.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class GradAccumulation:
     """Counts the micro-batches since the last step; see [Note: when a step acts].
 
     Args:
-        steps: micro-batches of a window, gradient_accumulation_steps.
-        managed: False lets every ``step()`` act.
+        steps: number of micro-batches in an accumulation window (``gradient_accumulation_steps``).
+        managed: False to let every ``step()`` act.
 
     Attributes:
-        steps: as given.
-        count: micro-batches of which a backward has run since the last step.
-        together: micro-batches that the running or next forward and backward take together.
+        steps: number of micro-batches in an accumulation window.
+        managed: False if every ``step()`` acts.
+        count: number of micro-batches with a backward since the last step.
+        together: number of micro-batches in the running or next forward and backward, as set by `accumulate`.
         divided: True if ``optimizer.backward()`` has divided a loss of this window by ``steps``.
     """
 
@@ -52,58 +53,62 @@ class GradAccumulation:
         self.count = 0
         self.together = 1
         self.divided = False
-        # The next backward begins a micro-batch.
+        # True if the next backward begins a micro-batch.
         self._fresh = True
-        # The model itself was called, and not only modules inside it.
+        # True once the model itself was called with gradients enabled, and not only modules inside it.
         self._model_ran = False
-        # step() did nothing, and no backward has run or failed since.
+        # True if step() did nothing, and no backward has ended or failed since.
         self._ignored = False
-        self._warned_of_ignored = self._warned_of_long = False  # warnings that were given
+        self._warned_of_ignored = self._warned_of_long = False  # True once the warning was given
 
     @property
     def every_step_acts(self) -> bool:
-        """True if ``step()`` acts whatever has been taken."""
+        """True if ``step()`` acts after any number of micro-batches."""
         return self.steps == 1 or not self.managed
 
     @property
     def unfinished(self) -> bool:
-        """True if a ``step()`` would do nothing now."""
+        """True if a ``step()`` without ``now=True`` would do nothing."""
         return not self.every_step_acts and self.count < self.steps
 
     @property
     def ignores_zero_grad(self) -> bool:
-        """True if ``zero_grad()`` does nothing, since the ``step()`` before it did nothing."""
+        """True if ``zero_grad()`` does nothing, because the ``step()`` before it did nothing."""
         return self._ignored
 
     @property
     def closing(self) -> bool:
         """True if the running or next backward belongs to the last micro-batch before a step.
 
-        It is an estimate where every ``step()`` acts, or with ``now=True``. A wrong one costs bytes and changes no
-        result.
+        This is an estimate if every ``step()`` acts, or if ``step(now=True)`` follows. If it is wrong, more bytes are
+        sent, and the result is the same.
         """
-        # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
+        # ``_fresh`` is False for a second backward of one micro-batch (another loss of the same forward).
         return self.count + self._fresh * self.together >= self.steps
 
     def note_forward(self, path: str) -> None:
-        """A forward begins at the module of that name and records a graph; inside another it does not count."""
-        # A forward of a part, for an auxiliary loss perhaps, belongs to the micro-batch of the model.
+        """Note that a forward with a graph begins.
+
+        Args:
+            path: path of the called module, "" for the model. Modules called inside another one are not reported.
+        """
+        # A forward of a part, for an auxiliary loss, for example, belongs to the micro-batch of the model's forward.
         if path == "":
             self._fresh = self._model_ran = True
 
     def note_backward(self) -> None:
-        """A backward is over."""
+        """Count a backward that has ended."""
         if self._fresh:
             self.count += self.together
-        # A zero_grad() from here on does not belong to the step() that did nothing: it means the gradients.
+        # A zero_grad() after this backward does not belong to a step() that did nothing, so it must act.
         self._fresh = self._ignored = False
 
     def note_failure(self) -> None:
-        """A backward has failed: ``zero_grad()`` is to discard the gradients that it leaves."""
+        """Note that a backward has failed: the next ``zero_grad()`` acts, to discard the gradients left by it."""
         self._ignored = False
 
     def note_step_call(self, *, now: bool = False) -> bool:
-        """Tell whether a call of ``step()`` acts. With ``now`` it does if anything has been taken."""
+        """Return True if a call of ``step()`` acts. With ``now`` it acts after any micro-batch."""
         if now:
             return self.every_step_acts or self.count > 0
         if self.unfinished:
@@ -112,11 +117,11 @@ class GradAccumulation:
         return True
 
     def ignore_step(self) -> None:
-        """A ``step()`` has done nothing, and so is the ``zero_grad()`` after it to do."""
+        """Note that a ``step()`` has done nothing, so that the ``zero_grad()`` after it does nothing either."""
         self._ignored = True
 
     def warning(self) -> str | None:
-        """A warning for the caller of ``step()``, the first time that it did nothing or came too late; else None."""
+        """Return a warning the first time that a ``step()`` did nothing or came too late; else None."""
         if self._ignored and not self._warned_of_ignored:
             self._warned_of_ignored = True
             parts = ""
@@ -144,93 +149,96 @@ class GradAccumulation:
         return None
 
     def restart(self) -> None:
-        """A step was taken or skipped, or gradients were discarded."""
+        """Begin a new window, after a step was taken or skipped, or after gradients were discarded."""
         self.count = 0
         self._fresh = True
         self._ignored = self.divided = False
 
 
 class Listener(Protocol):
-    """Methods that the engine calls on the wrapper, which it outlives. Without a wrapper nothing happens.
+    """Interface of the optimizer's wrapper: methods that the engine calls. Without a wrapper none is called.
 
     Attributes:
-        accumulation_type: the class that counts this wrapper's micro-batches.
+        accumulation_type: class that counts the micro-batches of this wrapper.
     """
 
     accumulation_type: type[GradAccumulation] = GradAccumulation
 
     def forward_begins(self) -> None:
-        """A forward from outside is about to gather or to read weights."""
+        """Called when a forward of the model begins, before it gathers or reads weights."""
         return
 
     def weights_wanted(self) -> None:
-        """Main weights are about to be read or loaded, outside of a pass."""
+        """Called before main weights are read or loaded between passes."""
         return
 
     def graph_begins(self) -> None:
-        """A forward from outside is about to record a graph."""
+        """Called before a forward of the model records a graph."""
         return
 
     def backward_begins(self) -> None:
-        """A backward starts; called before its first gather or reduction."""
+        """Called when a backward begins, before its first gather or reduction."""
         return
 
     def backward_ended(self) -> None:
-        """All that is to be sent of it has arrived."""
+        """Called when a backward has ended and all its reductions have arrived."""
         return
 
     def gradients_wanted(self) -> None:
-        """Gradients are about to be set to zero, if there are some."""
+        """Called before the gradients are set to zero."""
         return
 
     def gradient_forgotten(self, parameter: nn.Parameter) -> None:
-        """The gradient of one parameter was set to None, on every rank."""
+        """Called after the gradient of one parameter was set to None, on every rank."""
         return
 
     def gradients_forgotten(self) -> None:
-        """No gradient of a finished backward is left, or only zeros in its place."""
+        """Called after the gradients of all finished backwards were forgotten or set to zero."""
         return
 
 
 class PendingGradients:
-    """Gradients that backwards have brought since the last step, and how they are forgotten.
+    """The gradients that backwards have brought since the last step, and methods that forget them.
 
     Attributes:
-        backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
-        used: for each unit, and each of its trainable parameters, the number of the last look before this rank used it;
-            0 if the parameter has no gradient from this rank.
-        removed: by unit and position of a parameter, the number of the look that found its gradient set to None; 0
-            where every rank knows. An entry stays until gradients are forgotten.
-        looks: how often gradients in the groups were looked at for changes, plus one; the same on every rank.
+        backward_ran: True if a backward has brought gradients since the last step or ``zero_grad``.
+        used: for each unit and each of its trainable parameters, the number of the last look before this rank used the
+            parameter; 0 if this rank has no gradient of it. See [Note: gradients taken away].
+        removed: (unit, position of a parameter) -> number of the look that found its gradient set to None; 0 if every
+            rank knows it. An entry stays until the gradients are forgotten.
+        looks: number of checks for changed gradients so far, plus one; the same on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], listener: weakref.ref[Listener]) -> None:
         self._units = units
-        # Weakly: the wrapper owns the engine, and this with it. See [Note: ownership].
+        # A weak reference, because the wrapper owns the engine and so this object. See [Note: ownership].
         self._listener = listener
         self.backward_ran = False
         self.used: list[list[int]] = [[] for _ in units]
         self.removed: dict[tuple[int, int], int] = {}
         self.looks = 1
-        self._told = 0  # the look up to which other ranks know of removed gradients
+        self._told = 0  # number of the last look up to which all ranks have exchanged removed gradients
         self.make_room()
 
     def make_room(self) -> None:
-        """Add flags for parameters that are trained from now on; they come after the others of their unit."""
+        """Add flags for parameters that are newly trained."""
         for flags, unit in zip(self.used, self._units, strict=True):
-            # What is unfrozen gets a buffer of its own, the last of its unit.
+            # Unfrozen parameters are in a new buffer, the last of their unit, so their flags are the last ones, too.
             flags += [0] * (len(unit.trained) - len(flags))
 
     def forget_stray(self) -> None:
-        """Forget what a failed backward has brought, not what earlier ones have."""
+        """Forget the gradients in ``.grad`` that a failed backward left; keep those of earlier backwards."""
         for unit in self._units:
             for gradient in unit.gradients:
                 gradient.forget_stray()
 
     def forget_all(self, *, set_to_none: bool = True) -> None:
-        """Forget all gradients, or set those that are there to zero, as in torch's ``zero_grad``.
+        """Forget all gradients, or set the existing ones to zero, as torch's ``zero_grad``.
 
         Zeros count as gradients: the next step takes their parameters along, and backwards add to them.
+
+        Args:
+            set_to_none: True to forget gradients; False to set them to zero.
         """
         self.backward_ran = False
         for unit in self._units:
@@ -248,30 +256,34 @@ class PendingGradients:
             listener.gradients_forgotten()
 
     def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Forget one parameter's gradient on this rank; the next backward starts anew."""
+        """Forget the gradient of one parameter. Every rank does so in the same call."""
         position = unit.drop_gradient(parameter)
         if position is not None:
-            # Look 0, as every rank does the same.
+            # 0 instead of the number of a look, because every rank makes this call.
             self.used[unit.index][position] = 0
             self.removed[unit.index, position] = 0
 
     # See [Note: gradients taken away].
 
     def note_removed(self, unit: int, position: int) -> None:
-        """The user has set this rank's part of a gradient to None."""
+        """Note that the user has set this rank's slice of a gradient to None."""
         self.used[unit][position] = 0
         self.removed[unit, position] = self.looks
 
     def is_gone(self, unit: int, position: int) -> bool:
-        """Tell whether a gradient was taken away, and this rank has not used the parameter since."""
+        """Return True if the user took a gradient away and this rank has not used the parameter since."""
         return (unit, position) in self.removed and not self.used[unit][position]
 
     def untold(self) -> dict[tuple[int, int], int]:
-        """The entries of ``removed`` that other ranks have to know."""
+        """Return the entries of ``removed`` that the other ranks have not received."""
         return {place: look for place, look in self.removed.items() if look > self._told and self.is_gone(*place)}
 
     def learn_removed(self, told: Iterable[dict[tuple[int, int], int]]) -> None:
-        """Drop this rank's flags of gradients that an owner has found taken away since; ``told`` by all ranks."""
+        """Forget this rank's uses of parameters whose gradients were taken away later.
+
+        Args:
+            told: entries of ``removed``, from each rank.
+        """
         self._told = self.looks
         for removed in told:
             for (unit, position), look in removed.items():
@@ -279,10 +291,10 @@ class PendingGradients:
                     self.used[unit][position] = 0
 
     def forget_removed(self, kept: Collection[Gradient]) -> None:
-        """The user has set gradients of all groups to None, apart from parts of ``kept``; the next sums begin anew."""
+        """Begin new sums after the user set all gradients in the groups to None, except the gradients in ``kept``."""
         for unit in self._units:
             for gradient in unit.gradients:
-                # Not forget_unsent: this runs as a backward begins, when autograd may have filled a .grad.
+                # Not forget_unsent: a backward is beginning, and autograd may have written its first .grad already.
                 if gradient in kept:
                     gradient.forget_held()
                 else:

@@ -1,4 +1,10 @@
-"""Uses of units that no forward of their modules brackets: by a backward, by code outside, by forwards that repeat."""
+"""Uses of units outside of a single forward of their modules: in backward, by other code, and over several forwards.
+
+[Note: backwards that accumulate nothing] ``torch.autograd.grad`` and ``backward(inputs=...)`` may run through the model
+and bring no gradient to any trained parameter, for a gradient penalty or an adversarial attack on inputs, for example.
+Such a backward is a kind of pass of its own. It is no micro-batch, and a later backward may still go through the same
+forwards. It reduces nothing, so gradients that earlier backwards hold stay held.
+"""
 
 from __future__ import annotations
 
@@ -20,66 +26,66 @@ from zeropp.params.unit import Unit
 __all__ = ["TOLD_APART", "BackwardUses", "OutOfModuleUses", "PinnedUnits"]
 
 
-# Uses of units.
-
-TOLD_APART = 8  # forwards before a backward, and backwards after them, by which kinds of backwards are told apart
+TOLD_APART = 8  # limit on the forwards before a backward, and the backwards after them, in the kind of a backward
 
 
 class BackwardUses:
-    """Units in use by the running backward.
+    """The units that the running backward uses.
 
-    A unit is done with when its gradients have come and, if some of it is frozen, the inputs of every call theirs. The
-    call may still read weights after their last gradient: those that its forward detached, or those that checkpointing
-    inside the module computes with once more. So the unit stays until backward comes to a module outside of this one.
+    Backward needs a unit until its gradients have come and, if some of its parameters are frozen, until the inputs of
+    every call of its modules have their gradients. A call may read weights even after their last gradient: weights
+    that its forward detached, or weights for a recomputation by checkpointing inside the module. So the unit stays
+    gathered until backward reaches a module outside of the one that used the unit.
 
     Attributes:
         complete: units in use whose gradients have come.
-        fresh: for each unit, calls that checkpointing has made in this backward, and that it has not come to yet.
-        last_gradient: of the parameter that had a gradient last, its unit and its position among the trainable ones.
+        fresh: unit index -> calls that checkpointing has made in this backward and that backward has yet to reach.
+        last_gradient: unit index, and position among its trainable parameters, of the parameter whose gradient came
+            last.
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, reductions: Reductions) -> None:
         self._units = units
         self._schedule = schedule
         self._reductions = reductions
-        # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
-        # stays until its gradients have come.
+        # Index of a unit in use -> number of calls with frozen parameters that backward has reached and not left. An
+        # entry of zero means that the unit is in use until its gradients have come.
         self._calls: dict[int, int] = {}
-        # Unit in use -> how paths begin inside the module whose call backward has reached, "" inside the root; and
-        # inside modules that this one runs.
+        # Index of a unit in use -> path prefixes of the modules inside the one whose call backward has reached ("" for
+        # the root), and inside modules that this module runs.
         self._inside: dict[int, tuple[str, ...]] = {}
         self.complete: list[Unit] = []
-        self._whole: dict[int, None] = {}
-        self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
+        self._whole: dict[int, None] = {}  # units that stay gathered during the whole next backward
+        self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # unit index -> calls that a backward may reach
         self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}
-        # The last call of each forward since the last backward; None if its calls were not noted.
+        # For each forward since the last backward, its last call; None if its calls were not noted.
         self._forwards: deque[weakref.ref[BackwardCall] | None] = deque(maxlen=TOLD_APART)
         self._last_call: weakref.ref[BackwardCall] | None = None
         self.last_gradient = 0, 0
 
     def accumulates(self) -> bool:
-        """Tell whether the running backward is to bring gradients to parameters."""
-        # The parameter that had the last gradient mostly has the next one, too, and then no other is looked at.
+        """Return True if the running backward brings gradients to trained parameters."""
+        # The parameter with the last gradient is checked first: usually it has the next one, too, and ends the search.
         index, position = self.last_gradient
         first = _trainable(self._units[index])[position : position + 1]
         others = (parameter for unit in self._units for parameter in _trainable(unit))
         return not leaves_out(p for p in chain(first, others) if p.requires_grad)
 
     def expect_in_backward(self, units: Sequence[Unit], *, whole: bool) -> None:
-        """The next backward may use these.
+        """Note units that the next backward may use.
 
         Args:
-            units: used by the running forward.
-            whole: fetch them for all of it: nothing will tell when they are needed or done with.
+            units: units that the running forward has used.
+            whole: True to keep them gathered for the whole backward, because no hook will signal when it needs them.
         """
         indices = [unit.index for unit in units]
         self._schedule.expect_in_backward(indices)
         if whole:
-            # A call whose outputs nobody could hook: no event of backward will name it.
+            # No output of the call could be hooked, so no hook will run when backward reaches the call.
             self._whole.update(dict.fromkeys(indices))
 
     def expect_call(self, call: BackwardCall, outputs: list[Tensor]) -> None:
-        """A backward may come to this call, and perhaps to others of the same units."""
+        """Note a call with hooked outputs, which a backward may reach."""
         call.note_outputs(outputs)
         self._last_call = weakref.ref(call)
         for unit in call.hooked.units:
@@ -87,27 +93,27 @@ class BackwardUses:
                 self._made.setdefault(unit.index, []).append(weakref.ref(call))
 
     def forward_ended(self, *, first: bool) -> None:
-        """A forward with a graph is over; ``first`` if it is the first one since a backward."""
+        """Note the end of a forward with a graph; ``first`` is True for the first one since a backward."""
         if first:
             self._forwards.clear()
         self._forwards.append(self._last_call)
         self._last_call = None
 
     def _is_partial(self) -> bool:
-        """Tell whether the running backward may leave out one of several forwards before it."""
+        """Return True if the running backward may leave out one of several forwards before it."""
         if len(self._forwards) < 2:
             return False
         calls = [ref() if ref is not None else None for ref in self._forwards]
         return None in self._forwards or any(call is not None and not call.is_to_come() for call in calls)
 
     def expect_fresh_call(self, call: BackwardCall) -> None:
-        """Checkpointing has run a module again in this backward, and may come to this call while it lives."""
+        """Note a call that checkpointing has made in this backward. Backward may reach the call while it exists."""
         for unit in call.hooked.units:
             if not unit.persistent:
                 self.fresh.setdefault(unit.index, weakref.WeakSet()).add(call)
 
     def note_reached(self, call: BackwardCall) -> None:
-        """Backward comes to a call."""
+        """Note that backward has reached a call."""
         for unit in call.hooked.units:
             if call.expected:
                 self._schedule.note_reached(unit)
@@ -115,56 +121,56 @@ class BackwardUses:
                 self.fresh[unit.index].discard(call)
 
     def forget_graphs(self) -> None:
-        """No backward of what has run so far is to come."""
+        """Forget all calls made so far, because no backward may go through their graphs any more."""
         self._whole.clear()
         self._made.clear()
         self._forwards.clear()
 
     def fetch_known_uses(self) -> None:
-        """Fetch what is needed for the whole backward, last things first."""
-        # Now: inside a backward that checkpointing runs in this one, autograd would answer for that.
+        """Count the calls to come, and gather the units that the whole backward needs."""
+        # Autograd is asked now. In a nested backward, as of checkpointing, it would answer for the nested one.
         to_come: dict[int, int] = {}
         for index, made in self._made.items():
             self._made[index] = [ref for ref in made if ref() is not None]
             to_come[index] = sum(call.is_to_come() for ref in made if (call := ref()) is not None)
         self._schedule.expect_reached(to_come, partial=self._is_partial())
-        # Nothing tells the true order, and backward usually goes through the model from its end.
+        # Highest index first: the true order is unknown, and backward usually goes through the model from its end.
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])
 
     def use(self, unit: Unit, path: str = "", run_by: Set[str] = frozenset(), *, lasting: bool = False) -> None:
-        """Have a unit for this backward.
+        """Use a unit in this backward: gather it if it is not in use yet.
 
         Args:
-            unit: to have.
-            path: of the module whose call needs it.
-            run_by: as in :meth:`come_to`, which is called first.
-            lasting: the call needs it until the gradients of its inputs have come. If those need no gradient, nothing
-                signals that it is done before backward ends.
+            unit: unit to use.
+            path: path of the module whose call needs the unit.
+            run_by: path prefixes of modules that ran this one, as in :meth:`come_to`, which is called before.
+            lasting: True if the call needs the unit until the gradients of its inputs have come. If the inputs need no
+                gradient, the unit stays in use until backward ends.
         """
-        # One user for the whole backward, however many calls and outputs ask for the unit; calls are counted apart.
+        # The backward counts as one user of the unit, whatever the number of calls and outputs that need it.
         if unit.index not in self._calls:
             self._calls[unit.index] = 0
             unit.users += 1
             self._schedule.use(unit)
         self._calls[unit.index] += lasting
-        # A module inside of another one of the same unit leaves the outer one's path.
+        # For a module inside another module of the unit, the prefix of the outer one stays.
         if not self._is_inside(unit, path, run_by):
             self._inside[unit.index] = (path and f"{path}.",)
 
     def call_ended(self, unit: Unit) -> None:
-        """The inputs of a call have their gradients."""
-        # A call may be left twice: two autograd.grad inside one forward count as one backward here.
+        """Note that the inputs of a call have their gradients."""
+        # Backward may leave a call twice: two autograd.grad inside one forward count as one backward.
         if self._calls.get(unit.index, 0) > 0:
             self._calls[unit.index] -= 1
         self.end_use(unit)
 
     def come_to(self, path: str, run_by: Set[str] = frozenset()) -> None:
-        """Backward comes to a module: calls of modules that are not around it are over, and their units are let go.
+        """Note that backward reaches a module: end the uses of complete units by modules that do not contain it.
 
         Args:
-            path: of the module.
-            run_by: see :class:`zeropp.engine.hooks.HookedModule`.
+            path: path of the module.
+            run_by: path prefixes of other modules that ran it: see :class:`zeropp.engine.hooks.HookedModule`.
         """
         if self.complete:
             complete = self.complete
@@ -180,28 +186,29 @@ class BackwardUses:
                     self._inside[index] = (*around, f"{path}.")
 
     def _is_inside(self, unit: Unit, path: str, run_by: Set[str]) -> bool:
-        """Tell whether a module is run inside the one whose call has a unit in use."""
-        around = self._inside.get(unit.index, (".",))  # no path begins with a dot
+        """Return True if a module runs inside the module whose call has a unit in use."""
+        around = self._inside.get(unit.index, (".",))  # no path begins with a dot, so (".",) matches none
         return path.startswith(around) or not run_by.isdisjoint(around)
 
     def end_use(self, unit: Unit) -> None:
-        """Let go of a unit if this backward is done with it."""
+        """End the use of a unit if this backward needs it no longer."""
         index = unit.index
-        # Gradients alone do not tell for a frozen weight: it is read until the inputs of its module have theirs. FSDP2
-        # watches the inputs of all that it shards; here they are asked only where something is frozen.
+        # For a frozen weight no gradient shows this: backward reads it until the inputs of its module have their
+        # gradients. FSDP2 hooks the inputs of all sharded modules; here only modules with frozen weights have hooks.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
-            # Its gradients have come, though this backward has yet to come to calls that it has just made.
+            # Checkpointing has just made calls of this unit that backward has yet to reach, so retain the unit.
             if self.fresh.get(index):
                 self._schedule.expect_again([unit])
-            # Before the release, so that a further use of the unit begins anew.
+            # Removed before the release, so that a later use of the unit counts as a new one.
             del self._calls[index]
             self._inside.pop(index, None)
             self._release(unit)
 
     def give_up(self) -> bool:
-        """Let go of what is left; returns whether anything was."""
-        # Units that were fetched for the whole backward, and units of which a gradient or an input's never came, since
-        # it is not in this graph.
+        """End all remaining uses; return True if there were any.
+
+        They are units fetched for the whole backward, and units with a gradient that is no part of this graph.
+        """
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
         self._inside.clear()
@@ -212,7 +219,7 @@ class BackwardUses:
         return bool(left)
 
     def drop_uses(self) -> None:
-        """A pass failed, and everything is released elsewhere."""
+        """Forget all uses after a failed pass. The caller releases the units."""
         self._calls.clear()
         self._inside.clear()
         self.complete.clear()
@@ -220,12 +227,13 @@ class BackwardUses:
         self.forget_graphs()
 
     def _release(self, unit: Unit) -> None:
+        """Take back this backward's use of a unit, and release the unit if nothing else needs it."""
         unit.users -= 1
         self._schedule.live_units.release_if_unused(unit)
 
 
 class OutOfModuleUses:
-    """Units that code outside of their modules has touched in the running pass; they stay gathered until it ends."""
+    """Units whose parameters were touched outside of their modules in the running pass. They stay until it ends."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
         self._units = units
@@ -234,8 +242,8 @@ class OutOfModuleUses:
         self._seen: dict[PhaseKey, set[int]] = {}
 
     def use(self, unit: Unit) -> None:
-        """Have a unit for the rest of the pass."""
-        # A persistent unit is never released, and needs no user; it may have to be unsharded, though.
+        """Use a unit for the rest of the pass."""
+        # A persistent unit needs no user, because it is never released. But it may have to be unsharded.
         if unit.index not in self._now and not unit.persistent:
             self._now.add(unit.index)
             unit.users += 1
@@ -244,31 +252,31 @@ class OutOfModuleUses:
             self._schedule.use(unit)
 
     def expected(self) -> list[Unit]:
-        """Units touched in this kind of pass, now or before.
+        """Return the units touched in this kind of pass, now or before.
 
-        Once seen, always expected: the next time the unit may happen to be present, and no touch be noticed.
+        A unit stays in the list for good: the next time it may be gathered already, and the touch goes unnoticed.
         """
-        # By kind: what evaluation touches says nothing of training.
+        # Units are stored by kind of pass: touches in evaluation do not predict those in training.
         seen = self._seen.setdefault(self._schedule.key, set())
         seen |= self._now
         return [self._units[index] for index in sorted(seen)]
 
     def let_go(self) -> None:
-        """The pass is over."""
+        """End all uses at the end of the pass, and release units that nothing else needs."""
         for index in sorted(self._now):
             self._units[index].users -= 1
             self._schedule.live_units.release_if_unused(self._units[index])
         self._now.clear()
 
     def drop_uses(self) -> None:
-        """The pass failed, and everything is released elsewhere."""
+        """Forget all uses after a failed pass. The caller releases the units."""
         self._now.clear()
 
 
 class PinnedUnits:
-    """Units in use from a first forward of a module inside :meth:`until_left` to its end, however many come.
+    """Units that stay gathered from their first use inside :meth:`until_left` to its end.
 
-    So are those of a stage through which all micro-batches go; see [Note: layer-major].
+    So all micro-batches can go through a stage while its units are gathered once; see [Note: layer-major].
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -276,13 +284,13 @@ class PinnedUnits:
         self._now: dict[int, Unit] | None = None
 
     def has(self, unit: Unit) -> bool:
-        """Tell whether a unit is kept, so that a module's use need not ask for it."""
-        # Nor may it: the order would take it for a use that lies ahead, as that of a tied head, and all between be
-        # gathered for it.
+        """Return True if a unit is kept, so that the use by a module needs no call of the schedule."""
+        # The schedule would take the use for the next one of the unit in the order (a tied head, for example), and
+        # gather all units in between.
         return self._now is not None and unit.index in self._now
 
     def keeps(self, unit: Unit) -> bool:
-        """Keep a unit whose module's use is over; returns whether the use goes on from here."""
+        """Keep a unit whose module has finished; return True if the module's use of it goes on as a kept one."""
         if self._now is None or unit.index in self._now:
             return False
         self._now[unit.index] = unit
@@ -290,7 +298,7 @@ class PinnedUnits:
 
     @contextlib.contextmanager
     def until_left(self) -> Iterator[None]:
-        """Keep what is used inside; not after an error, which ends the pass and all uses with it."""
+        """Keep the units used inside the context. After an error the failed pass has ended all uses already."""
         self._now = {}
         try:
             yield
@@ -302,7 +310,5 @@ class PinnedUnits:
 
 
 def _trainable(unit: Unit) -> list[nn.Parameter]:
+    """Return the parameters of a unit's trainable buffers."""
     return [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
-
-
-# Gradients that wait for the optimizer.

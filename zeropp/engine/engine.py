@@ -1,12 +1,8 @@
-"""The engine of one model: its phases, the uses of its units, and its windows of micro-batches.
+"""The engine of one model: it begins and ends passes, gathers units for modules and reduces their gradients.
 
-A hook (`hooks`) says that a module is about to run; the engine asks the schedule (`zeropp.order.schedule`), which has
-usually issued the gather already; a comm stream (`zeropp.comm.streams`) runs the unit's path (`zeropp.wire.paths`).
-
-[Note: backwards that accumulate nothing] ``torch.autograd.grad`` and ``backward(inputs=...)`` may run through the model
-without bringing a gradient to any trained parameter, as for a gradient penalty or an attack on inputs. Such a backward
-is a kind of pass of its own. It is no micro-batch, it does not end the forwards before it, and it sends nothing, so
-gradients that earlier backwards hold stay held.
+A hook (`hooks`) calls the engine when a module is about to run. The engine calls the schedule
+(`zeropp.order.schedule`), which has usually issued the gather before. A comm stream (`zeropp.comm.streams`) runs the
+hops of the unit's path (`zeropp.wire.paths`).
 """
 
 from __future__ import annotations
@@ -56,40 +52,39 @@ T = TypeVar("T")
 
 
 class Engine(GuardHandler):
-    """Gathers before use, releases after, reduces in backward.
+    """Gathers units before modules use them, releases them afterwards, and reduces gradients in backward.
+
+    Other rooms use the public attributes and methods only. Hooks, schedule, reductions and refresh are private.
 
     Args:
-        agreement: between the ranks, over their process groups.
-        maker: makes flat buffers for parameters that move.
-        units: the model's, indexed in order.
-        device: where the model lives.
-        accumulation: counts micro-batches.
-        listener: to tell what becomes of gradients, for as long as it lives.
-        loss_scale: and with it the factor on summed gradients.
-        options: see :class:`EngineOptions`.
-
-    Rooms above use the public attributes and methods, and set none. Hooks, schedule, reductions and refresh are
-    private: this class says what can be asked of them.
+        agreement: exchanges between the ranks, and their process groups.
+        maker: makes flat buffers for parameters that are unfrozen.
+        units: all units of the model, by index.
+        device: device of the model.
+        accumulation: counter of micro-batches.
+        listener: wrapper of the optimizer, which is notified of passes and gradients; held weakly.
+        loss_scale: loss scale, with the factor for summed gradients.
+        options: settings.
 
     Attributes:
-        accumulation, pending: micro-batches and gradients since the last step.
-        comm_streams: of each kind of traffic: "gather", "refresh", "reduce".
+        accumulation: micro-batches since the last step.
+        pending: gradients since the last step.
+        comm_streams: comm streams by kind of traffic: "gather", "refresh", "reduce".
         gather_contexts: open uses of GatheredParameters.
-        loss_scale, options: as given.
         mode: levels of units that are not persistent.
-        notes_calls: see :class:`zeropp.engine.hooks.HookHandler`.
+        notes_calls: True if hooks report calls whose outputs they hooked.
         parking: memory that is off the device.
         phase: the running pass.
-        state: see :class:`EngineState`.
-        unit_of: the unit of each parameter, by the parameter's id.
+        state: state between passes.
+        unit_of: id of a parameter -> its unit.
     """
 
     state = EngineState.READY
     notes_calls = False
-    _trained_set = 0  # sets of parameters that were trained before; each has backwards of its own
-    _backwards = 0
-    _root_ran = False  # the model was called as a whole, with a graph
-    _graphs_outdated = False  # weights have changed since the last pass
+    _trained_set = 0  # number of the current set of trained parameters; a part of the kinds of backwards
+    _backwards = 0  # number of the running or next backward; a call stores the number of the backward that reached it
+    _root_ran = False  # True once the model itself was called with a graph, and not only a module inside it
+    _graphs_outdated = False  # True if weights have changed since the last pass
     # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
     _trains = True
 
@@ -116,7 +111,7 @@ class Engine(GuardHandler):
         self.loss_scale = loss_scale
         self._issue_hash = IssueHash(self.comm.history)
         self._hooks = ModuleHooks(self)
-        self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
+        self._listener = weakref.ref(listener)  # weak, because the listener owns this engine
         self.comm_streams = {kind: self._make_comm_streams(kind) for kind in ("gather", "refresh", "reduce")}
         self._reductions = Reductions(self.units, self.comm_streams["reduce"], agreement, self._issue_hash, loss_scale)
         self._schedule = self._make_schedule()
@@ -124,10 +119,11 @@ class Engine(GuardHandler):
         self.note_storages()
         self.phase = Phase.IDLE
         self.pending = PendingGradients(self.units, self._listener)
-        # Ids of parameters whose requires_grad is another than graphs were made with.
+        # Ids of parameters whose requires_grad has changed since the engine last took it over.
         self._flipped: set[int] = set()
-        self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
-        # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
+        self._ending: Callable[[], object] = lambda: None  # weak reference; returns None once autograd has dropped it
+        # Kinds of the forwards with a graph that the next backward may go through, and the number of backwards since
+        # the last of these forwards.
         self._outstanding: list[PhaseKey] = []
         self._since = 0
         self._backward = BackwardUses(self.units, self._schedule, self._reductions)
@@ -136,8 +132,8 @@ class Engine(GuardHandler):
         self._closing: list[Callable[[], None]] = []
         self.parking = Parking()
         self.gather_contexts = GatherContexts()
-        # Last: an engine that is dropped lets go of its attributes in this order, and units must outlive the comm
-        # streams that still write to their memory.
+        # Assigned last: when an engine is deleted, Python drops its attributes in this order, and the units must
+        # outlive the comm streams that still write to their memory.
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
     def _make_comm_streams(self, kind: str) -> CommStreams:
@@ -178,14 +174,14 @@ class Engine(GuardHandler):
     def enter(
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
+        """Begin a hooked module's forward: gather its units. See :class:`zeropp.engine.hooks.HookHandler`."""
         changed = None
         self.notice_failed_backward()
         if self.phase is not Phase.BACKWARD and self._hooks.was_interrupted(hooked):
             self.recover(known=False)
         running = self.running
         if not (running or self.gather_contexts.computing):
-            self._hooks.reset()  # of a forward inside GatheredParameters that Ctrl-C has ended
+            self._hooks.reset()  # drops the stack of a forward inside GatheredParameters that Ctrl-C ended
         outermost = self._hooks.depth == 0
         if self.gather_contexts and self.gather_contexts.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.options.input_dtype) if outermost else None
@@ -198,10 +194,10 @@ class Engine(GuardHandler):
                     listener.forward_begins()
                 self._refresh.start_put_off()
                 self._begin_forward(hooked, training)
-            if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
+            if not running or (outermost and hooked.path == ""):  # the second: checkpointing runs the model again
                 changed = cast_inputs(args, kwargs, self.options.input_dtype)
             if self._backward.complete:
-                self._backward.come_to(hooked.path, hooked.run_by)  # checkpointing runs it once more
+                self._backward.come_to(hooked.path, hooked.run_by)  # checkpointing runs this module again in backward
             for unit in hooked.units:
                 unit.users += 1
                 unit.entered += 1
@@ -211,15 +207,15 @@ class Engine(GuardHandler):
             if not running and self.phase is Phase.IDLE:
                 self.agreement.stopped(error, "the beginning of a forward")
             if outermost:
-                self.recover()  # further in, the hooks after the modules around do that
+                self.recover()  # for an inner module, the post-hook of the outermost one does it
             raise
         return changed
 
     def leave(self, hooked: HookedModule, *, returns: BackwardReach, failed: bool) -> None:
-        """A hooked module's forward is over: release its units, unless they are planned to stay."""
+        """End a hooked module's forward: release its units, unless something else keeps them."""
         if self.gather_contexts.computing:
             return None
-        # A model may catch an inner module's error and go on; in backward, checkpointing ends a recomputation by one.
+        # A model may catch the error of an inner module. In backward, checkpointing raises to end a recomputation.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self._hooks.depth == 0)):
             return self.recover()
         try:
@@ -228,7 +224,7 @@ class Engine(GuardHandler):
                 if returns is BackwardReach.AGAIN:
                     self._schedule.note_unrecorded(hooked.path, hooked.units)
             elif returns is not BackwardReach.NEVER:
-                self._schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
+                self._schedule.expect_again(hooked.units)  # run again by checkpointing; its backward comes next
             for unit in hooked.units:
                 unit.users -= not self._pinned_units.keeps(unit)
                 unit.entered -= 1
@@ -243,7 +239,7 @@ class Engine(GuardHandler):
     def _begin_forward(self, hooked: HookedModule, training: bool) -> None:
         grad = torch.is_grad_enabled()
         key: PhaseKey = ("forward", hooked.path, training, grad)
-        if grad:  # without a graph no backward follows, and gradients stay as they are
+        if grad:  # otherwise no backward follows, and gradients stay as they are
             refuse_compiled_autograd()
             if (listener := self.listener) is not None:
                 listener.graph_begins()
@@ -252,7 +248,7 @@ class Engine(GuardHandler):
             outstanding = [*([] if self._since else self._outstanding), key]
             self._root_ran |= hooked.path == ""
             if self._root_ran:
-                # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
+                # Drop parts that gather nothing: one rank alone may have run them, so kinds of backwards would differ.
                 outstanding = [each for each in outstanding if not (each[1] and self._schedule.known.note_silent(each))]
             self._schedule.repeats |= len(outstanding) > 1
             if self._since:
@@ -271,7 +267,7 @@ class Engine(GuardHandler):
             self._backward.expect_in_backward(self._touched.expected(), whole=True)
             self._backward.forward_ended(first=len(self._outstanding) == 1)
         self._touched.let_go()
-        if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
+        if self._backward.give_up():  # a backward ran inside this forward; the next one has a new number
             self._backwards += 1
         self._schedule.end_phase()
         self._guard_all()
@@ -280,14 +276,14 @@ class Engine(GuardHandler):
     # Backward.
 
     def backward_reached(self, call: BackwardCall) -> None:
-        """Backward arrives at a hooked module's outputs: fetch its units."""
+        """Gather the units of a call because backward has reached one of its outputs."""
         if call.reached == self._backwards:
-            return  # by another of its outputs
+            return  # backward has reached another output of the call before
         self._begin_backward(by_output=True)
         if (self.phase is Phase.FORWARD or not self._trains) and not goes_on():
-            return  # the gradient of this output is all that is asked for
+            return  # only the gradient of this output is wanted: backward does not enter the module
         call.reached = self._backwards
-        # First: what it lets go, this call may be the last to keep.
+        # Before note_reached: as long as this call counts as one to come, a unit released here stays gathered for it.
         self._backward.come_to(call.hooked.path, call.hooked.run_by)
         if call.expected or self._backward.fresh:
             self._backward.note_reached(call)
@@ -295,20 +291,20 @@ class Engine(GuardHandler):
             self._backward.use(unit, call.hooked.path, call.hooked.run_by, lasting=unit.has_frozen)
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
-        """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
+        """Note that a call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
         if self.phase is Phase.BACKWARD:
             self._backward.expect_fresh_call(call)
         else:
             self._backward.expect_call(call, outputs)
 
     def backward_left(self, call: BackwardCall) -> None:
-        """A call's backward is over."""
+        """Note that backward has the gradients of all inputs of a call, and release its units if possible."""
         for unit in call.hooked.with_frozen if call.reached == self._backwards else ():
             self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
-        """A parameter has its gradient; the last one of a unit lets it be sent and released."""
-        # First: a backward that begins here may forget gradients of before, and flags with them.
+        """Count a parameter's gradient. The unit's last one allows its reduction and its release."""
+        # First, because a backward that begins here may forget earlier gradients, and clear ``pending.used``.
         self._begin_backward()
         self.pending.used[index][position] = self.pending.looks
         self._backward.last_gradient = index, position
@@ -328,7 +324,7 @@ class Engine(GuardHandler):
         self._expect_boundary()
         self._refresh.start_put_off()
         self.phase = Phase.BACKWARD
-        # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
+        # Queued once for each backward: for one inside it, as of reentrant checkpointing, this method returns above.
         self._ending = queue_end_of_backward(self._end_backward, self._backward_dropped)
         self._schedule.begin_phase(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
@@ -354,26 +350,26 @@ class Engine(GuardHandler):
             listener.backward_ended()
 
     def _backward_dropped(self) -> None:
-        """Autograd has ended a backward; one that failed would tell nobody before the next call of the engine."""
+        """Report a failed backward to waiting ranks at once. The next call of this engine may come much later."""
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
             self.agreement.found_stopped("its backward failed")
 
     def _expect_boundary(self) -> None:
-        """Say whether the running or next backward is the last before a step, as far as one can know."""
+        """Set ``Reductions.last``: True if the running or next backward is expected to be the last before a step."""
         self._reductions.last = self._trains and (self.accumulation.closing or not self.mode.sums)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
-        # Which units a backward comes to follows from the forwards that it may go back through, and from how many
-        # backwards have gone over them before.
+        # Which units a backward uses depends on the forwards that it may go through, and on the number of backwards
+        # that have gone through them before.
         holding = self._reductions.holding if self._trains else None
         later = (min(self._since, TOLD_APART),) if self._since else ()
         return ("backward", holding, self._trained_set, *outstanding, *later)
 
-    # What others ask of hooks, schedule, reductions and refresh.
+    # Access for other rooms to hooks, schedule, reductions and refresh.
 
     @property
     def closed(self) -> bool:
-        """True if it was taken off its model."""
+        """True if the engine was taken off its model."""
         return EngineState.CLOSED in self.state
 
     @property
@@ -383,35 +379,35 @@ class Engine(GuardHandler):
 
     @property
     def root(self) -> nn.Module | None:
-        """The wrapped model, unless it is gone."""
+        """The wrapped model; None if it was deleted."""
         return self._hooks.root
 
     def cached_values(self, parameter: nn.Parameter) -> Tensor | None:
-        """Whole values to read between passes; see :class:`zeropp.params.guard.GuardHandler`. Local."""
+        """Return whole values to read between passes; see :class:`zeropp.params.guard.GuardHandler`. Not collective."""
         if self.closed or self.gather_contexts or not (self.mode.stays_whole or self.readable_weights):
             return None
-        self._refresh.wait_for_all()  # the step has queued it on every rank, so it ends without a call of anyone else
+        self._refresh.wait_for_all()  # every rank has queued the refresh in its step, so it ends without further calls
         return self.unit_of[id(parameter)].cached_values(parameter)
 
     def keep_handle(self, handle: RemovableHandle) -> None:
-        """Remove a hook of the model together with the engine's own."""
+        """Remove this hook when the engine's own hooks are removed."""
         self._hooks.keep(handle)
 
     def install_hooks(self, module: nn.Module, path: str, units: tuple[Unit, ...]) -> None:
-        """Gather units for the forwards of a module; ``path`` is its name in the model."""
+        """Hook a module, so that its forwards gather the units; ``path`` is the module's name in the model."""
         self._hooks.install(module, HookedModule(path, units))
 
     def watch_gradients(self, unit: Unit, first: int = 0) -> None:
-        """Take the gradients of a unit's trainable parameters, from position ``first`` on."""
+        """Hook a unit's trainable parameters, from position ``first`` on, to collect their gradients."""
         self._hooks.watch_gradients(unit, first)
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
-        """Call ``function`` in place of a hooked module's forward."""
+        """Run a hooked module's hooks around ``function``, which replaces the module's forward."""
         return self._hooks.run_as(module, function, *args)
 
     def call_model(self, model: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call the model, whose forward may call it again; if Ctrl-C ends the call, the pass is over at once."""
-        # From outside of the model: a forward that is still open was ended by Ctrl-C.
+        """Call the model, which may call itself inside its forward. If Ctrl-C ends the call, the pass is given up."""
+        # No call is open, so Ctrl-C has ended the forward that is still marked as running.
         if self.phase is Phase.FORWARD and not self._hooks.open_calls:
             self.recover(known=False)
         self._hooks.open_calls += 1
@@ -425,157 +421,157 @@ class Engine(GuardHandler):
             self._hooks.open_calls -= 1
 
     def pin_units(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, units that modules have used stay gathered; see :class:`zeropp.engine.backward.PinnedUnits`."""
+        """Keep units gathered, once used, until the context ends; see :class:`zeropp.engine.backward.PinnedUnits`."""
         return self._pinned_units.until_left()
 
     def layout_id(self) -> str:
-        """Fingerprint of this rank's slices of the model; equal exactly when they are the same."""
+        """Return a fingerprint of this rank's slices of the model. Equal slices have equal fingerprints."""
         return layout_id(self.units, self.mode, self.comm.rank)
 
     def release_prefetched(self) -> None:
-        """Release units that are kept or fetched for a pass to come; the same on every rank."""
+        """Release the units that the plan keeps gathered for a later pass; the same units on every rank."""
         self._schedule.live_units.release_planned()
 
     def wait_for_step(self) -> None:
-        """Wait until the host has stepped all units."""
+        """Wait until no step on the host is in flight."""
         self._refresh.wait_for_step()
 
     def wait_for_refresh(self) -> None:
-        """Wait until no step writes and no refresh reads the main weights any more."""
+        """Wait until no step writes and no refresh reads the main weights."""
         self._refresh.wait_for_all()
 
     def start_refresh(self) -> None:
-        """Start renewing all that is cached of older weights."""
+        """Queue the refreshes of all cached weights that are older than the main weights."""
         self._refresh.start_refresh()
 
     @property
     def refresh_is_delayed(self) -> bool:
-        """True if something cached is of older weights, and its renewal waits for the next step or forward."""
+        """True if cached weights are old and their refresh waits for the next step or forward."""
         return self._refresh.is_put_off
 
     def start_delayed_refresh(self) -> None:
-        """Start such a renewal now."""
+        """Queue the refreshes that were delayed to the next step or forward, if there are any."""
         self._refresh.start_put_off()
 
     # The step.
 
     def begin_step(self) -> int:
-        """Begin a step; returns a number for its place in the sequence of passes, the same on every rank."""
+        """Begin a step; return its code in messages, equal on all ranks and different from that of any pass."""
         return self._schedule.begin_step()
 
     def units_in_forward_order(self) -> list[Unit]:
-        """All units as the next forward will want them."""
+        """Return all units by first use in the next forward; units without hooks, which any module may use, first."""
         return self._schedule.in_forward_order()
 
     @property
     def holds_gradients(self) -> bool:
-        """True if the sums of the last backward wait on this rank for further ones."""
+        """True if the gradients of the last backward are held on this rank, to be reduced with later ones."""
         return self._reductions.holding
 
     def set_no_sync(self, on: bool) -> bool:
-        """Hold the gradients of the backwards to come, or hold them no longer; returns the setting of before."""
+        """Set if the gradients of the following backwards are held (``no_sync``); return the setting before."""
         before, self._reductions.no_sync = self._reductions.no_sync, on
         return before
 
     def send_unsent(self, index: int) -> None:
-        """Reduce the gradients of a unit that this rank or another one still holds. Collective."""
+        """Reduce the gradients of a unit that are held or stray on any rank. Collective."""
         self._reductions.send_unsent(index)
 
     @property
     def sequence_hash(self) -> int:
-        """A hash of all collectives that were issued, 24 bits."""
+        """The 24-bit hash of all issued collectives. The step sync compares it between ranks."""
         return self._issue_hash.value
 
     def note_issued(self, kind: int, unit: int, version: int) -> None:
-        """Take something into that hash that every rank has to do alike."""
+        """Add an event to the hash of issued collectives, which every rank must do alike."""
         self._issue_hash.add(kind, unit, version)
 
     @property
     def passed_over(self) -> bool:
-        """True if this rank has passed over units since the last step sync: all ranks are to know."""
+        """True if this rank has skipped uses of an order, or made unknown calls, since the last step sync."""
         return self._schedule.passed_over
 
     def note_step_sync(self, *, passed_over: bool) -> None:
-        """Ranks have heard of each other; ``passed_over`` if any has passed over units."""
+        """Take the result of a step sync; ``passed_over`` is True if any rank has passed over units since the last."""
         self._schedule.note_passed_over(passed_over)
 
     def note_edited_gradients(self) -> None:
-        """Some rank has edited gradients before its step: such gradients must all be reduced by then."""
+        """Note that a rank edited gradients before a step. From now on backwards must find their late gradients."""
         self._schedule.edits = True
 
     def postpone_reductions(self, units: list[int], *, held: bool) -> None:
-        """Gradients of these units came after they had been sent, or were all ``held`` until the step."""
+        """Expect gradients of these units at the end of backwards, because they came late or were ``held``."""
         self._schedule.postpone(units, held=held)
 
     def renew_caches(self) -> None:
-        """Renew what is cached from main weights alone: ranks have different bits of it."""
+        """Refresh all cached weights from main weights alone, because ranks have different bits of them."""
         self._refresh.invalidate()
 
-    # Parameters that are trained.
+    # Changes of the set of trained parameters.
 
     @property
     def requires_grad_changed(self) -> bool:
-        """True if the model has other trained parameters than the engine knows of."""
+        """True if ``requires_grad`` of a parameter has changed and the engine has not taken it over."""
         return bool(self._flipped)
 
     def note_trained(self, number: int, units: Iterable[Unit], *, split: bool) -> None:
-        """Other parameters are trained from here on.
+        """Take over a change of the set of trained parameters.
 
         Args:
-            number: of the set of trained parameters.
-            units: those whose parameters have changed.
-            split: some have other buffers now.
+            number: number of the new set; a part of the kinds of backwards.
+            units: units whose parameters have changed.
+            split: True if some of these units have new flat buffers.
         """
         self._flipped.clear()
         self._trained_set = number
         for unit in units:
             unit.update_trained()
         self._reductions.update_trained()
-        # New buffers have never been gathered, and plans know the sizes of old ones.
+        # New buffers have never been gathered, and prefetch plans were made for the sizes of the old ones.
         if split:
             self.note_storages()
             self._schedule.note_sizes()
             self.pending.make_room()
 
     def forget_learned(self, *, backwards: bool = False, forwards: bool = False) -> None:
-        """Learn the orders of passes anew: other parameters are trained."""
+        """Forget the learned orders of backwards or forwards, because other parameters are trained."""
         if backwards:
             self._schedule.known.forget_backwards()
         if forwards:
             self._schedule.known.forget_forwards()
 
-    # Parameters touched elsewhere, persistent ones, failures.
+    # Parameters touched outside of modules, the end of failed passes, changes of weights.
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
-        """A released parameter is used outside its module; see :class:`zeropp.params.guard.GuardHandler`."""
+        """Gather the unit of a parameter that is touched; see :class:`zeropp.params.guard.GuardHandler`."""
         if self.closed:
             self.require_idle("the model", averaged=True, beside_step=True)
         self.notice_failed_backward()
         if not self.running and current_graph_task() == -1:
             return False
-        self._begin_backward(by_output=True)  # by a hook that comes before the model's own
+        self._begin_backward(by_output=True)  # a user's hook may touch a weight before the first hook of the engine
         self._touched.use(self.unit_of[id(parameter)])
         return True
 
     def fetched_by(self, parameter: nn.Parameter) -> list[str]:
-        """The modules to call for a parameter; see :class:`zeropp.params.guard.GuardHandler`."""
+        """Return the modules to call for a parameter; see :class:`zeropp.params.guard.GuardHandler`."""
         return self._hooks.fetching(parameter, self.unit_of[id(parameter)])
 
     def _guard_all(self) -> None:
-        """Between passes nothing may be read or edited, not even what the plan keeps gathered for the next one."""
+        """Guard all units: between passes no weight may be read or edited, even if its unit stays gathered."""
         for unit in self.units:
             if unit.state is UnitState.UNSHARDED:
                 unit.guard_values()
 
     @property
     def running(self) -> bool:
-        """True while a pass is running. One that has failed, or was interrupted, may not have been noticed yet."""
+        """True while a pass is running, or one that has failed or was interrupted and is not yet given up."""
         return self.phase is not Phase.IDLE
 
     def notice_failed_backward(self, *, known: bool = False) -> None:
-        """Recover from a backward that has failed; nothing otherwise. An exception is being handled if ``known``.
+        """Recover if the running backward has failed; ``known`` is True while its exception is being handled.
 
-        Autograd calls nothing then that was queued for the end of a backward. So whoever begins something asks.
+        Autograd calls no callback at the end of a failed backward, so methods that begin something call this first.
         """
         if self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None):
             self.recover(known=known)
@@ -590,19 +586,21 @@ class Engine(GuardHandler):
         trains: bool = False,
         needs: Collection[str] = EVERYTHING,
     ) -> None:
-        """Refuse a call in the middle of a pass; unless ``inside_gather``, inside GatheredParameters. Wait for the
-        host's step.
+        """Raise if a call is not allowed now; otherwise wait for a step on the host.
 
-        If it ``trains``, refuse it also of an engine that is retired.
-
-        And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume;
-        and while anything that it ``needs`` is off the device: see [Note: states off the device].
+        Args:
+            what: description of the call, for the error.
+            inside_gather: True to allow the call inside GatheredParameters.
+            averaged: True to allow it while an average of the weights is applied.
+            beside_step: True to return without waiting for a step on the host.
+            trains: True to refuse the call if the engine is retired.
+            needs: names of the memory that must be on the device: see [Note: states off the device].
 
         Raises:
-            RuntimeError: a pass is running, parameters are gathered, averages applied, or the engine was closed.
+            RuntimeError: a pass is running, parameters are gathered, averages are applied, or the engine was closed.
         """
         self.notice_failed_backward()
-        # Nearly always none of it is so, and this is asked several times a step.
+        # One test for the usual case, because this method runs several times in each step.
         if self.state or self.running or self.gather_contexts.open or self.parking.kinds:
             if trains:
                 refuse_retired(self, what)
@@ -614,10 +612,10 @@ class Engine(GuardHandler):
                 listener.weights_wanted()
 
     def recover(self, *, known: bool = True) -> None:
-        """End a pass that an error has ended, being handled if ``known``, and release its units.
+        """Give up a pass that an error has ended, release its units, and report the stop to waiting ranks.
 
-        A forward that Ctrl-C has ended stays open until the model's next one, or this call, which tells the ranks that
-        wait. Weights, optimizer states and the gradients of earlier backwards stay.
+        Weights, optimizer states and gradients of earlier backwards stay. A forward that Ctrl-C ended stays open until
+        this call or the model's next forward. ``known`` is True while the exception is being handled.
         """
         if self.phase is not Phase.IDLE and self._schedule.needs_others:
             error = sys.exc_info()[1] if known else None
@@ -639,39 +637,39 @@ class Engine(GuardHandler):
         if failed is Phase.BACKWARD:
             self.accumulation.note_failure()
         if self.agreement.lost is not None:
-            return  # there is no next step, and nothing to wait for
-        self._schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
+            return  # no step follows, and waiting would be in vain
+        self._schedule.abort(running=failed is not Phase.IDLE)  # first, so that no further collective is issued
         self._reductions.drop_reductions()
         self._guard_all()
-        if failed is Phase.BACKWARD:  # after a forward, those there are whole, of a backward before it
+        if failed is Phase.BACKWARD:  # after a failed forward, .grad has complete gradients of an earlier backward
             self.pending.forget_stray()
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
-        """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
+        """Note that ``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
         self.require_idle("requires_grad_", inside_gather=True, needs=NOTHING)
         self._flipped ^= {id(parameter)}
         for buffer in self.unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
 
     def note_storages(self) -> None:
-        """Look which storages gathered weights lie in."""
+        """Read again in which storages the gathered weights are."""
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
         self.released_storages = self.storages.difference(
             b.storage_id for unit in self.persistent for b in unit.buffers
         )
 
     def weights_changed(self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, for_now: bool = False) -> None:
-        """Main weights are new: what is gathered of them is out of date, what is cached is renewed.
+        """Take over new main weights: release gathered units, and refresh cached weights.
 
         Args:
-            buffers: those with new weights.
-            stepped: by an optimizer step; what is cached then serves as a base for differences.
-            for_now: others may still change them before the next forward.
+            buffers: flat buffers with new main weights.
+            stepped: True after an optimizer step. Differences to the cached weights may then be sent.
+            for_now: True to delay the refreshes to the next forward, because weights may change again before it.
         """
         self.finish_load()
         for buffer in buffers:
             buffer.note_change(stepped=stepped)
-        # Of older weights: see [Note: cached weights]. The next pass forgets them.
+        # Graphs made with older weights are forgotten when the next pass begins: see [Note: cached weights].
         self._graphs_outdated = True
         self._schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):
@@ -684,26 +682,26 @@ class Engine(GuardHandler):
             self._hooks.forget_graphs()
 
     def begin_load(self) -> None:
-        """A state dict is about to be copied in: what torch copies into a parameter are new main weights."""
+        """Take what torch copies into parameters as new main weights, until :meth:`finish_load`."""
         self.state |= EngineState.LOADING
 
     def finish_load(self) -> None:
-        """Main weights are new, if a load has begun; one that failed half-way has changed some, too."""
+        """End a load that has begun, and take over new main weights. A load that failed has changed some, too."""
         if EngineState.LOADING in self.state:
             self.state &= ~EngineState.LOADING
             self.weights_changed(self.buffers)
 
     def set_state(self, state: EngineState, *, on: bool = True) -> None:
-        """Main weights hold an average, or the engine is retired; or, unless ``on``, no longer."""
+        """Set a flag of the engine's state, or clear it if ``on`` is False."""
         self.state = self.state | state if on else self.state & ~state
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Fetch a parameter's unit for the forwards of a module, too."""
+        """Gather a parameter's unit for the forwards of one more module."""
         if (unit := self.unit_of[id(parameter)]).hooked:
             self._hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
-        """Take this rank's piece of a parameter's new values; see :class:`zeropp.params.guard.GuardHandler`."""
+        """Copy this rank's slice of loaded values; see :class:`zeropp.params.guard.GuardHandler`."""
         if EngineState.LOADING not in self.state:
             return False
         for buffer in self.unit_of[id(parameter)].buffers:
@@ -711,11 +709,11 @@ class Engine(GuardHandler):
         return True
 
     def on_close(self, action: Callable[[], None]) -> None:
-        """Do something when the engine is taken off its model."""
+        """Call ``action`` when the engine is taken off its model."""
         self._closing.append(action)
 
     def close(self) -> None:
-        """Take every hook off the model and end streams and groups. Parameters stay partitioned and guarded."""
+        """Remove all hooks, and end comm streams and process groups. Parameters stay sharded and guarded."""
         if self.closed:
             return
         self.state |= EngineState.CLOSED
@@ -726,7 +724,7 @@ class Engine(GuardHandler):
         try:
             for comm_streams in self.comm_streams.values():
                 comm_streams.close()
-            # Before the watching ends: what never ends on a card is given up there.
+            # While the monitor still runs: it aborts collectives on a GPU that never end.
             unused = self.agreement.meet_to_close()
         finally:
             self.agreement.close()
@@ -734,17 +732,17 @@ class Engine(GuardHandler):
 
     @property
     def listener(self) -> Listener | None:
-        """The wrapper of the optimizer, unless it is gone."""
+        """The wrapper of the optimizer; None if it was deleted."""
         return self._listener()
 
     @property
     def buffers(self) -> list[FlatBuffer]:
-        """Every flat buffer."""
+        """All flat buffers."""
         return [buffer for unit in self.units for buffer in unit.buffers]
 
     @property
     def trainable_buffers(self) -> list[FlatBuffer]:
-        """Flat buffers with a gradient and optimizer states."""
+        """The flat buffers with a gradient and optimizer states."""
         return [buffer for buffer in self.buffers if buffer.trainable]
 
     @property
@@ -753,37 +751,37 @@ class Engine(GuardHandler):
         return [gradient for unit in self.units for gradient in unit.gradients]
 
     def zero_grad(self, *, set_to_none: bool = True, now: bool = False) -> None:
-        """Forget gradients or set them to zero; unless ``now``, not in a window whose ``step()`` did nothing."""
+        """Forget gradients or zero them. Does nothing after a ``step()`` that did nothing, unless ``now``."""
         if now or not self.accumulation.ignores_zero_grad:
-            if not set_to_none:  # the host may be stepping with them, and they may be off the device
+            if not set_to_none:  # zeroing writes to gradients: a host step may read them, or they may be off the device
                 self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=["lp_grads"])
                 if (listener := self.listener) is not None:
                     listener.gradients_wanted()
             self.pending.forget_all(set_to_none=set_to_none)
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
+        """Forget one parameter's gradient; see :class:`zeropp.params.guard.GuardHandler`."""
         unit = self.unit_of[id(parameter)]
         self.notice_failed_backward()
         if self.running:
             return
         if self.pending.backward_ran or any(gradient.arrived for gradient in unit.gradients):
             self.parking.require("setting .grad to None", TRAINING)
-            self._refresh.wait_for_step()  # what the host is stepping with stays
+            self._refresh.wait_for_step()  # a step on the host still reads the gradient
             self.pending.forget_one(unit, parameter)
         if (listener := self.listener) is not None:
             listener.gradient_forgotten(parameter)
 
     def has_pending_gradients(self) -> bool:
-        """Tell whether gradients wait for the optimizer, outside of any pass."""
+        """Return True if gradients wait for a step and no pass is running."""
         return self.pending.backward_ran and not self.running
 
 
 def engine_of(model: nn.Module | Optimizer) -> Engine:
-    """The engine that manages a model, or that of a ZeroOptimizer.
+    """Return the engine of a wrapped model, of a module of such a model, or of a ZeroOptimizer.
 
     Raises:
-        ValueError: none does.
+        ValueError: the model is not managed by zeropp, or the optimizer is not a ZeroOptimizer.
     """
     if isinstance(model, Optimizer):
         engine = getattr(model, "engine", None)

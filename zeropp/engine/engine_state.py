@@ -1,4 +1,4 @@
-"""An engine's settings, which stay as they are, and its state between passes."""
+"""The settings of an engine, which do not change, and its state between passes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["EngineOptions", "EngineState"]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Settings of an engine that stay as they are.
+    """Settings of an engine. They do not change after its construction.
 
     Attributes:
-        limits: bounds of the prefetch plan.
-        input_dtype: floating inputs of the model are cast to it; None leaves them alone.
-        static_graph: passes of one kind are promised to use the same units, on every rank and every time.
-        log_relearning: warn when a known order is given up.
-        overlap: let gathers and reductions run beside computing.
-        offloads: something that training needs is off the device.
-        gathers_16_bit_on_save: `zeropp.checkpoint` writes whole 16-bit weights where they are sharded between uses.
-        loads_from_float32: it reads main weights as they were saved, and does not round them.
-        loads_in_turns: it lets the ranks of a node read one after the other.
+        limits: limits of prefetching, in elements.
+        input_dtype: dtype that floating-point inputs of the model are cast to; None to leave inputs as they are.
+        static_graph: True if the user promises that passes of one kind use the same units on every rank, every time.
+        log_relearning: True to log a warning when a known order is given up.
+        overlap: True to run gathers and reductions beside the computation.
+        offloads: True if weights, gradients or optimizer states are offloaded.
+        gathers_16_bit_on_save: True to save whole 16-bit weights in checkpoints if weights are sharded between uses.
+        loads_from_float32: True to load main weights from checkpoints as they were saved, without rounding.
+        loads_in_turns: True to let the ranks of a node read checkpoints one after another.
     """
 
     limits: Limits
@@ -40,13 +40,13 @@ class EngineOptions:
 
 
 class EngineState(Flag):
-    """The state of an engine between passes: usually READY, else one or several of the others."""
+    """State of an engine between passes: READY, or one or more of the other flags."""
 
     READY = 0
     LOADING = auto()
-    """A state dict is being copied in, or was, by a load that has failed half-way."""
+    """A state dict is being copied into the parameters, or such a copy has failed half-way."""
     AVERAGED = auto()
-    """Main weights hold an average."""
+    """The main weights hold an average of the weights."""
     RETIRED = auto()
     """The engine was destroyed, or its model is being wrapped again."""
     CLOSED = auto()

@@ -1,8 +1,8 @@
-"""Each collective runs once while a model is wrapped.
+"""The rehearsal: while a model is wrapped, each collective runs once.
 
-NCCL connects the ranks of a communicator at the first use of each kind of collective. It takes memory then, and loads
-kernels. Without a rehearsal all of that happens in the first step, when one rank may stand still in the middle of an
-order of collectives, and when activations leave the least memory. A network that does not work shows here, by the hop.
+NCCL connects the ranks of a communicator at the first use of each kind of collective, takes memory and loads kernels.
+Without a rehearsal this happens in the first step. There one rank could fail in the middle of an order of collectives,
+and activations leave the least memory. A network that does not work is found here, with the hop that failed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ from zeropp.params.buffer_maker import Transfer, transfers
 __all__ = ["rehearse", "require_room_on_all", "warn_of_no_room"]
 
 _log = logging.getLogger("zeropp")
-_ITEM = torch.float64.itemsize  # sums over all ranks are in this dtype
+_ITEM = torch.float64.itemsize  # bytes of one element of the sums over all ranks
 
 
 def require_room_on_all(comm: Comm, parameters: int) -> None:
-    """Call :func:`require_room`, and raise on every rank if it raises on one: cards and variables may differ."""
+    """Call :func:`require_room`, and raise on every rank if it raises on any: GPUs and variables may differ.
+
+    Args:
+        comm: process groups of the engine.
+        parameters: number of parameters, which gives the size of a step's sum.
+
+    Raises:
+        ValueError: the communicators of some rank do not fit on its GPU.
+    """
     if comm.device.type != "cuda":
         return
     error: ValueError | None = None
@@ -43,7 +51,7 @@ def require_room_on_all(comm: Comm, parameters: int) -> None:
 
 
 def warn_of_no_room(comm: Comm, parameters: int) -> None:
-    """Warn if new communicators do not fit; for unfreezing, when it is too late to raise an error."""
+    """Log a warning if new communicators do not fit on the GPU. Called after unfreezing, when an error is too late."""
     if len(comm.communicators) > comm.rehearsed:
         try:
             require_room_on_all(comm, parameters)
@@ -54,11 +62,14 @@ def warn_of_no_room(comm: Comm, parameters: int) -> None:
 def rehearse(engine: Engine) -> None:
     """Run each kind of collective of each hop once with its largest message, and once with its smallest.
 
-    Only if there are new communicators, after wrapping or unfreezing. Collective over the engine's ranks. Nothing is
-    counted in the ledger, and nothing happens over gloo, which connects when a group is made.
+    Does nothing unless there are new communicators, after wrapping or unfreezing. Collective over the engine's ranks.
+    The ledger counts none of it. Groups over gloo are left out, because they connect when they are made.
+
+    Args:
+        engine: engine whose collectives are run.
 
     Raises:
-        RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
+        RuntimeError: a collective failed or did not end within ``hang_timeout``; the text names its hop and ranks.
     """
     comm = engine.comm
     device = engine.device
@@ -71,7 +82,7 @@ def rehearse(engine: Engine) -> None:
         levels = f"{hop.spec.outer} to {hop.spec.inner}"
         doing = f"the first {transfer.collective} of {members} ({hop.kind}, level {levels})"
         stream = engine.comm_streams[hop.kind].stream(hop.spec.link)
-        # From here on: NCCL connects in the launch, which may not return.
+        # Watched from here on, because NCCL connects in the launch, and the launch may not return.
         with engine.agreement.watching(doing), comm.launching(doing):
             event = stream.run(partial(_carry_out, transfer, device))
             engine.agreement.wait_for_event(event.wait, doing)
@@ -83,7 +94,7 @@ def rehearse(engine: Engine) -> None:
         _finish(engine, doing)
     comm.rehearsed = len(comm.communicators)
     if device.type == "cuda":
-        # The comm streams would keep memory of messages that training allocates elsewhere.
+        # Free cached memory: the comm streams would keep the blocks of messages that training allocates elsewhere.
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",
@@ -94,13 +105,13 @@ def rehearse(engine: Engine) -> None:
 
 
 def _finish(engine: Engine, doing: str) -> None:
-    """Let the host wait for the device, which has waited for the collective."""
+    """Wait on the host until the device has finished the collective."""
     with engine.agreement.watching(doing):
         issued_here(engine.device).wait(engine.agreement.hang_timeout)
 
 
 def _transfers(engine: Engine) -> Iterator[Transfer]:
-    """The largest transfer of each kind and the smallest, in one order on all ranks."""
+    """Yield the largest transfer of each kind, and the smallest if it is smaller; in the same order on all ranks."""
     found: dict[tuple[str, int, int, str, torch.dtype], tuple[Transfer, Transfer]] = {}
     for buffer in engine.buffers:
         gradient = buffer.gradient
@@ -116,11 +127,12 @@ def _transfers(engine: Engine) -> Iterator[Transfer]:
 
 
 def _nbytes(transfer: Transfer) -> int:
+    """Return the size of a transfer in bytes."""
     return transfer.nbytes
 
 
 def _carry_out(transfer: Transfer, device: torch.device) -> None:
-    """Run a transfer with memory of its own."""
+    """Run a transfer with a message of zeros."""
     hop = _uncounted(transfer.hop)
     message = torch.zeros(transfer.nbytes // transfer.dtype.itemsize, dtype=transfer.dtype, device=device)
     if transfer.collective == "all_gather":
@@ -132,15 +144,15 @@ def _carry_out(transfer: Transfer, device: torch.device) -> None:
 
 
 def _uncounted(hop: Hop) -> Hop:
-    """The same hop with a ledger that nobody reads."""
+    """Return a copy of a hop with a ledger of its own, so that the engine's ledger counts nothing."""
     other = copy.copy(hop)
     other.ledger = Ledger()
     return other
 
 
 def _for_all(engine: Engine) -> Iterator[tuple[dist.ProcessGroup | None, torch.Tensor, dist.ReduceOp.RedOpType]]:
-    """Sums and maxima of all ranks, which are of no hop: the group, numbers, and the operation."""
-    # Of flags, and of a number for each parameter.
+    """Yield the sums and maxima over all ranks, which belong to no hop: process group, numbers, operation."""
+    # The sums have one element (a flag), or about two for each parameter (the vector of the step sync).
     for nbytes in (_ITEM, _sums(len(engine.unit_of))):
         numbers = torch.zeros(nbytes // _ITEM, dtype=torch.float64, device=engine.device)
         yield engine.comm.world_group, numbers, dist.ReduceOp.SUM
@@ -150,12 +162,12 @@ def _for_all(engine: Engine) -> Iterator[tuple[dist.ProcessGroup | None, torch.T
 
 
 def _sums(parameters: int) -> int:
-    """Bytes of a step's sum: about two numbers for each parameter."""
+    """Return the bytes of a step's sum, which has about two numbers for each parameter."""
     return 2 * parameters * _ITEM
 
 
 def _outside(device: torch.device) -> int:
-    """Bytes of a card that are in use and that torch's allocator does not have."""
+    """Return the bytes of a GPU's memory in use outside of torch's allocator; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
