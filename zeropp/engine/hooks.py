@@ -1,11 +1,12 @@
-"""Hooks on the user's modules: they tell the engine that a module runs, and cast and watch its inputs and outputs.
+"""Hooks on the user's modules: they report module calls to the engine, and cast and watch inputs and outputs.
 
-A *hooked module* is one whose forward brackets uses of units. Before it runs, its units are fetched; after it, they are
-released, and its outputs carry a hook that fetches them again when backward arrives. Hooks hold the engine weakly.
+A *hooked module* uses units in its forward. The hook before the module gathers its units. The hook after the module
+releases them, and hooks the module's outputs, so that backward gathers the units again when it reaches the outputs.
+Hooks refer to the engine weakly.
 
-torch calls a module's hooks after an error, but not after Ctrl-C, or whatever else is no ``Exception``. Then modules
-stay on the call stack here. The next forward of the model takes them off, as ``Engine.recover()`` does: a model that is
-called while it is on the stack has been interrupted.
+torch calls the hook after a module when the module raises an ``Exception``, but not after Ctrl-C or another exception
+that is no ``Exception``. Then modules stay on the call stack of this file. The next forward of the model clears the
+stack, and so does ``Engine.recover()``: a model that is called while it is on the stack has been interrupted.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ _T = TypeVar("_T")
 
 
 def differentiable(value: object) -> list[Tensor]:
-    """Tensors that require grad, in tuples, lists, dicts, dataclasses and plain objects, each once."""
+    """Return the tensors that require grad in tuples, lists, dicts, dataclasses and plain objects, each once."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """All tensors in tuples, lists, dicts, dataclasses and plain objects, each once."""
+    """Return all tensors in tuples, lists, dicts, dataclasses and plain objects, each once."""
     return [value] if isinstance(value, Tensor) else list(_walk(value, set()))
 
 
 def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
-    # Modules are left out: an output that names one would lead to every parameter below it.
+    # Modules are skipped: an output that refers to a module would lead to all parameters of that module.
     if value is None or isinstance(value, (int, float, str, bytes, type, nn.Module)) or id(value) in seen:
         return
-    # Structures may hold themselves. All of it is held from outside, so no identity is used twice.
+    # Structures may contain themselves. Identities are unique, because the caller keeps all of these objects alive.
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
@@ -73,7 +74,7 @@ def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
         for item in value:
             yield from _walk(item, seen)
     else:
-        # Any object: model libraries return classes of their own, which backward would otherwise not be told of.
+        # Other objects are searched, too: model libraries return classes of their own, whose tensors need hooks.
         names = [name for cls in type(value).__mro__ for name in _slots(cls)]
         for name in dict.fromkeys([*names, *getattr(value, "__dict__", {})]):
             yield from _walk(getattr(value, name, None), seen)
@@ -86,29 +87,33 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def cast_floating(value: _T, dtype: torch.dtype) -> _T:
-    """The same structure with floating tensors in ``dtype``; see :func:`map_tensors`."""
+    """Return the same structure with its floating-point tensors in ``dtype``; see :func:`map_tensors`."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def cast_inputs(
     args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype | None
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """Inputs with floating tensors in ``dtype``, as a module's pre-hook returns them; None leaves them alone."""
+    """Return a module's inputs with floating-point tensors in ``dtype``; None to leave them as they are."""
     return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
 
 
 def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
-    """The same structure with ``change(tensor)`` in place of each tensor.
+    """Return the same structure with ``change(tensor)`` in place of each tensor.
 
-    Looks into tuples, lists, dicts and dataclasses; of these, whatever holds a tensor that changes is copied, and
-    anything else is passed through as the very object it is.
+    Tuples, lists, dicts and dataclasses are searched. A container with a tensor that changes is copied. All other
+    objects, and containers without a change, are returned as they are.
+
+    Args:
+        value: tensor or structure.
+        change: function that returns a tensor's replacement, or the tensor itself.
     """
     changed: Any = value
     if isinstance(value, Tensor):
         changed = change(value)
     elif isinstance(value, (tuple, list)):
         items = [map_tensors(item, change) for item in value]
-        # Where nothing changes the caller's very object goes on: it may be one that the module is to fill.
+        # Without a change the container itself is returned, because the module may have to fill it for its caller.
         if any(new is not old for new, old in zip(items, value, strict=True)):
             changed = _like(value, items)
     elif isinstance(value, MutableMapping):
@@ -116,42 +121,45 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
         if any(replaced[key] is not value[key] for key in replaced):
             changed = copy.copy(value)
             for key, item in replaced.items():
-                # Item by item: not every mapping has update. A copy of it keeps what its class adds.
+                # Assigned one by one, because a mapping may have no update(). copy.copy keeps what the class adds.
                 changed[key] = item
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            # A field without init may not have been set.
+            # A field without init may not be set.
             old = getattr(value, field.name, None)
             new = map_tensors(old, change)
             if new is not old:
                 changed = copy.copy(value) if changed is value else changed
-                # Past the class's own __setattr__: this copy is ours, of frozen classes, too.
+                # Bypasses the __setattr__ of the class, so that frozen dataclasses work, too.
                 object.__setattr__(changed, field.name, new)
     return changed  # type: ignore[no-any-return]
 
 
 def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
-    """Other items in a sequence of the same class, whatever its constructor takes."""
+    """Return a sequence of the same class with other items."""
     if isinstance(value, list):
         changed = copy.copy(value)
         changed[:] = items
         return changed
-    # A named tuple takes its fields one by one; its _make takes them together.
+    # A named tuple's constructor takes its fields one by one; its _make takes a list.
     make = getattr(type(value), "_make", type(value))
     try:
         return make(items)
     except TypeError:
-        # The constructor of this class takes something else.
+        # The constructor of this class takes other arguments.
         return tuple.__new__(type(value), items)
 
 
 def copy_views(output: object, storages: Container[int], where: str) -> object:
-    """A module's output with copies of whatever lies in one of ``storages``; the very object if nothing does.
+    """Return a module's output with copies of all tensors that lie in one of ``storages``.
 
     Args:
-        output: as the module returned it.
-        storages: identities of gathered weights' storages.
-        where: the module's name.
+        output: output of the module.
+        storages: identities of the storages of gathered weights.
+        where: path of the module.
+
+    Returns:
+        The output itself if no tensor lies in these storages.
 
     Raises:
         RuntimeError: a view of a weight is inside an object that cannot be rebuilt.
@@ -161,22 +169,22 @@ def copy_views(output: object, storages: Container[int], where: str) -> object:
         try:
             return storage_id(tensor) in storages
         except (NotImplementedError, RuntimeError):
-            # Sparse, or inside a transform of torch.func: no storage of its own, so no view of ours.
+            # A sparse tensor, or one inside a transform of torch.func: it has no storage, so it is no view of a weight.
             return False
 
     if not any(map(lies_there, tensors_in(output))):
         return output
     copied = map_tensors(output, lambda tensor: tensor.clone() if lies_there(tensor) else tensor)
-    # Plain objects are looked into, and not rebuilt: nobody knows what their constructors do.
+    # Plain objects are searched but not rebuilt, because the arguments of their constructors are unknown.
     if any(map(lies_there, tensors_in(copied))):
         raise RuntimeError(
             f"module {where or 'at the root'!r} returns a weight, or a view of one, inside a {type(output).__name__}, "
-            "and the weight's memory goes when the module is left; return a copy of it, weight.clone()"
+            "and the weight's memory is freed when the module ends; return a copy of it, weight.clone()"
         )
     return copied
 
 
-# In a module's __dict__. See [Note: ownership].
+# Names of attributes in a module's __dict__. See [Note: ownership].
 OWNED_AS = "_zeropp_engine"
 EXTERNAL_AS = "ds_external_parameters"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
@@ -186,40 +194,41 @@ _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
 
 
 class BackwardReach(Enum):
-    """Ways in which backward may come back to a call of a hooked module, and need its units again."""
+    """Ways in which backward may reach a call of a hooked module again, and need its units."""
 
     NEVER = "never"
-    HOOKED = "hooked"  # by the outputs
-    # By another forward in it: it records no graph inside a forward that does, as checkpointing runs modules first.
+    HOOKED = "hooked"  # by the hooks on its outputs
+    # By running it again: the call records no graph inside a forward that records one, as with checkpointing.
     AGAIN = "again"
-    # It records a graph, and nothing that it returns or stores on its module could be hooked: its units are there
-    # for all of backward.
+    # The call records a graph, but no tensor that it returns or stores on its module could be hooked. Its units stay
+    # gathered during all of backward.
     UNHOOKED = "unhooked"
 
 
 @dataclass(eq=False)
 class HookedModule:
-    """A module with hooks.
+    """A hooked module of the model.
 
     Attributes:
-        path: qualified name.
-        units: fetched for the module's forward; those of small parameters, used anywhere, aside.
-        skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
-            without units they are of use only where a pass begins.
-        stored: tensors on the module that carry a hook already, of the call that made them.
-        inside: modules inside it that may store such tensors, with their attributes: neither those that are hooked
-            themselves nor torch's own. None until its first forward.
-        begins: how the paths of modules inside this one begin; "" if it is the root.
-        run_by: ``begins`` of the modules that have run this one in their forwards, though it is not inside them by its
-            path.
-        reentered: its last call came while a forward that it may begin was on the call stack.
+        path: qualified name of the module in the model.
+        units: units that the module's forward gathers. Units of small parameters that any module may use are left out.
+        skipped: True if the hooks skip the running forward, because it is in a compiled region and gathers nothing. The
+            hooks would break the compiled graph; without units they are needed only where a pass begins.
+        stored: tensors stored on the module that have a hook already, of the call that made them.
+        inside: modules inside this one that may store such tensors, without hooked ones and torch's own; None until
+            the first forward.
+        begins: prefix of the paths of modules inside this one; "" for the root.
+        run_by: prefixes ``begins`` of modules that have run this one in their forwards, though their paths do not
+            contain it.
+        reentered: True if the module was last called while a forward that began at it, or any if it is the root, was
+            on the call stack.
     """
 
     path: str
     units: tuple[Unit, ...]
     skipped: bool = False
     stored: list[weakref.ref[Tensor]] = field(default_factory=list)
-    # Weakly: the engine must not keep the modules that own it.
+    # Weak references, because the modules own the engine.
     inside: list[_Inner] | None = None
     run_by: set[str] = field(default_factory=set)
     reentered: bool = False
@@ -230,7 +239,7 @@ class HookedModule:
 
     @property
     def with_frozen(self) -> tuple[Unit, ...]:
-        """The units with frozen parameters: no gradient tells when backward is done with those."""
+        """The units with frozen parameters, for which no gradient shows when backward is done with the weights."""
         return tuple(unit for unit in self.units if unit.has_frozen)
 
     @property
@@ -241,26 +250,26 @@ class HookedModule:
 
 @dataclass
 class _Inner:
-    """A module without hooks, the number of its attributes, and the names of those that are its forward's own."""
+    """A module without hooks, the number of its attributes, and the names of those set by its own code."""
 
     module: weakref.ref[nn.Module]
     count: int = -1
     names: tuple[str, ...] = ()
 
     def look(self, values: dict[str, object]) -> tuple[str, ...]:
-        """Look again which attributes there are."""
+        """Read again the attributes of the module."""
         self.count = len(values)
         self.names = tuple(name for name in values if name not in _MODULE_ATTRIBUTES)
         return self.names
 
 
 class HookHandler(Protocol):
-    """The engine, as hooks see it.
+    """Interface of the engine: methods that hooks call.
 
     Attributes:
         storages: identities of the storages of all gathered weights.
-        released_storages: the same, of those that are released when a module is left.
-        notes_calls: whether it wants to be told of the calls that are made.
+        released_storages: those of ``storages`` whose memory is freed when modules end.
+        notes_calls: True if :meth:`call_made` is to be called.
     """
 
     storages: frozenset[int]
@@ -270,98 +279,108 @@ class HookHandler(Protocol):
     def enter(
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        """A hooked module's forward begins; returns changed (args, kwargs) or None."""
+        """Begin a hooked module's forward; return the changed (args, kwargs), or None."""
         ...
 
     def leave(self, hooked: HookedModule, *, returns: BackwardReach, failed: bool) -> None:
-        """A hooked module's forward is over."""
+        """End a hooked module's forward.
+
+        Args:
+            hooked: hooked module.
+            returns: way in which backward may reach the call.
+            failed: True if the forward raised an error.
+        """
         ...
 
     def backward_reached(self, call: BackwardCall) -> None:
-        """Backward arrives at a hooked module's outputs."""
+        """Called when backward reaches an output of a hooked module's call."""
         ...
 
     def backward_left(self, call: BackwardCall) -> None:
-        """Every gradient with respect to a hooked module's inputs is computed."""
+        """Called when all gradients of the inputs of a hooked module's call are computed."""
         ...
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
-        """A call has hooked outputs, by which backward may come to it."""
+        """Called when a call has hooked outputs, through which backward may reach the call."""
         ...
 
     def gradient_ready(self, index: int, position: int) -> None:
-        """Autograd has put a gradient into ``.grad`` of a trainable parameter: of which unit, and where in it."""
+        """Called when autograd has put a gradient into ``.grad`` of a trainable parameter.
+
+        Args:
+            index: index of the unit.
+            position: position of the parameter among the unit's trainable ones.
+        """
         ...
 
 
 class BackwardCall:
-    """One call of a hooked module, as backward will see it: a hook shared by its outputs.
+    """One call of a hooked module. The object is the hook on all outputs of the call.
 
-    It lives as long as the graph of those. Hooks on the inputs hold it weakly: what they hold lives as long as the
-    inputs' graph, and a call that knew them both ways would keep the whole graph for ever, unseen by Python's
-    collector. (``register_multi_grad_hook`` does that for graphs without a backward, as checkpointing makes them.)
+    The outputs' graph keeps the object alive. Hooks on the inputs refer to it weakly: with a strong reference, the
+    inputs' graph and the object would keep each other alive for ever, and Python's garbage collector cannot see such a
+    cycle. (``register_multi_grad_hook`` makes such a cycle if no backward follows, as with checkpointing.)
     """
 
-    # One for every hooked module and forward: no dict for each. Hooks on inputs hold it weakly, which slots must allow.
+    # Slots save a dict for each call of each hooked module. Hooks on inputs need __weakref__.
     __slots__ = ("__weakref__", "_behind", "_handler", "_inputs", "_left", "_pass", "expected", "hooked", "reached")
 
     def __init__(self, handler: weakref.ref[HookHandler], hooked: HookedModule) -> None:
         self._handler = handler
         self.hooked = hooked
-        # The backward that has reached it; a retained graph may see several.
+        # Number of the backward that has reached the call. Several backwards may go through a retained graph.
         self.reached = -1
         self._inputs: list[Node] = []
         self._behind: list[Node] = []
-        self.expected = False  # whether backwards are told of it before they come to it
-        self._pass = -1  # the backward that has reached an input
-        self._left = 0  # gradients of inputs that it has yet to compute
+        self.expected = False  # True if the engine counts the call as one that backward may reach
+        self._pass = -1  # autograd's number of the backward that has reached an input
+        self._left = 0  # number of inputs whose gradients that backward has yet to compute
 
     def watch(self, inputs: list[Tensor]) -> list[RemovableHandle]:
-        """Be told when backward has the gradients of all ``inputs`` that it computes."""
-        # The nodes as they are now: a module that edits its input in place gives the tensor another one, and hooks
-        # registered here stay with this one.
+        """Call ``HookHandler.backward_left`` when backward has computed its gradients of all ``inputs``."""
+        # The nodes are stored now: an edit in place gives a tensor a new node, and hooks stay with the old one.
         self._inputs = [get_gradient_edge(tensor).node for tensor in inputs]
         arrived = partial(_input_arrived, weakref.ref(self))
         return [tensor.register_hook(arrived) for tensor in inputs]
 
     def note_outputs(self, outputs: list[Tensor]) -> None:
-        """Remember where in the graph the call is, for :meth:`is_to_come`."""
+        """Store the graph nodes behind the outputs, for :meth:`is_to_come`."""
         self.expected = True
         nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-        # One output may come from another, whose node holds this call: a circle that nobody would collect. Nodes made
-        # before all of them lead to none of them, and leaves lead nowhere.
+        # One output may be computed from another, whose node holds this call. Storing that node would make a cycle that
+        # is never collected. Nodes older than all outputs do not lead to them, and leaves lead to no other node.
         first = min((node._sequence_nr() for node in nodes), default=0)
         behind = [each for node in nodes for each, _ in node.next_functions if each is not None]
         self._behind = [each for each in behind if not each.next_functions or each._sequence_nr() < first]
 
     def is_to_come(self) -> bool:
-        """Tell whether the running backward comes to this call, by the nodes behind its outputs."""
+        """Return True if the running backward will reach this call, as autograd tells for nodes behind its outputs."""
         return any(will_execute(node) for node in self._behind)
 
     @uncompiled
     def __call__(self, gradient: Tensor) -> None:
-        """Backward has the gradient of an output.
+        """Handle the gradient of an output: backward has reached the call.
 
         Raises:
-            RuntimeError: it makes a graph of gradients, which would keep weights that are to be released.
+            RuntimeError: backward runs with ``create_graph=True``, and its graph would refer to released weights.
         """
-        # Autograd runs hooks with grad mode off, unless create_graph=True.
+        # Autograd runs hooks with grad mode off, except with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward with create_graph=True, as grad and other transforms of torch.func run it, through a model "
-                "managed by zeropp is not supported: hooks of this backward gather weights and reduce gradients, and a "
-                "graph of gradients would have none. Take such penalties from a model of your own, or from finite "
-                "differences"
+                "managed by zeropp is not supported: hooks of this backward gather weights and reduce gradients, but "
+                "the graph of gradients that it makes would have no such hooks. Compute gradient penalties with a "
+                "model that zeropp does not manage, or with finite differences"
             )
         handler = self._handler()
         if handler is not None:
             handler.backward_reached(self)
 
     def input_arrived(self) -> None:
-        """Backward has the gradient of an input."""
+        """Count the gradient of an input; the last one ends the call's backward."""
         task = current_graph_task()
-        # Another backward over a retained graph, which may want the gradients of other inputs. Which it will compute,
-        # autograd can tell only while it runs.
+        # This is another backward over a retained graph, and may compute the gradients of other inputs. Autograd tells
+        # which ones only while that backward runs.
         if task != self._pass:
             self._pass = task
             self._left = sum(will_execute(node) for node in self._inputs)
@@ -373,77 +392,76 @@ class BackwardCall:
 
 @uncompiled
 def _input_arrived(ref: weakref.ref[BackwardCall], gradient: Tensor) -> None:
-    """A hook on an input of a call."""
+    """Hook on an input of a call."""
     if (call := ref()) is not None:
         call.input_arrived()
 
 
 @uncompiled
 def _gradient_ready(ref: weakref.ref[HookHandler], index: int, position: int, parameter: Tensor) -> None:
-    """A hook on a parameter: its gradient is in ``.grad``."""
+    """Hook on a parameter, called when its gradient is in ``.grad``."""
     if (handler := ref()) is not None:
         handler.gradient_ready(index, position)
 
 
-# All hooks of a model.
+# The hooks of a whole model.
 
 
 class ModuleHooks:
-    """All hooks of one model; one call stack, since one thread runs forward.
+    """All hooks of one model, and the call stack of hooked modules. Only one thread runs forwards.
 
     Attributes:
-        open_calls: how many calls of ``Engine.call_model()`` are running.
+        open_calls: number of running calls of ``Engine.call_model()``.
     """
 
     def __init__(self, handler: HookHandler) -> None:
-        # Weakly, or engine and hooks would be a circle. See [Note: ownership].
+        # A weak reference, because the engine owns this object. See [Note: ownership].
         self._handler = weakref.ref(handler)
         self._handles: list[RemovableHandle] = []
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
-        # Weakly: the engine must not keep the modules that own it.
+        # Weak references, because the modules own the engine.
         self._modules: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
         self._reach: dict[str, Reach] = {}
-        # Uses to add once nothing runs.
+        # Calls of ``extend`` that wait for the end of the outermost forward.
         self._later: list[tuple[nn.Module, Unit]] = []
         self.open_calls = 0
 
     def extend(self, module: nn.Module, unit: Unit) -> None:
-        """Let a module's forwards use one more unit."""
+        """Let the forwards of a module gather one more unit."""
         hooked = self._modules.get(module)
         if hooked is None:
             self.install(module, HookedModule(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
         elif any(frame.hooked is hooked for frame in self._stack):
-            # A running forward leaves what it has entered; with one more unit it would take back a use that it never
-            # made.
+            # Wait for the end of the running forward: its hook would end a use of the unit that it never began.
             self._later.append((module, unit))
         elif unit not in hooked.units:
-            # In one order on every rank, since uses are collective.
+            # Sorted, because uses are collective and need the same order on every rank.
             hooked.units = tuple(sorted((*hooked.units, unit), key=lambda each: each.index))
             self._reach.clear()
 
     def install(self, module: nn.Module, hooked: HookedModule) -> None:
-        """Hook one module."""
+        """Register the hooks on one module."""
         self._modules[module] = hooked
         self._reach.clear()
         self._handles.append(
-            # First: pre-hooks of the user may read weights already.
+            # First of all pre-hooks, because pre-hooks of the user may read weights.
             module.register_forward_pre_hook(self._before(hooked), prepend=True, with_kwargs=True)
         )
         self._handles.append(
-            # Also after an error, or users would be counted for ever. torch calls such hooks for an Exception, not for
-            # Ctrl-C.
+            # always_call: also after an Exception, or the units would stay in use for ever. Not called after Ctrl-C.
             module.register_forward_hook(self._after(hooked), with_kwargs=True, always_call=True)
         )
 
     def _extend_later(self) -> None:
+        """Carry out the calls of ``extend`` that had to wait."""
         later = list(self._later)
         self._later[:] = []
         for module, unit in later:
             self.extend(module, unit)
 
     def reach(self, key: PhaseKey) -> Reach:
-        """Units gathered and modules run by forwards that begin at a kind of pass's first module, or inside it."""
+        """Return the units and modules that forwards may use which begin at the same module as this kind of forward."""
         start = str(key[1])
         if start not in self._reach:
             units = set[int]()
@@ -462,11 +480,11 @@ class ModuleHooks:
         return self._reach[start]
 
     def fetching(self, parameter: nn.Parameter, unit: Unit) -> list[str]:
-        """The paths of the innermost modules that have a parameter, and whose forward fetches its unit."""
+        """Return the paths of the innermost modules that have a parameter and whose forward gathers its unit."""
         found = [
             hooked.path
             for module, hooked in self._modules.items()
-            # Small parameters are shown in any pass, and a pass begins at any hooked module.
+            # A unit without hooks (small parameters) is unsharded in any pass, and any hooked module begins a pass.
             if (unit in hooked.units or not unit.hooked) and any(each is parameter for each in module.parameters())
         ]
         around = {path for path in found for other in found if other != path and f"{other}.".startswith(f"{path}.")}
@@ -474,37 +492,37 @@ class ModuleHooks:
 
     @property
     def root(self) -> nn.Module | None:
-        """The module whose hooks these are, unless it is gone."""
+        """The model itself; None if it was deleted."""
         return next((module for module, hooked in self._modules.items() if hooked.path == ""), None)
 
     def watch_gradients(self, unit: Unit, first: int = 0) -> None:
-        """Tell of the gradients of a unit's trainable parameters, from position ``first`` on."""
+        """Hook a unit's trainable parameters, from position ``first`` on, to report their gradients."""
         parameters = [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
         for position, parameter in enumerate(parameters[first:], first):
-            # Position and index alone: a hook that knew the unit would close a circle through C++, unseen by the
-            # collector.
+            # The hook stores numbers only. A reference to the unit would make a cycle through C++ objects, which the
+            # garbage collector cannot see.
             ready = partial(_gradient_ready, self._handler, unit.index, position)
-            # A hook on the tensor would come before the gradient is in .grad, from where it is taken.
+            # A hook on the tensor itself would run before the gradient is in .grad, where ``Gradient.pack`` takes it.
             self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Remove another hook together with these."""
+        """Remove this hook together with the engine's own hooks."""
         self._handles.append(handle)
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def forget_graphs(self) -> None:
-        """No graph made so far can be used any more."""
+        """Remove hooks on leaf tensors, because no backward may go through the graphs made so far."""
         for handle in self._on_leaves:
             handle.remove()
         self._on_leaves.clear()
 
     def reset(self) -> None:
-        """Forget a call stack that an error has cut off."""
+        """Clear the call stack after an error."""
         self._stack.clear()
 
     @property
@@ -513,10 +531,14 @@ class ModuleHooks:
         return len(self._stack)
 
     def was_interrupted(self, hooked: HookedModule) -> bool:
-        """Tell whether a forward was interrupted, from the call of a module that is about to begin.
+        """Return True if the call of this module shows that an earlier forward was interrupted, as by Ctrl-C.
 
-        A module that begins a forward must not be called inside it: `_require_no_recursion` refuses that when the outer
-        call ends. Inside calls by `run_as` and `Engine.call_model` it may: those see an interruption themselves.
+        So it is if the module began the open forward, or is the root. A module that begins a forward must not be called
+        inside it; `_require_no_recursion` raises then. Inside `run_as` and `Engine.call_model` such calls are allowed,
+        because these two notice an interruption themselves.
+
+        Args:
+            hooked: module whose call begins.
         """
         first = int(bool(self._stack) and self._stack[0].by_function)
         begun = len(self._stack) > first and not self.open_calls
@@ -524,7 +546,7 @@ class ModuleHooks:
         return hooked.reentered
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
-        """Call ``function`` in place of a hooked module's forward, between its hooks of this engine alone."""
+        """Run this engine's hooks of a module around ``function``, which replaces the module's forward."""
         hooked = self._modules[module]
         kwargs = dict[str, object]()
         changed = self._before(hooked)(module, args, kwargs)
@@ -534,13 +556,13 @@ class ModuleHooks:
         try:
             output = function(*args, **kwargs)
         except BaseException:
-            # Inside the handler, as torch calls it: it sees that there is an error.
+            # Inside the except block, where the hook finds the error by sys.exc_info(), as when torch calls it.
             self._after(hooked)(module, args, kwargs, None)
             raise
         return self._after(hooked)(module, args, kwargs, output)
 
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
-        # Not self: the module would keep it alive through this closure.
+        # The closure must not refer to ``self``, because the module owns the closure.
         ref = self._handler
         stack = self._stack
 
@@ -548,26 +570,25 @@ class ModuleHooks:
             handler = ref()
             if handler is None:
                 return None
-            # Before there is a frame: if it raises, the hook after the module finds none, and takes nothing back.
+            # Before the frame is pushed: if this raises, the hook after the module finds no frame, and ends no use.
             changed = handler.enter(hooked, module.training, args, kwargs)
             call = BackwardCall(ref, hooked) if torch.is_grad_enabled() else None
             if stack and not hooked.path.startswith(stack[-1].hooked.begins):
                 hooked.run_by.add(stack[-1].hooked.begins)
-            # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
-            # failure then.
+            # Store the error that is being handled already: a forward inside an except block has not failed itself.
             stack.append(_Frame(hooked, call, sys.exc_info()[1]))
-            # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
+            # For frozen weights, the gradients of the inputs show when backward is done with them.
             if call is not None and hooked.with_frozen:
                 inputs = differentiable((args, kwargs))
                 handles = call.watch(inputs)
                 self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
             return changed
 
-        # The compiler must not look inside: gathers and streams are no part of a graph.
+        # torch.compile must not trace the hook: gathers and streams are no part of a graph.
         opaque: Callable[..., object] = torch.compiler.disable(before)
 
         def before_or_skip(*arguments: object) -> object:
-            # Where a pass begins, with nothing on the stack, the hook is needed even inside a compiled region.
+            # If the stack is empty, a pass begins here, and the hook is needed even in a compiled region.
             hooked.skipped = torch.compiler.is_compiling() and not hooked.units and bool(stack)
             return None if hooked.skipped else opaque(*arguments)
 
@@ -579,19 +600,19 @@ class ModuleHooks:
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             handler = ref()
-            # No frame: entering has failed, or a recovery has emptied the stack.
+            # There is no frame if the hook before the module failed, or if the pass was given up.
             if handler is None or not any(frame.hooked is hooked for frame in stack):
                 _require_no_recursion(module, hooked)
                 return None
             frame = stack.pop()
-            # Modules whose hooks did not run, as after Ctrl-C. What they hold goes when the pass is recovered.
+            # Drop frames of modules whose hooks did not run, as after Ctrl-C. Their units are released in recover().
             while frame.hooked is not hooked:
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
             returns = BackwardReach.NEVER
             if not failed:
-                # While the values are still there. Persistent weights stay until the pass ends: only the outermost
-                # module must copy those.
+                # Copied now, because leave() frees the memory of weights. Persistent weights stay until the pass ends,
+                # so only the outermost module copies views of them.
                 output = copy_views(output, handler.released_storages if stack else handler.storages, hooked.path)
             if frame.call is None and not failed and stack and stack[0].call is not None:
                 returns = BackwardReach.AGAIN
@@ -604,7 +625,7 @@ class ModuleHooks:
                 views = []
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
-                    # A leaf outlives the graph, and would collect the hooks of every graph before.
+                    # A leaf outlives the graph, so its hooks are removed later: see ``forget_graphs``.
                     if tensor.is_leaf:
                         self._on_leaves.append(handle)
                     elif tensor._is_view():
@@ -621,7 +642,7 @@ class ModuleHooks:
                 elif hooked.trainable or differentiable((args, kwargs)):
                     returns = BackwardReach.UNHOOKED
             handler.leave(hooked, returns=returns, failed=failed)
-            # The outermost forward is over, and hooked modules may change.
+            # The outermost forward is over, so hooked modules may get more units now.
             if self._later and not stack:
                 self._extend_later()
             return output
@@ -635,41 +656,45 @@ class ModuleHooks:
 
 
 def _require_no_recursion(module: nn.Module, hooked: HookedModule) -> None:
-    """Refuse the end of a forward that a call of the same module inside it has ended.
+    """Raise at the end of a forward that was given up because its module was called again inside it.
+
+    Args:
+        module: module whose forward ends.
+        hooked: its hooked module.
 
     Raises:
-        RuntimeError: it is such a forward, and no error is on its way.
+        RuntimeError: the forward was given up, and no other error is being handled.
     """
     if hooked.reentered and sys.exc_info()[1] is None:
         raise RuntimeError(
             f"a {type(module).__name__} was called inside its own forward, and it is the module that zeropp wraps or "
-            "that began this forward. Such a call looks like the next one after Ctrl-C, and has ended the forward "
-            "around it. Call self.forward(...) there in place of self(...)"
+            "that began this forward. zeropp cannot tell such a call from the first call after Ctrl-C, so it has ended "
+            "the outer forward. Call self.forward(...) there in place of self(...)"
         )
 
 
 @dataclass
 class _Frame:
-    """A hooked module on the call stack."""
+    """A hooked module on the call stack, and its call, if gradients are enabled."""
 
     hooked: HookedModule
     call: BackwardCall | None
-    # Being handled when the module was entered.
+    # Exception that was already being handled when the module was entered.
     error: BaseException | None
-    # Another function runs in place of the module's forward.
+    # True if another function runs in place of the module's forward.
     by_function: bool = False
 
 
-# Tensors that a backward may begin at.
+# Tensors at which a backward may begin.
 
 
 def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> list[Tensor]:
-    """Differentiable tensors that a forward has put on its module: a loss, a penalty on weights.
+    """Return the differentiable tensors that a forward has stored on its module: a loss or a penalty, for example.
 
     Args:
-        module: whose forward it was.
-        hooked: what the hooks know of it.
-        deep: look into any object, which takes its time; there is no output that backward could come by.
+        module: module whose forward has ended.
+        hooked: its hooked module.
+        deep: True to search objects of any class. This is slow, and needed only if there is no output to hook.
     """
     kinds = object if deep else (Tensor, list, tuple, dict)
     values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
@@ -680,25 +705,26 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
             for name in each.names if each.count == len(attributes) else each.look(attributes):
                 if isinstance(value := attributes.get(name), (Tensor, list, tuple, dict)):
                     found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
-    # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
-    # of a loss must go when the user drops it.
+    # A tensor that stays on the module over several forwards is hooked once, by the call that made it. The references
+    # are weak, so that a graph is freed when the user drops its loss.
     known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
     hooked.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
     return [tensor for tensor in found if id(tensor) not in known]
 
 
 def _find_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> list[_Inner]:
-    """Modules below, none of ``others``, that may store what a backward begins at."""
+    """Return the modules inside a module, except those in ``others``, that may store tensors on themselves."""
     inner = [each for each in module.modules() if each is not module and each not in others] if hooked.units else []
-    # Layers of torch store nothing, and there are many.
+    # torch's own layers store no tensors, and there are many of them.
     return [_Inner(weakref.ref(each)) for each in inner if not type(each).__module__.startswith("torch.nn.")]
 
 
 def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:
-    """Tensors made in a module of which these outputs are views.
+    """Return the tensors, made in a module, whose views are outputs of the module.
 
-    An activation in place, ``relu_``, on such a view gives it a graph that goes from the base on, and passes by the
-    node where the view was made. ``torch.nn.Linear`` returns a view where its input has three dimensions.
+    An operation in place on such a view, ``relu_``, for example, gives the view a new graph that goes through the base
+    and not through the node of the view. So the base needs a hook, too. ``torch.nn.Linear`` returns such a view for
+    inputs with three dimensions.
     """
     given = {id(each) for tensor in tensors_in(inputs) for each in (tensor, tensor._base)}
     bases = [base for view in views if (base := view._base) is not None and base.grad_fn is not None]

@@ -643,7 +643,12 @@ class Schedule:
         phase = self._phase
         assert phase.order is not None
         if self.log_relearning:
-            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, phase.position)
+            _log.warning(
+                "%s: no known order of %s has the units needed at use %d; ranks learn the order anew",
+                doing,
+                self.agreement.where,
+                phase.position,
+            )
         # If all ranks left the order at one position, no rank used the units behind it, and the new order omits them.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
         phase.learned = list(phase.order.uses[:since])

@@ -129,8 +129,8 @@ def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
     optimizer.close()
     try_all(
         "after close(), engine.destroy() or another wrapping of the model had ended this engine; Accelerate's "
-        "free_memory() destroys, and with it transformers' Trainer.train() at its start. Wrap the model again, or "
-        "after close() one that has its values"
+        "free_memory() destroys the engine, too, and transformers' Trainer.train() calls it at its start. Wrap the "
+        "model again; after close(), wrap a model that has its values"
     )
     return said, far
 

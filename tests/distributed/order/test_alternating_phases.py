@@ -117,7 +117,7 @@ def test_only_phases_since_the_last_boundary_vary_where_ranks_part() -> None:
 def test_relearning_happens_once_and_is_logged_on_demand() -> None:
     for steps in run_ranks(2, relearned, True):
         assert [bool(step) for step in steps] == [False, True, False, False, False]
-        assert any("blocks.2" in message and "learning it anew" in message for message in steps[1])
+        assert any("blocks.2" in message and "learn the order anew" in message for message in steps[1])
     for steps in run_ranks(2, relearned, False):
         assert steps == [[]] * 5
 
