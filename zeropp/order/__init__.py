@@ -1,7 +1,7 @@
 """The order of collectives: which gathers and reductions are issued, and when; equal on every rank.
 
 Code in this room decides from units (an index and a state) and from data that ranks have exchanged. It uses no
-`nn.Module`, no autograd and no process group. Start with `schedule`, which issues gathers and releases units.
+``nn.Module``, no autograd and no process group. Start with `schedule`, which issues gathers and releases units.
 `known_orders` stores learned orders, `prefetch` plans which units are gathered ahead, `reductions` issues the
 reductions of gradients, and `refresh` renews cached weights.
 
@@ -20,16 +20,16 @@ each exchange (a small collective on integers) takes place at a position that fo
 3. *Missing units.* A rank may need a unit that the rest of the order lacks. The rank issues the rest of the order up
    to the next fork or the end, as the other ranks do, and asks for the unit there. If all ranks left the order at one
    position, the newly learned order goes on from that position. If only some ranks left it there, the learned order is
-   the union; if the union exceeds `stage3_max_live_parameters`, the position is stored as a fork instead.
+   the union; if the union exceeds ``stage3_max_live_parameters``, the position is stored as a fork instead.
 4. *Exchange at the end.* Ranks exchange at the end of the order only if phases of the kind have varied or may vary
    (`KnownOrders.may_vary`), or if a backward may bring new gradients after gradients were edited. In all other phases
-   no rank may need a unit at the end. Rules 5 and 6 ensure that. With `static_graph` ranks never exchange.
+   no rank may need a unit at the end. Rules 5 and 6 ensure that. With ``static_graph`` ranks never exchange.
 5. *Counted calls.* One gather may serve several calls: those inside a module around them, those while a touched
    parameter keeps the unit, or those of a backward that waits for the unit's last gradient. A rank that skips the
    module around them would release the unit between the calls, and need more gathers than the order has. So an order
    stores how many calls each use served when it was learned. A rank that follows it computes for each unit
-   `owed = calls served by the uses passed - calls that this rank made`, and keeps the unit while `owed > 0`. If a rank
-   has released a unit, the uses that are left serve at least as many calls as the rank may still make.
+   ``owed = calls served by the uses passed - calls that this rank made``, and keeps the unit while ``owed > 0``. If a
+   rank has released a unit, the uses that are left serve at least as many calls as the rank may still make.
 6. *Calls that are not counted.* A module that ran only inside another module of its unit has no counted calls. A rank
    that runs it outside keeps the unit until the phase ends. In backward, autograd tells how many calls of a unit are
    to come (`Schedule.expect_reached`); a rank keeps the unit while more calls are to come than uses are left.

@@ -83,7 +83,7 @@ class CollectiveOrder:
     def postpone(self, units: dict[int, tuple[bool, ...]]) -> CollectiveOrder:
         """Return this order with the reductions of some units moved to its end.
 
-        There all trained parameters of these units have their gradients.
+        There at least one gradient of each trained parameter of these units is expected.
 
         Args:
             units: unit -> for each of its parameters, True if it is trained.
@@ -204,7 +204,7 @@ class KnownOrders:
         return sorted(place for place in places if place < len(order.uses))
 
     def branch(self, key: PhaseKey, order: CollectiveOrder, place: int, wants: set[int]) -> CollectiveOrder | None:
-        """Return the known order that has all wanted units soonest after ``place``; None if there is none.
+        """Return the known order that has all wanted units soonest from ``place`` on; None if there is none.
 
         Args:
             key: kind of the phase.

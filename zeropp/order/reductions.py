@@ -184,7 +184,7 @@ class Reductions:
             self._issue(index, uses)
 
     def before_use(self, uses: float) -> None:
-        """Issue all reductions that the order places before the gathers of use ``uses``, complete or not."""
+        """Issue all reductions that the order places after at most ``uses`` uses, even if gradients are missing."""
         while self._turn < len(self._order) and self._order[self._turn][1] <= uses:
             index, place = self._order[self._turn]
             self._turn += 1
@@ -193,7 +193,7 @@ class Reductions:
             self._issue(index, place)
 
     def after_use(self, uses: int) -> None:
-        """Note that the gathers of the first ``uses`` uses are issued, and issue complete reductions behind them."""
+        """Note that the gathers of the first ``uses`` uses are issued. Issue complete reductions that come next."""
         self._uses = uses
         self.send_complete()
 
@@ -273,7 +273,7 @@ class Reductions:
         """Reduce once more, on all ranks, the units of which any rank has stray gradients.
 
         Returns:
-            unit -> for each of its parameters, True if it is trained.
+            A dict: unit -> for each of its parameters, True if it is trained.
         """
         self.wait_for_reductions(0)  # a message in flight may still take held gradients, which would look unsent
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
@@ -284,7 +284,7 @@ class Reductions:
         return self.trained(strays)
 
     def trained(self, units: Sequence[int]) -> dict[int, tuple[bool, ...]]:
-        """Return unit -> for each of its parameters, True if it is trained."""
+        """Return a dict: unit -> for each of its parameters, True if it is trained."""
         return {index: self._trained[index] for index in units}
 
     def send_unsent(self, index: int) -> None:
@@ -315,7 +315,7 @@ class Reductions:
                 read.nbytes = read.onward
 
     def drop_reductions(self) -> None:
-        """Drop the state of a failed phase, after its messages in flight, because they still write to the shards."""
+        """Drop the state of a failed phase, and wait for its messages in flight, which still write to the shards."""
         self.begin_reductions(None)
         self.wait_for_reductions(0)
 

@@ -5,9 +5,10 @@
 A *phase* is one forward or one backward; a `PhaseKey` names its kind. A *use* is one position of an order: the unit
 that all ranks gather there. A *call* is one run of a module, or one touch of a parameter outside of its module.
 
-*Learning.* The first phase of a kind is learned in rounds:
+*Learning.* The first phase of a kind begins with an exchange (a small collective on integers) and goes on in rounds:
 
 1. A rank that needs a unit sends the unit's index in an exchange. A rank that has finished the phase sends -1.
+   In backward each rank also sends a few units whose gradients it has; units sent by all ranks are reduced now.
 2. All ranks gather the unit with the smallest index sent. This unit is the next use of the order.
 3. A rank computes again once its own unit is gathered. Until then it takes part in further rounds.
 4. The phase ends with a round in which every rank sends -1.
@@ -40,12 +41,8 @@ from zeropp.params.unit import Unit, UnitState
 __all__ = ["LiveUnits", "Schedule"]
 
 _log = logging.getLogger("zeropp")
-_BEGIN, _ROUND, _FORK, _AGAIN = (
-    1,
-    2,
-    3,
-    4,
-)  # kinds of exchange: unknown phase begins, learning, fork or end, after error
+# Kinds of exchange: an unknown phase begins; a learning round; a fork or the end of an order; after an error.
+_BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4
 _NONE = -1  # as a unit: this rank needs none in this phase any more; as a position: this rank has not left the order
 _OFFERS = 4  # complete units that a rank offers for reduction in one round; an exchange has room for no more
 # Flags that a rank sends in an exchange at a fork: it has stray gradients; it ran a module that the order has no calls
@@ -74,7 +71,7 @@ class PhaseState:
         calls: number of this rank's calls that each entry of ``learned`` served.
         places: unit -> index of its last entry in ``learned``.
         counted: True if calls are counted, because an order is followed without an exchange at its end.
-        called: module path -> number of this rank's calls.
+        called: module path -> number of this rank's calls in this phase.
         nested: True if a unit was used without a counted call: by a module inside another one of the unit, or again by
             a touched parameter, or by backward.
         novel: True if this rank called a module that the order has no calls of.
@@ -212,7 +209,7 @@ class Schedule:
         return self._phase_code("step")
 
     def _go_on(self, what: str, *, met: bool = False) -> None:
-        """Begin a phase or step of all ranks. If this rank's last pass has failed, begin with an exchange."""
+        """Begin a phase or step that takes all ranks; with an exchange if this rank's last pass has failed."""
         if self._failed:
             self.agreement.exchange(_AGAIN, [], f"starting {what} after an error")
             self._failed = False
@@ -225,10 +222,8 @@ class Schedule:
     def use(self, unit: Unit, call: str | None = None) -> None:
         """Make a unit usable: issue all collectives up to its place in the order, and wait for its gather.
 
-        The caller has increased ``unit.users`` before.
-
         Args:
-            unit: unit that is needed.
+            unit: unit that is needed. The caller has increased ``unit.users`` before.
             call: path of the module that runs, if no module around it uses the unit; "" for a parameter touched outside
                 of its module; None for a module inside another one of the unit, and in backward.
         """
@@ -241,11 +236,11 @@ class Schedule:
         else:
             count = phase.called[call] = phase.called.get(call, 0) + 1
             if phase.counted and phase.order is not None:
-                # No rank ever made this call by itself, so this rank may have skipped the module around it. Other
-                # modules inside the skipped one may follow: keep the unit until the phase ends.
+                # An unusual call exceeds the calls of its module in the order. Perhaps this rank skips the module
+                # around it, and more modules inside the skipped one follow: keep the unit until the phase ends.
                 usual = count <= phase.order.called[call]
                 self.live_units.owed[index] += -1 if usual else _KEEP
-                self.passed_over |= not usual  # later phases of this kind end with an exchange
+                self.passed_over |= not usual  # so later phases of this kind end with an exchange
             elif phase.order is not None:
                 phase.novel |= call not in phase.order.called
             elif unit.state is not UnitState.SHARDED and index in phase.places:
@@ -275,7 +270,7 @@ class Schedule:
                 stop = position + 1
             for each in self._advance(stop, own=index):
                 self._issue(each)
-            if position == stop - 1:  # the uses up to this one have been issued
+            if position == stop - 1:  # the last use passed is this one
                 return self._wait_and_unshard(unit)
             self._ask_at_fork(unit)
         gathered = unit.state is UnitState.SHARDED
@@ -325,7 +320,7 @@ class Schedule:
             more = self.unrecorded - self.known.unrecorded(phase.key) if self.unrecorded else self.unrecorded
             for (_, index), count in more.items():
                 self.live_units.owed[index] += count
-                self.passed_over = True  # later backwards of this kind end with an exchange
+                self.passed_over = True  # so later backwards of this kind end with an exchange
 
     def note_reached(self, unit: Unit) -> None:
         """Note that backward has reached one of the calls that were given to :meth:`expect_reached`."""
@@ -555,8 +550,8 @@ class Schedule:
     def _retain(self, index: int) -> None:
         """Keep a unit that was gathered for other ranks, because this rank may still use it.
 
-        The live limit holds only if this rank can ask for the unit again: while learning, after leaving the order, or
-        in a phase that ends with an exchange. In other phases the unit stays without a limit.
+        ``stage3_max_live_parameters`` limits such units only if this rank can ask for them again: while learning, after
+        leaving the order, or in a phase that ends with an exchange. In other phases there is no limit.
         """
         asks = self._phase.order is None or self._phase.left != _NONE or self._may_be_asked()
         self.live_units.retain(index, bounded=asks)
@@ -608,8 +603,8 @@ class Schedule:
             return True
         branch = self.known.branch(phase.key, order, place, wants)
         # If ranks take different ways, as through experts, there are as many orders as combinations. If the units of
-        # the order and the wanted ones fit the live limit together, ranks go on with the order, and what they need at
-        # its end is learned as a part of it.
+        # the order and the wanted ones together are within ``stage3_max_live_parameters``, ranks go on with the order,
+        # and the units that they need at its end are appended to it.
         union = self.live_units.fit(wants.union(order.uses))
         if branch is None and union and place < len(order.uses) and len({row[0] for row in rows}) > 1:
             branch = order
@@ -638,7 +633,7 @@ class Schedule:
             place: position of this exchange in the order.
             left: positions at which ranks left the order; -1 for a rank that has not.
             doing: description of this rank's exchange, for the log.
-            union: True if the units of the order and the wanted ones fit the live limit together.
+            union: True if the units of the order and the wanted ones are within ``stage3_max_live_parameters``.
         """
         phase = self._phase
         assert phase.order is not None
@@ -655,8 +650,8 @@ class Schedule:
         phase.calls = [0] * since
         phase.places = {unit: place for place, unit in enumerate(phase.learned)}
         # Some ranks left the order early, and others used the units up to here. In the union, the units wanted early
-        # come last, and a rank that wants them early retains all units before them. If these exceed the live limit,
-        # the position where ranks left is stored as a fork instead.
+        # come last, and a rank that wants them early retains all units before them. If these are more than
+        # ``stage3_max_live_parameters``, the position where ranks left is stored as a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
         phase.new_fork = phase.order.uses[: min(apart)] if apart else None
         self.known.note_variation(phase.key)  # even if the learned order is one that is known already
@@ -721,7 +716,7 @@ class LiveUnits:
     """
 
     def __init__(self, units: Sequence[Unit], comm_streams: CommStreams, agreement: Agreement, live: int) -> None:
-        """Start with no unit kept; ``live`` limits the elements of planned and retained units together."""
+        """Start with no unit kept; ``live`` is ``stage3_max_live_parameters``, in elements."""
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
         self.numel: list[int] = []
@@ -738,7 +733,7 @@ class LiveUnits:
         self.numel = [unit.numel for unit in self._units]
 
     def fit(self, units: Iterable[int]) -> bool:
-        """Return True if these units fit the live limit together."""
+        """Return True if these units together have at most ``stage3_max_live_parameters`` elements."""
         return sum(self.numel[index] for index in set(units)) <= self._live
 
     def retain(self, index: int, *, bounded: bool) -> None:
@@ -746,7 +741,8 @@ class LiveUnits:
 
         Args:
             index: index of the unit.
-            bounded: True to release the oldest retained units while the live limit is exceeded.
+            bounded: True to release the oldest retained units while planned and retained units exceed
+                ``stage3_max_live_parameters``.
         """
         # A dict keeps the order of insertion, so the loop below releases the oldest units first.
         self.retained[index] = None
