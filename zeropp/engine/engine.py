@@ -248,7 +248,7 @@ class Engine(GuardHandler):
             outstanding = [*([] if self._since else self._outstanding), key]
             self._root_ran |= hooked.path == ""
             if self._root_ran:
-                # Drop parts that gather nothing: one rank alone may have run them, so kinds of backwards would differ.
+                # Drop parts that gather nothing: one rank alone may have run them, and kinds would differ between ranks.
                 outstanding = [each for each in outstanding if not (each[1] and self._schedule.known.note_silent(each))]
             self._schedule.repeats |= len(outstanding) > 1
             if self._since:
@@ -267,7 +267,7 @@ class Engine(GuardHandler):
             self._backward.expect_in_backward(self._touched.expected(), whole=True)
             self._backward.forward_ended(first=len(self._outstanding) == 1)
         self._touched.let_go()
-        if self._backward.give_up():  # a backward ran inside this forward; the next one has a new number
+        if self._backward.give_up():  # a backward ran inside this forward; later ones have a new number
             self._backwards += 1
         self._schedule.end_phase()
         self._guard_all()
@@ -298,7 +298,7 @@ class Engine(GuardHandler):
             self._backward.expect_call(call, outputs)
 
     def backward_left(self, call: BackwardCall) -> None:
-        """Note that backward has the gradients of all inputs of a call, and release its units if possible."""
+        """Note that backward has all input gradients of a call; release units with frozen parameters if possible."""
         for unit in call.hooked.with_frozen if call.reached == self._backwards else ():
             self._backward.call_ended(unit)
 
@@ -469,7 +469,7 @@ class Engine(GuardHandler):
         return self._reductions.holding
 
     def set_no_sync(self, on: bool) -> bool:
-        """Set if the gradients of the following backwards are held (``no_sync``); return the setting before."""
+        """Hold the gradients of the following backwards (``no_sync``) if ``on``; return the previous setting."""
         before, self._reductions.no_sync = self._reductions.no_sync, on
         return before
 
@@ -483,7 +483,7 @@ class Engine(GuardHandler):
         return self._issue_hash.value
 
     def note_issued(self, kind: int, unit: int, version: int) -> None:
-        """Add an event to the hash of issued collectives, which every rank must do alike."""
+        """Add an event to the hash of issued collectives. Every rank must add the same event."""
         self._issue_hash.add(kind, unit, version)
 
     @property

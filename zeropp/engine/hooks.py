@@ -218,8 +218,8 @@ class HookedModule:
         inside: modules inside this one that may store such tensors, without hooked ones and torch's own; None until
             the first forward.
         begins: prefix of the paths of modules inside this one; "" for the root.
-        run_by: prefixes ``begins`` of modules that have run this one in their forwards, though their paths do not
-            contain it.
+        run_by: prefixes ``begins`` of modules that have run this one in their forwards, although its path is not
+            inside theirs.
         reentered: True if the module was last called while a forward that began at it, or any if it is the root, was
             on the call stack.
     """
@@ -461,7 +461,7 @@ class ModuleHooks:
             self.extend(module, unit)
 
     def reach(self, key: PhaseKey) -> Reach:
-        """Return the units and modules that forwards may use which begin at the same module as this kind of forward."""
+        """Return the units and modules that a kind of forward may use: those of its first module and inside it."""
         start = str(key[1])
         if start not in self._reach:
             units = set[int]()

@@ -1,7 +1,7 @@
 """The rehearsal: while a model is wrapped, each collective runs once.
 
 NCCL connects the ranks of a communicator at the first use of each kind of collective, takes memory and loads kernels.
-Without a rehearsal this happens in the first step. There one rank could fail in the middle of an order of collectives,
+Without a rehearsal this happens in the first step. There one rank could block in the middle of an order of collectives,
 and activations leave the least memory. A network that does not work is found here, with the hop that failed.
 """
 

@@ -37,7 +37,8 @@ class Plan:
     Attributes:
         issue: for each use, the units whose gathers are issued, in order: the used unit first, unless it is gathered
             already, then units gathered ahead.
-        drop: for each use, the units that the plan no longer keeps after it.
+        drop: for each use, the units that the plan gives up: the used unit after the use, other units before the
+            gathers of this use.
         live: units that the plan keeps gathered at the end of the order.
     """
 
@@ -66,7 +67,7 @@ class _Walk:
             self.distance.append(self.distance[-1] + self.numel[unit])
 
     def next_use(self, unit: int, after: int) -> int | None:
-        """Return the first position of a unit behind ``after``; None if there is none."""
+        """Return the first position of a unit after position ``after``; None if there is none."""
         places = self.positions.get(unit, [])
         index = bisect_right(places, after)
         return places[index] if index < len(places) else None
@@ -76,7 +77,7 @@ class _Walk:
         return sum(self.numel[unit] for unit in self.live)
 
     def make_room(self, numel: int, needed_at: int, now: int) -> list[int] | None:
-        """Choose units to release so that ``numel`` elements fit the live limit.
+        """Choose units to release so that ``numel`` more elements are within the limit on live elements.
 
         Args:
             numel: elements to make room for.
