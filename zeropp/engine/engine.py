@@ -248,7 +248,7 @@ class Engine(GuardHandler):
             outstanding = [*([] if self._since else self._outstanding), key]
             self._root_ran |= hooked.path == ""
             if self._root_ran:
-                # Drop parts that gather nothing: one rank alone may have run them, and kinds would differ between ranks.
+                # Drop parts that gather nothing: if one rank alone ran them, kinds would differ between ranks.
                 outstanding = [each for each in outstanding if not (each[1] and self._schedule.known.note_silent(each))]
             self._schedule.repeats |= len(outstanding) > 1
             if self._since:
@@ -682,7 +682,7 @@ class Engine(GuardHandler):
             self._hooks.forget_graphs()
 
     def begin_load(self) -> None:
-        """Take what torch copies into parameters as new main weights, until :meth:`finish_load`."""
+        """Take values that torch copies into parameters as new main weights, until :meth:`finish_load`."""
         self.state |= EngineState.LOADING
 
     def finish_load(self) -> None:

@@ -121,7 +121,7 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
         if any(replaced[key] is not value[key] for key in replaced):
             changed = copy.copy(value)
             for key, item in replaced.items():
-                # Assigned one by one, because a mapping may have no update(). copy.copy keeps what the class adds.
+                # Assigned one by one, because a mapping may have no update(). copy.copy keeps attributes of the class.
                 changed[key] = item
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -268,7 +268,7 @@ class HookHandler(Protocol):
 
     Attributes:
         storages: identities of the storages of all gathered weights.
-        released_storages: those of ``storages`` whose memory is freed when modules end.
+        released_storages: the part of ``storages`` whose memory is freed when modules end.
         notes_calls: True if :meth:`call_made` is to be called.
     """
 
@@ -461,7 +461,7 @@ class ModuleHooks:
             self.extend(module, unit)
 
     def reach(self, key: PhaseKey) -> Reach:
-        """Return the units and modules that a kind of forward may use: those of its first module and inside it."""
+        """Return the units and modules that a kind of forward may use, in its first module and inside it."""
         start = str(key[1])
         if start not in self._reach:
             units = set[int]()

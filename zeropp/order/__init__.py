@@ -24,9 +24,9 @@ each exchange (a small collective on integers) takes place at a position that fo
 4. *Exchange at the end.* Ranks exchange at the end of the order only if phases of the kind have varied or may vary
    (`KnownOrders.may_vary`), or if a backward may bring new gradients after gradients were edited. In all other phases
    no rank may need a unit at the end. Rules 5 and 6 ensure that. With ``static_graph`` ranks never exchange.
-5. *Counted calls.* One gather may serve several calls: those inside a module around them, those while a touched
-   parameter keeps the unit, or those of a backward that waits for the unit's last gradient. A rank that skips the
-   module around them would release the unit between the calls, and need more gathers than the order has. So an order
+5. *Counted calls.* One gather may serve several calls: calls inside another module of the unit, calls while a touched
+   parameter keeps the unit, or calls in a backward that waits for the unit's last gradient. A rank that skips the
+   outer module would release the unit between the calls, and need more gathers than the order has. So an order
    stores how many calls each use served when it was learned. A rank that follows it computes for each unit
    ``owed = calls served by the uses passed - calls that this rank made``, and keeps the unit while ``owed > 0``. If a
    rank has released a unit, the uses that are left serve at least as many calls as the rank may still make.
@@ -37,6 +37,6 @@ each exchange (a small collective on integers) takes place at a position that fo
    with an exchange, because they may reach that forward and bring more gradients.
 8. *Errors.* Without an exchange at the end, it is an error if a rank runs a module more often than any rank ever did:
    the other ranks do not issue the gather. If ranks differed in forwards of the same module in another mode
-   (evaluation), the most calls of any rank there are known, too: if they exceed those of the order, phases end with an
-   exchange.
+   (evaluation), the most calls of any rank there are known, too. If they exceed the calls in the order, phases end
+   with an exchange.
 """

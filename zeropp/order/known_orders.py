@@ -53,7 +53,7 @@ class Reach(NamedTuple):
 
     Attributes:
         units: indices of the units that are gathered.
-        modules: paths of the modules that use such a unit, without those inside another module that uses the unit too.
+        modules: paths of the modules that use such a unit and are inside no other module that uses it.
     """
 
     units: frozenset[int]
@@ -67,7 +67,7 @@ class CollectiveOrder:
     Attributes:
         uses: units in the order in which they are gathered. A unit that is released and gathered again occurs again.
         reductions: pairs (unit, n) in the order of issue: the unit is reduced after the gathers of the first n uses
-            and before those of the next use. So gathers and reductions together have one order on every rank.
+            and before the gathers of the next use. So gathers and reductions together have one order on every rank.
         fires: unit -> number of gradients that each of its parameters receives in this phase.
         calls: for each entry of ``uses``, the number of calls that its gather served when the order was learned: see
             [Note: how ranks may diverge]. Empty if ranks used different units or modules.

@@ -19,7 +19,7 @@ class Limits:
     Attributes:
         prefetch: limit on units gathered ahead and not yet used (``stage3_prefetch_bucket_size``). A single unit may
             exceed it; 0 turns prefetching off.
-        live: limit on gathered units beside the one in use: those gathered ahead and those kept for their next use
+        live: limit on the units that are gathered ahead or kept for their next use, without the unit in use
             (``stage3_max_live_parameters``).
         reuse: a unit may be kept for its next use if the uses up to that one, included, have at most so many elements
             (``stage3_max_reuse_distance``).

@@ -615,7 +615,7 @@ class Schedule:
             self.reductions.change(branch)
             self._follow(branch, place)
         phase.left = _NONE
-        phase.forks = [fork for fork in self.known.forks(phase.key, branch) if fork > place]  # those still ahead
+        phase.forks = [fork for fork in self.known.forks(phase.key, branch) if fork > place]  # forks still ahead
         return False
 
     def _postpone_strays(self) -> None:
@@ -770,7 +770,7 @@ class LiveUnits:
             unit.guard_values()
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Take units out of the plan, and release those that nothing else needs."""
+        """Take units out of the plan, and release the units that nothing else needs."""
         gone = sorted(indices)
         self.planned.difference_update(gone)
         for index in gone:
