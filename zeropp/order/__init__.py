@@ -23,7 +23,7 @@ each exchange (a small collective on integers) takes place at a position that fo
    the union; if the union exceeds ``stage3_max_live_parameters``, the position is stored as a fork instead.
 4. *Exchange at the end.* Ranks exchange at the end of the order only if phases of the kind have varied or may vary
    (`KnownOrders.may_vary`), or if a backward may bring new gradients after gradients were edited. In all other phases
-   no rank may need a unit at the end. Rules 5 and 6 ensure that. With ``static_graph`` ranks never exchange.
+   no rank may need a unit at the end. Rules 5 and 6 ensure that. ``static_graph`` turns this exchange and forks off.
 5. *Counted calls.* One gather may serve several calls: calls inside another module of the unit, calls while a touched
    parameter keeps the unit, or calls in a backward that waits for the unit's last gradient. A rank that skips the
    outer module would release the unit between the calls, and need more gathers than the order has. So an order
