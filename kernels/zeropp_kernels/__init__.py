@@ -1,4 +1,7 @@
-"""Kernels for ZeRO communication: tensors in, message bytes out, and back. No process groups, no modules."""
+"""Quantization kernels for communication: encode tensors as messages, and decode, sum and copy.
+
+The package uses torch and Triton only; it has no process groups and no modules.
+"""
 
 from __future__ import annotations
 

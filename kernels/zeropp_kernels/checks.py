@@ -1,8 +1,8 @@
-"""What every operation asks of its arguments, said in errors that name the argument.
+"""Argument checks of the operations. Errors name the argument.
 
-Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors too; the rest when data is there.
-Every call comes through here, so what a message says is put together when it is raised, and many tensors are asked at
-once before one of them is looked for.
+Shapes, dtypes and devices are also checked under ``torch.compile`` and for fake tensors. Addresses and values are
+checked only for real tensors. The checks run at every call, so they are written for speed: error messages are built
+only when raised, and lists of tensors are first checked as a whole, then one by one only to find the wrong one.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Messages are the second axis of a launch grid, and CUDA has no more there.
+# Messages are the second axis of launch grids, where CUDA allows at most 65535 programs.
 _MOST_MESSAGES = 65535
 _LARGEST = torch.finfo(torch.float32).max
-# Bytes, of messages and states: codes are stored 128 bits at a time.
+# Bytes: messages and states must start at a multiple of this, because codes are stored 128 bits at a time.
 _ALIGNMENT = 16
-# For map(), which asks a hundred tensors without a line of Python for each.
+# For map(), which reads an attribute of a hundred tensors without running Python code for each.
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
 
@@ -57,14 +57,17 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS, numel: int | None = None) -> None:
-    """One dimension, contiguous, one of ``dtypes``, and ``numel`` elements where that is given."""
-    # Before strides are asked for, which sparse tensors do not have.
+    """Raise unless a tensor is dense, one-dimensional and contiguous, of one of ``dtypes`` and with ``numel`` elements.
+
+    The number of elements is not checked if ``numel`` is None.
+    """
+    # Checked before strides are read, because sparse tensors have none.
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {given}; expected a dense tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(dtypes)}")
-    # Kernels and scratch alike go by element numbers, without strides.
+    # Kernels and the plain torch code address elements by number, without strides.
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected one contiguous dimension: "
@@ -75,7 +78,7 @@ def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS
 
 
 def check_count(name: str, count: int, numel: int, of: str) -> int:
-    """``count`` is 1 or more and divides ``numel``; returns the quotient."""
+    """Return ``numel // count``. Raise ValueError unless count is in 1 to 65535 and divides ``numel``."""
     if not 1 <= count <= _MOST_MESSAGES:
         raise ValueError(f"{name} is {count}; expected 1 to {_MOST_MESSAGES} messages")
     if numel % count:
@@ -84,34 +87,34 @@ def check_count(name: str, count: int, numel: int, of: str) -> int:
 
 
 def check_scale(scale: float, device_scale: Tensor | None = None) -> None:
-    """A factor that is finite in float32: any other would make values of the zeros between tensors and past the end.
+    """Raise ValueError unless ``scale`` is finite in float32: 0 * Inf would make NaN of the zeros between tensors.
 
-    Of one in a tensor only the form is checked; its value is on its way while the host goes on.
+    For a scale in a tensor, only dtype and size are checked. Reading its value would make the host wait for the device.
     """
     if device_scale is not None:
         if device_scale.dtype != torch.float32:
             raise TypeError(f"scale is {_names([device_scale.dtype])}; expected a number, or a tensor of float32")
         if device_scale.numel() != 1:
             raise ValueError(f"scale has {device_scale.numel()} elements; expected a number, or a tensor of one")
-    # Put so that NaN is refused as well.
+    # Written as "not <=" so that NaN fails, too.
     if not abs(scale) <= _LARGEST:
         raise ValueError(f"scale is {scale}; expected a number that float32 can hold, at most {_LARGEST:.7g}")
 
 
 def check_blocks(name: str, numel: int, count: int) -> None:
-    """Each of several messages begins on a block."""
-    # A group must not have elements of two messages; a single message may end anywhere.
+    """Raise ValueError unless each of several messages starts on a block: numel is a multiple of 256, or count is 1."""
+    # Otherwise a group would have elements of two messages. A single message may have any number of elements.
     if count > 1 and numel % BLOCK:
         raise ValueError(f"{name} is {numel}; expected a multiple of {BLOCK} where there is more than one message")
 
 
 def check_messages(name: str, tensor: Tensor, layout: MessageLayout, count: int) -> None:
-    """Bytes for exactly ``count`` messages."""
+    """Raise unless ``tensor`` is uint8 and has the bytes of exactly ``count`` messages."""
     check_flat(name, tensor, (torch.uint8,))
     if tensor.numel() != layout.nbytes * count:
         raise ValueError(
             f"{name} has {tensor.numel()} bytes; expected {layout.nbytes * count}: {count} x {layout.nbytes} for "
-            f"{layout.numel} elements of {layout.bits} bits (zeropp_kernels.message_layout tells)"
+            f"{layout.numel} elements of {layout.bits} bits (see zeropp_kernels.message_layout)"
         )
 
 
@@ -121,7 +124,7 @@ def check_bits(name: str, bits: int) -> None:
 
 
 def check_feedback(state: Tensor | None, numel: int, count: int, bits: int, beta: float) -> None:
-    """The bytes of a state, and a factor in [0, 1)."""
+    """Raise unless ``state`` has the bytes of ``count`` error-feedback states, and ``0 <= beta < 1``."""
     if not 0.0 <= beta < 1.0:
         raise ValueError(f"beta is {beta}; expected 0 <= beta < 1, the part of the old error that is kept")
     if state is None:
@@ -130,21 +133,22 @@ def check_feedback(state: Tensor | None, numel: int, count: int, bits: int, beta
     check_flat("state", state, (torch.uint8,))
     if state.numel() != nbytes:
         raise ValueError(
-            f"state has {state.numel()} bytes; expected {nbytes}, zeros at first (zeropp_kernels.state_layout tells)"
+            f"state has {state.numel()} bytes; expected {nbytes}, zeros at first (see zeropp_kernels.state_layout)"
         )
 
 
 def check_encoding(numel: int, messages: Tensor, count: int, bits: int, state: Tensor | None, beta: float) -> None:
-    """What all operations that write quantized messages ask of their outputs."""
+    """Check the outputs of operations that write quantized messages: bits, message bytes, and error feedback."""
     check_bits("bits", bits)
     check_messages("messages", messages, message_layout(numel, bits), count)
     check_feedback(state, numel, count, bits, beta)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory without gaps or overlaps, in whatever order: channels_last, or a transpose."""
+    """Return True if the elements of a tensor are in memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
-    # From the smallest stride up each must be the product of the sizes below it; a dimension of 1 may have any.
+    # Sorted by stride, each stride must be the product of the sizes before it. A dimension of size 1 may have any
+    # stride.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
             if stride != expected:
@@ -156,11 +160,14 @@ def is_dense(tensor: Tensor) -> bool:
 def check_table(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, what: str
 ) -> None:
-    """Dense tensors of one dtype, and a table of as many, for a flat buffer as long as ``what``."""
+    """Raise unless all tensors are dense and of one dtype, and the table was made for as many tensors and ``numel``.
+
+    ``what`` is the name of the flat buffer in error messages.
+    """
     _check_part("host", host, torch.int64, (3, len(tensors)), len(tensors), numel, what)
     _check_part("entries", entries, torch.int64, (3, len(tensors)), len(tensors), numel, what)
     _check_part("owners", owners, torch.int32, (blocks_of(numel),), len(tensors), numel, what)
-    # It is read at every call, and a read from a device would wait for it.
+    # The host reads it at every call. A read from a device would wait for the device.
     if not host.is_cpu:
         raise ValueError(f"table.host is on {host.device}; expected cpu: make the table with block_table")
     dtypes = set(map(_dtype, tensors))
@@ -179,7 +186,7 @@ def _check_part(
 
 
 def _check_each(tensors: Sequence[Tensor]) -> None:
-    """One dtype, and no gaps."""
+    """Raise for the first tensor with an unsupported or a second dtype, or with gaps or overlaps in memory."""
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in FLOATS:
             raise TypeError(f"tensors[{index}] is {_names([tensor.dtype])}; expected {_names(FLOATS)}")
@@ -188,7 +195,7 @@ def _check_each(tensors: Sequence[Tensor]) -> None:
                 f"tensors[{index}] is {_names([tensor.dtype])} and tensors[0] {_names([tensors[0].dtype])}; "
                 "expected one dtype"
             )
-        # The first question is cheap, and nearly always enough.
+        # is_contiguous() is cheap and nearly always true, so is_dense() rarely runs.
         if not (tensor.is_contiguous() or is_dense(tensor)):
             raise ValueError(
                 f"tensors[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a tensor "
@@ -197,7 +204,7 @@ def _check_each(tensors: Sequence[Tensor]) -> None:
 
 
 def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
-    """float32 for each block, and one int32."""
+    """Raise unless ``norms`` is float32 [ceil(numel / 256)] or None, and ``flag`` is int32 [1] or None."""
     if norms is not None:
         check_flat("norms", norms, (torch.float32,), blocks_of(numel))
     if flag is not None:
@@ -205,7 +212,7 @@ def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
 
 
 def check_starts(starts: Tensor, numel: int) -> None:
-    """int64 [2, sections + 1]."""
+    """Raise unless ``starts`` is a contiguous int64 tensor [2, ceil(numel / 2048) + 1]."""
     if starts.dtype != torch.int64:
         raise TypeError(f"starts is {_names([starts.dtype])}; expected int64")
     shape = (2, sections_of(numel) + 1)
@@ -214,27 +221,27 @@ def check_starts(starts: Tensor, numel: int) -> None:
 
 
 def check_lossless(messages: Tensor, name: str, numel: int, count: int, room8: int, room16: int) -> None:
-    """Bytes for exactly ``count`` messages."""
+    """Raise unless ``messages`` is uint8 and has the bytes of exactly ``count`` lossless messages."""
     layout = lossless_layout(numel, room8, room16)
     check_flat(name, messages, (torch.uint8,))
     if messages.numel() != layout.nbytes * count:
         raise ValueError(
             f"{name} has {messages.numel()} bytes; expected {layout.nbytes * count}: {count} x {layout.nbytes} for "
-            f"{numel} elements, room8={room8} and room16={room16} (zeropp_kernels.lossless_layout tells)"
+            f"{numel} elements, room8={room8} and room16={room16} (see zeropp_kernels.lossless_layout)"
         )
 
 
 class Memory:
-    """Where the arguments of a call must lie: all on one device.
+    """Requirements on the memory of a call's arguments: all on one device, some of them aligned.
 
     Attributes:
-        tensors: by name; None for those that were not given.
-        aligned: names of those that begin at a multiple of 16 bytes.
-        pinned: name of one that may lie in pinned host memory instead.
-        many: tensors of a table.
-        host: what the table says of them; it stays on CPU.
-        room: elements of the flat buffer that the table is for.
-        scale: a factor on the device of the others.
+        tensors: tensor arguments by name; None for optional ones that were not given.
+        aligned: names of arguments that must start at a multiple of 16 bytes.
+        pinned: name of the argument that may be in pinned host memory instead; "" for none.
+        many: tensors of a block table; empty if the operation has no table.
+        host: the table's ``host`` tensor, int64 [3, n] on CPU; None if the operation has no table.
+        room: elements of the flat buffer that the table addresses.
+        scale: scale argument given as a tensor; None if it is a number.
     """
 
     __slots__ = ("aligned", "host", "many", "pinned", "room", "scale", "tensors")
@@ -258,16 +265,19 @@ class Memory:
         self.scale = scale
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors that must lie on one device."""
+        """Yield (name, tensor) of all tensors that must be on one device."""
         yield from ((name, tensor) for name, tensor in self.tensors.items() if tensor is not None)
         yield from ((f"tensors[{index}]", tensor) for index, tensor in enumerate(self.many))
 
     def check(self) -> torch.device:
-        """Raise ValueError for a tensor that lies elsewhere; returns the device: the first that is not CPU."""
+        """Return the device of the arguments. Raise ValueError for a tensor on another device.
+
+        The device is that of the first tensor that is not on the CPU, or the CPU if there is none.
+        """
         devices = {tensor.device for tensor in self.tensors.values() if tensor is not None}
         devices.update(map(_device, self.many))
         device = devices.pop() if len(devices) == 1 else self._common_device()
-        # Apart, so that a scale that lies elsewhere is what the error names, and not all others.
+        # Checked after the others, so that the error names the scale if only the scale is on another device.
         if self.scale is not None and self.scale.device != device:
             raise ValueError(f"scale is on {self.scale.device}; expected {device} like the other arguments")
         return device
@@ -276,13 +286,17 @@ class Memory:
         elsewhere = (tensor.device for _, tensor in self._named() if tensor.device.type != "cpu")
         device = next(elsewhere, torch.device("cpu"))
         for name, tensor in self._named():
-            # Pinned host memory is written over the bus; whether it is pinned, only real memory can tell.
+            # A tensor on the CPU is accepted here as pinned. check_data checks that it is, because fake tensors have no
+            # memory.
             if tensor.device != device and not (name == self.pinned and tensor.device.type == "cpu"):
                 raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
         return device
 
     def check_data(self, device: torch.device) -> None:
-        """Raise ValueError for what only real tensors tell: addresses, pageable memory, and what a table says."""
+        """Raise ValueError for addresses that are not aligned, pageable memory, and tensors that do not fit the table.
+
+        Only for real tensors; fake tensors have neither addresses nor values.
+        """
         for name in self.aligned:
             tensor = self.tensors[name]
             if tensor is not None and tensor.data_ptr() % _ALIGNMENT:
@@ -298,13 +312,13 @@ class Memory:
             self._check_sizes(self.host)
 
     def _check_sizes(self, host: Tensor) -> None:
-        # Here, since a fake table has no values to read.
+        # Checked here, not in check_table, because a fake table has no values to read.
         _, numels, offsets = host.tolist()
         if list(map(Tensor.numel, self.many)) != numels:
             for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
                 if tensor.numel() != numel:
                     raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
-        # Tables are made in ascending order, so the last tensor is the one that could pass the end.
+        # Offsets ascend, so only the last tensor can end beyond the buffer.
         if numels and offsets[-1] + numels[-1] > self.room:
             raise ValueError(
                 f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {self.room}"

@@ -1,7 +1,9 @@
-"""Registration with torch.library: checks first, then Triton for CUDA and ROCm tensors, plain torch for CPU ones.
+"""Registration of the operations with torch.library: argument checks, then a Triton kernel or plain torch.
 
-``Library.define`` and ``impl`` cost 2 us a call where ``torch.library.custom_op`` costs 20. Triton is imported at
-the first call on a GPU, so that CPU users need none.
+CUDA and ROCm tensors are passed to Triton kernels (:mod:`.device`), CPU tensors to plain torch (:mod:`.reference`).
+Operations are registered by ``Library.define`` and ``Library.impl``, which cost 2 us per call where
+``torch.library.custom_op`` costs 20. Triton is imported at the first call on a GPU, so the package works on CPU without
+Triton.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ __all__ = ["NAMESPACE"]
 NAMESPACE = "zeropp"
 _requires_grad = attrgetter("requires_grad")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
-# Both get new addresses when tensors have moved, and torch.compile must know of it.
+# Marked as written: both change when addresses are sent again, and torch.compile must not reorder or drop that.
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
-# Aligned, since codes are stored to them.
+# Arguments that must start at a multiple of 16 bytes, because kernels store codes with 128-bit stores.
 _ENCODED = ("messages", "state")
-# A number stays one: as a tensor it would cost a copy to the device at each call. The tensor, where given, counts.
+# The scale is two arguments, a number and an optional tensor, of which the tensor is used if given. A number that was
+# converted to a tensor would cost a copy to the device per call.
 _DEVICE_SCALE = "Tensor? device_scale=None"
 _FP32 = (torch.float32,)
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
@@ -75,7 +78,7 @@ def _reduce_quantize(
 ) -> Memory:  # fmt: skip
     check_bits("source_bits", source_bits)
     check_scale(scale, device_scale)
-    # Only the bounds of ``count``: sources follow from ``numel``.
+    # Checks that count is in its bounds; the size of sources is checked against count and numel below.
     check_count("count", count, numel * count, "sources")
     check_messages("sources", sources, message_layout(numel, source_bits), count)
     part = check_count("out_count", out_count, numel, "the sum")
@@ -98,9 +101,9 @@ def _reduce(
 ) -> Memory:  # fmt: skip
     check_bits("bits", bits)
     check_scale(scale, device_scale)
-    # Bounds again: the layout of ``out`` says how long each message is.
+    # Checks that count is in its bounds; the size of a message follows from out.
     check_count("count", count, 0, "messages")
-    # What is added to, or measured, is a sum that goes on; one in 16 bits is only for sending.
+    # A 16-bit out is only for sending. Sums that are added to or measured must be float32.
     plain = not accumulate and norms is None and flag is None
     check_flat("out", out, FLOATS if plain else _FP32)
     check_messages("messages", messages, message_layout(out.numel(), bits), count)
@@ -166,7 +169,7 @@ def _gather(
     check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
     memory = {"entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}
-    # No alignment is asked of ``flat``: it is a caller's buffer, and kernels have narrow access for it.
+    # flat may start at any address: it is the caller's buffer, and kernels use narrow access where it is not aligned.
     return Memory(memory, pinned="flat", many=tensors, host=host, room=flat.numel(), scale=device_scale)
 
 
@@ -180,14 +183,14 @@ def _scatter(
 def _unsupported(name: str, *arguments: object) -> None:
     given = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
     tensors = [each for each in given if isinstance(each, Tensor)]
-    # Where neither device nor layout is to blame, only quantized tensors are left.
+    # A quantized tensor is the only other kind of tensor that is dispatched to this function.
     elsewhere = [f"one on {each.device}" for each in tensors if each.device.type not in ("cpu", "cuda")]
     elsewhere += [f"a {each.layout} one" for each in tensors if each.layout != torch.strided]
     what = elsewhere[0] if elsewhere else "a quantized one"
     raise ValueError(f"{NAMESPACE}.{name} runs on dense CPU, CUDA and ROCm tensors; got {what}")
 
 
-# Of each argument that an operation writes: its name and its place.
+# (name, position) of each argument that an operation writes.
 _Written = Sequence[tuple[str, int]]
 
 
@@ -203,7 +206,7 @@ def _outputs(written: _Written, arguments: Sequence[object]) -> list[Tensor]:
 
 
 def _refuse_gradients(written: _Written, arguments: Sequence[object]) -> None:
-    """Overwriting has no derivative here, and autograd would not notice."""
+    """Raise ValueError if an output requires grad: autograd would not notice that a kernel has overwritten it."""
     if not torch.is_grad_enabled():
         return
     for name, place in written:
@@ -217,11 +220,11 @@ def _refuse_gradients(written: _Written, arguments: Sequence[object]) -> None:
 
 
 def _define(library: torch.library.Library, name: str, schema: str, check: Callable[..., Memory]) -> None:
-    """Define an operation that both :mod:`.reference` and :mod:`.device` have under that name."""
+    """Define the operation ``name``, which :mod:`.reference` and :mod:`.device` implement under the same name."""
 
     library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
-    # From the schema, so that what autograd and the compiler are told is what is checked.
+    # Read from the schema, so that the arguments checked here are those that autograd and torch.compile see as written.
     written = [
         (each.name, place) for place, each in enumerate(declared) if each.alias_info and each.alias_info.is_write
     ]
@@ -230,7 +233,7 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         _refuse_gradients(written, arguments)
         memory = check(*arguments)
         device = memory.check()
-        # Apart from the rest, which fake tensors go through as well: this reads addresses and values.
+        # A separate step, because it reads addresses and values, which fake tensors do not have.
         memory.check_data(device)
         return device
 
@@ -240,16 +243,17 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
 
     def on_cpu(*arguments: object) -> None:
         checked(arguments)
-        # Inputs may require grad, and plain torch would record a graph of what it does to scratch.
+        # Without no_grad, autograd would record a graph of the work on scratch buffers when an input requires grad.
         with torch.no_grad():
-            # Looked up at each call, so that a benchmark can put a kernel in its place.
+            # Looked up at each call, so that a benchmark can replace it with a kernel.
             getattr(reference, name)(*arguments)
 
     def on_gpu(*arguments: object) -> None:
-        # Triton launches on the current device, whatever its arguments lie on.
+        # Triton launches on the current device, which may be another one than that of the arguments.
         with torch.cuda.device(checked(arguments)), torch.no_grad():
             fast()(*arguments)
-        # What a kernel writes behind torch's back counts as written.
+        # Kernels write without torch's knowledge. The new version lets autograd detect saved tensors that were
+        # overwritten.
         torch.autograd.graph.increment_version(_outputs(written, arguments))
 
     def fake(*arguments: object) -> None:
@@ -258,7 +262,7 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
 
     library.impl(name, on_cpu, "CPU")
     library.impl(name, on_gpu, "CUDA")
-    # Whatever has no implementation of its own: other devices, sparse and quantized tensors.
+    # Called for every tensor that the two implementations do not take: other devices, sparse and quantized tensors.
     library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
@@ -329,14 +333,16 @@ _register(
 )
 
 
-_REMEDY = "have one of them on the path, and start Python anew"
+_REMEDY = "keep one of them on the path and restart Python"
 
 
 def _are_defined() -> bool:
-    """Whether this process has the operations from another import of the package, whose operations then serve both.
+    """Return True if an earlier import of this package in this process has defined the operations already.
+
+    The package may be reloaded or imported as a second copy. The existing operations then serve the new import, too.
 
     Raises:
-        ImportError: it has others of these names, from another version of the package.
+        ImportError: the existing operations are from another version of the package.
     """
     ours = getattr(torch.ops, NAMESPACE)
     packets = {name: getattr(ours, name, None) for name in _operations}
@@ -352,7 +358,7 @@ def _are_defined() -> bool:
                 f"from another version of zeropp_kernels: {_REMEDY}"
             )
     there = ours.version() if hasattr(ours, "version") else "an older one"
-    # Equal signatures do not say that what is computed is equal.
+    # Operations of two versions may have equal signatures and different results.
     if there != __version__:
         raise ImportError(
             f"zeropp_kernels {__version__} in {Path(__file__).parent} finds the operations of another version, "
@@ -361,7 +367,8 @@ def _are_defined() -> bool:
     return True
 
 
-# All or none, so that two versions never mix; and none again, since what a library has defined goes with it.
+# Define all operations or none, so that those of two versions never mix. A reload defines none again: a new Library in
+# _library would destroy the old one, and with it the operations that it defined.
 if not _are_defined():
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for _name, _given in _operations.items():

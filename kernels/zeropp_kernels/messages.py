@@ -1,4 +1,4 @@
-"""Messages as values: functions that allocate what they return, and what lies where in a message."""
+"""Functions that return new tensors: encode to a new message, decode to a new tensor, and views of codes and scales."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ __all__ = ["dequantize", "quantize", "split"]
 
 
 def quantize(x: Tensor, *, bits: int = 8, count: int = 1, rotate: bool = False) -> Tensor:
-    """:func:`quantize_` of any shape into new memory: uint8 [count * message_layout(numel, bits).nbytes].
+    """Encode a tensor of any shape as quantized messages in a new tensor, as :func:`quantize_` does.
 
     Args:
-        x: count * numel elements of float32, bfloat16 or float16, read in the order of their indices.
-        bits, count, rotate: as in :func:`quantize_`.
+        x: count * numel elements, float32, bfloat16 or float16, read in the order of their indices.
+        bits: bits of a code, 8 or 4.
+        count: number of messages that ``x`` is divided into.
+        rotate: True to apply the Hadamard transform before encoding.
+
+    Returns:
+        The messages, uint8 [count * message_layout(numel, bits).nbytes], on the device of ``x``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, size or device.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x is {type(x).__name__}; expected a dense tensor")
@@ -40,13 +48,19 @@ def dequantize(
     count: int = 1,
     rotate: bool = False,
 ) -> Tensor:
-    """:func:`dequantize_` into new memory, on the device of the messages.
+    """Decode quantized messages into a new tensor, as :func:`dequantize_` does.
 
     Args:
-        messages: uint8 [count * message_layout(numel, bits).nbytes].
-        size: of what is returned, count * numel elements: their number, or a shape.
-        dtype: float32, bfloat16 or float16.
-        bits, count, rotate: as they were encoded.
+        messages: uint8 [count * message_layout(numel, bits).nbytes], at a multiple of 16 bytes.
+        size: number of elements (count * numel), or shape, of the result.
+        dtype: dtype of the result: float32, bfloat16 or float16.
+        bits, count, rotate: as the messages were encoded.
+
+    Returns:
+        The values, a tensor of ``size`` and ``dtype`` on the device of the messages.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, size, device or alignment.
     """
     if not isinstance(messages, Tensor):
         raise TypeError(f"messages is {type(messages).__name__}; expected a dense tensor")
@@ -57,24 +71,31 @@ def dequantize(
 
 
 def split(messages: Tensor, numel: int, bits: int, *, count: int = 1) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of ``count`` messages of ``numel`` elements each, as views; what is written to them is sent.
+    """Return the codes and scales in quantized messages as views: writing to a view changes the message.
 
-    A value is its code times the scale of its group; where messages were rotated, a value before the way back. What
-    the last group is filled up with is there, too.
+    ``value = code * scale of its group``. If the messages were encoded with ``rotate=True``, this gives rotated values.
+    The elements that fill up the last group are included.
 
     Args:
-        messages: uint8 [count * message_layout(numel, bits).nbytes], from an even byte of its storage on.
+        messages: uint8 [count * message_layout(numel, bits).nbytes], starting at an even byte of its storage.
+        numel: elements of each message.
+        bits: bits of a code, 8 or 4.
+        count: number of messages.
 
     Returns:
-        8 bits: codes int8 [count, groups, 256].
-        4 bits: codes uint8 [count, groups, 64]; byte j holds element j of the group in its low half and element j + 64
-        in its high half, each as a two's complement.
-        scales: bfloat16 [count, groups]; NaN for a group that was not finite.
+        codes for 8 bits: int8 [count, groups, 256].
+        codes for 4 bits: uint8 [count, groups, 64]. The low half of byte j is element j of the group, the high half is
+            element j + 64, each in two's complement.
+        scales: bfloat16 [count, groups]. NaN for a group that had Inf or NaN.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype or size, or ``messages`` starts at an odd byte.
     """
     layout = message_layout(numel, bits)
     check_count("count", count, 0, "messages")
     check_messages("messages", messages, layout, count)
-    # The compiler has no answer to this, and torch itself refuses such a view.
+    # torch raises an error of its own for a bfloat16 view from an odd byte; this one says the remedy. Not checked while
+    # compiling, because torch.compile cannot evaluate storage_offset().
     if not is_compiling() and messages.storage_offset() % 2:
         raise ValueError("messages begins at an odd byte of its storage, and scales are two bytes each; copy it")
     width = message_layout(layout.group, bits).codes_nbytes
@@ -83,6 +104,6 @@ def split(messages: Tensor, numel: int, bits: int, *, count: int = 1) -> tuple[T
         codes = rows[:, : layout.codes_nbytes].view(count, layout.groups, width)
         scales = rows[:, layout.scales_offset :].view(torch.bfloat16)[:, : layout.groups]
     else:
-        # Nothing has nothing to share, and its strides suit no view.
+        # Messages without elements have no bytes, so their strides may not allow a view of another dtype.
         codes, scales = messages.new_empty(count, 0, width), messages.new_empty(count, 0, dtype=torch.bfloat16)
     return codes.view(torch.int8) if width == layout.group else codes, scales

@@ -1,4 +1,4 @@
-"""Tensors that lie anywhere in memory, addressed as one flat buffer in which each starts on a block."""
+"""Tables of tensors at arbitrary addresses, which kernels read or write as one flat buffer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ __all__ = ["BlockTable", "block_table", "in_memory_order", "locate"]
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Where each of n tensors lies in a flat buffer: made once, for tensors that keep their sizes and places.
+    """Places of n tensors in a flat buffer. :func:`block_table` makes it once for tensors with fixed sizes and offsets.
 
-    A kernel finds the tensors by their addresses, which the table keeps on the device. They are sent again only when
-    they have changed, without a wait; calls that share a table therefore belong on one stream, and a table whose calls
-    are in a CUDA graph belongs to that graph.
+    Kernels find the tensors by their addresses, which the table keeps on the device. Each operation sends the addresses
+    again only if they have changed, and without waiting. Because the device's copy is overwritten, all calls that share
+    a table must be on one stream. A table that was used in a captured CUDA graph must not be used outside that graph.
 
     Attributes:
         numel: elements of the flat buffer.
-        host: int64 [3, n] on CPU: addresses as the device knows them (0 before the first call), elements, offsets.
-        entries: the same on the device of the tensors.
-        owners: int32 [blocks] on that device: which tensor lies in a block, -1 where none does.
+        host: int64 [3, n] on CPU: addresses that were last sent to the device (0 before the first call), numbers of
+            elements, and offsets in the flat buffer in elements.
+        entries: int64 [3, n], copy of ``host`` on the device of the tensors.
+        owners: int32 [ceil(numel / 256)] on that device: index of the tensor that has elements in each block of 256, or
+            -1.
     """
 
     numel: int
@@ -44,8 +46,9 @@ def _integers(name: str, given: Iterable[int]) -> list[int]:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Flat view of a tensor without gaps: its elements in the order in which they lie in memory."""
-    # Only of tensors that checks have found to be without gaps: this view would read over them.
+    """Return a flat view [numel] of a tensor without gaps, with its elements in memory order."""
+    # The caller must have checked that the tensor has no gaps: of another tensor, this view would include memory in the
+    # gaps and miss elements.
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -73,59 +76,62 @@ def block_table(
     *,
     device: torch.device | str = "cpu",
 ) -> BlockTable:
-    """Table of n tensors in a flat buffer of ``numel`` elements.
+    """Make the table of n tensors in a flat buffer.
 
     Args:
-        numels: elements of each tensor.
-        offsets: where each begins in the flat buffer, in order, apart, on multiples of 256; by default each on the
-            first block after the one before it.
-        numel: elements of the flat buffer, by default up to the end of the last tensor's last block; what lies
-            between tensors counts as zeros.
-        device: that of the tensors.
+        numels: elements of each tensor, n integers.
+        offsets: element of the flat buffer at which each tensor starts: ascending multiples of 256, without overlaps.
+            By default each tensor starts on the first free block.
+        numel: elements of the flat buffer. By default the buffer ends with the last block of the last tensor. Elements
+            of the buffer that no tensor has count as zeros.
+        device: device of the tensors.
 
     Raises:
-        TypeError: what is no integer.
-        ValueError: what does not fit, by index.
+        TypeError: an entry is not an integer.
+        ValueError: an offset is no multiple of 256, tensors overlap, or a tensor ends beyond the buffer. The message
+            has the tensor's index.
     """
     numels = _integers("numels", numels)
-    # Negative numbers are refused below, by their index.
+    # max() because negative numels are refused only below, by _check, which reports their index.
     ends = list(accumulate((blocks_of(max(count, 0)) * BLOCK for count in numels), initial=0))
     offsets = ends[:-1] if offsets is None else _integers("offsets", offsets)
-    # Up to the end of the last block, so that the buffer has whole blocks.
+    # The default buffer ends with a whole block.
     if numel is None:
         numel = blocks_of(max(offsets[-1] + numels[-1], 0)) * BLOCK if numels and len(offsets) == len(numels) else 0
     (numel,) = _integers("numel", [numel])
     _check(numels, offsets, numel)
-    # What that mode makes could not be written to outside it.
+    # Tensors made in inference mode could not be written to by later calls outside it.
     with torch.inference_mode(False):
         host = torch.tensor([[0] * len(numels), numels, offsets], dtype=torch.int64, device="cpu")
         owners = torch.full((blocks_of(numel),), -1, dtype=torch.int32, device="cpu")
         for index, (count, offset) in enumerate(zip(numels, offsets, strict=True)):
             # An empty tensor owns no block.
             owners[offset // BLOCK : blocks_of(offset + count)] = index
-        # Copied on CPU, too: operations write to both, and what they write must not overlap.
+        # Copy on CPU, too: operations declare both host and entries as outputs, and outputs must not share memory.
         return BlockTable(numel, host, host.to(device, copy=True), owners.to(device))
 
 
 def locate(tensors: Sequence[Tensor], host: Tensor, entries: Tensor) -> None:
-    """Make ``entries`` hold the addresses of the tensors.
+    """Make ``entries`` (on the device) hold the addresses of the tensors.
 
-    The host does not wait: what is sent lies in pinned memory that torch keeps until it has arrived.
+    The host does not wait for the copy. The addresses are sent from pinned memory, which torch's caching allocator does
+    not reuse before the copy has finished.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and addresses have changed; it would send stale ones when replayed.
+        RuntimeError: addresses have changed while a CUDA graph is being captured. Replays would send the old addresses.
     """
     known = host[0].tolist()
     addresses = [tensor.data_ptr() for tensor in tensors]
-    # Compared on the host, so that nothing is sent while tensors stay where they are.
+    # Compare on the host, so that nothing is sent while the tensors stay at their addresses.
     if addresses != known:
-        # A replay would run the copy with the addresses of the capture, whatever the host knows by then.
+        # A captured copy would send the addresses of the capture at every replay, even after other addresses have been
+        # sent.
         if entries.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "tensors have other addresses than at the table's last use, and a CUDA graph is being captured; call "
                 "the operation once before, with the tensors that the graph will use"
             )
-        # New memory each time: what was sent before may still be on its way.
+        # Allocate new pinned memory each time: an earlier copy may not have finished reading its own.
         staged = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=entries.is_cuda)
         entries[0].copy_(staged, non_blocking=True)
         host[0].copy_(staged)

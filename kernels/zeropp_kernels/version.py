@@ -1,4 +1,4 @@
-"""The version of the distribution that this package comes in."""
+"""The package's version, read from the installed distribution ``zeropp``, of which this package is a part."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["__version__"]
 try:
     __version__ = version("zeropp")
 except PackageNotFoundError:
-    # A source tree on the path, which nobody has installed.
+    # A source tree on the path that is not installed.
     __version__ = "0+unknown"

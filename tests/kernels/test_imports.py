@@ -101,7 +101,7 @@ def test_another_version_is_refused_by_name(difference: str, tmp_path: Path) -> 
     said, defined = done.stdout.splitlines()
     number = "9.9" if difference == "another number" else zeropp_kernels.__version__
     assert said.startswith(f"zeropp_kernels {number} in {tmp_path / 'zeropp_kernels'} ")
-    assert expected in said and "have one of them on the path, and start Python anew" in said and defined == "False"
+    assert expected in said and "keep one of them on the path and restart Python" in said and defined == "False"
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
