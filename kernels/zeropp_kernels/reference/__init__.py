@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the oracle for the Triton kernels, and the path that runs on CPU."""
+"""All operations in plain torch: the implementation for CPU tensors, and the expected results in kernel tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many tensors <-> one flat buffer, with cast, scale, squared norms and a non-finite flag."""
+"""Copies between many tensors and one flat buffer, with cast, scale, squared norms and a non-finite flag, on CPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["gather_", "scatter_"]
 
 
 def _add(tensors: Sequence[Tensor], host: Tensor, flat: Tensor, scale: float) -> None:
-    """``flat += scale * tensor``, and +0 where none lies; each product is rounded before it is added."""
+    """Add tensors to a flat buffer, ``flat += scale * tensor``, and zeros between tensors. Round before adding."""
     end = 0
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
-        # Only -0 changes, to what the kernels make of it.
+        # Adding zero only turns -0 into +0, which the kernels do, too.
         flat[end:offset].add_(0.0)
         end = offset + tensor.numel()
         for start, values in scaled(in_memory_order(tensor), scale):
@@ -32,21 +32,21 @@ def gather_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
     norms: Tensor | None, flag: Tensor | None, accumulate: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.gather_`."""
+    """Copy tensors into a flat buffer on CPU, with the arguments of :func:`zeropp_kernels.gather_`."""
     scale = scale_number(scale, device_scale)
     if accumulate:
         _add(tensors, host, flat, scale)
         measure_(flat, norms, flag)
         return
     end = 0
-    # Then torch's own copy does all of it, and no tile has to be gone through.
+    # If nothing is scaled or measured, torch's copy_ does all the work and no tiles are needed.
     plain = scale == 1.0 and norms is None and flag is None
     if norms is not None:
-        # Blocks where no tensor lies have no other chance to get their zero.
+        # Blocks without a tensor are never reported below, so their norms are set to zero here.
         norms.zero_()
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
         if end < offset:
-            # Between tensors, and from a tensor's end to the next block.
+            # Zeros between tensors, and from a tensor's end to the next block.
             flat[end:offset].zero_()
         end = offset + tensor.numel()
         if plain:
@@ -55,7 +55,7 @@ def gather_(
         for start, values in scaled(in_memory_order(tensor), scale):
             begin, stop = offset + start, min(offset + start + TILE, end)
             flat[begin:stop].copy_(values.view(-1)[: stop - begin])
-            # A tensor begins on a block and a tile is whole blocks, so no block is reported in parts.
+            # Tensors start on blocks and tiles are whole blocks, so each block is reported once and in full.
             report_(values, begin // BLOCK, norms, flag, flat.dtype)
     flat[end:].zero_()
 
@@ -64,9 +64,9 @@ def scatter_(
     flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.scatter_`."""
+    """Copy a flat buffer into tensors on CPU, with the arguments of :func:`zeropp_kernels.scatter_`."""
     scale = scale_number(scale, device_scale)
-    # A walk of its own: blocks can lie where no tensor does, and count all the same.
+    # Norms and flag need a pass of their own, because blocks without a tensor count, too.
     measure_(flat, norms, flag, scale, tensors[0].dtype if tensors else torch.float32)
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
         target = in_memory_order(tensor)

@@ -1,4 +1,4 @@
-"""Weights sent as 4-bit differences against a copy that every receiver has."""
+"""Weights sent as int4 differences from a reference that sender and receivers have (SDP4Bit), on CPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["delta_apply_", "delta_encode_"]
 
 
 def _advance(reference: Tensor, part: Part, group: int) -> None:
-    """Add a tile of decoded differences to its part of the reference; owner and receivers run these same lines."""
-    # Decoded from the message, by the owner, too: what it adds is what receivers add.
+    """Add a tile of decoded differences to its part of the reference; sender and receivers both call this."""
+    # The sender decodes its own message, too, so that it adds the same values as the receivers.
     rows = part.scales.numel()
     difference = scratch("decoded", rows, group)
     decode_(part, difference, 4)
     flat = difference.view(-1)[: reference.numel()]
-    # The tile that was encoded lies there, and is not needed any more.
+    # Reuses the scratch buffer of the tile that was encoded, which is no longer needed.
     old = scratch("values", 1, reference.numel()).view(-1).copy_(reference)
     reference.copy_(saturate_(old.add_(flat), reference.dtype))
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> None:
-    """See :func:`zeropp_kernels.delta_encode_`."""
+    """Encode ``shard - reference`` on CPU, with the arguments of :func:`zeropp_kernels.delta_encode_`."""
     layout = message_layout(shard.numel(), 4)
     (whole,) = parts(message, layout, 1)
     for first, last in tiles(layout):
         start, stop = first * layout.group, min(last * layout.group, layout.numel)
         values = scratch("values", last - first, layout.group)
         flat = values.view(-1)
-        # The end of the last group; old contents of the scratch would count in its scale.
+        # Zeros fill up the last group. Old contents of the scratch buffer would change its scale.
         flat[stop - start :].zero_()
         flat = flat[: stop - start]
         flat.copy_(shard[start:stop])
@@ -39,12 +39,12 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
         encode_(values, part, 4)
         if update:
             _advance(reference[start:stop], part, layout.group)
-    # Slots behind the last group travel, too.
+    # Slots after the last group are part of the message and must be zeros.
     whole.scales[layout.groups :].zero_()
 
 
 def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
-    """See :func:`zeropp_kernels.delta_apply_`."""
+    """Add decoded differences to a reference on CPU, with the arguments of :func:`zeropp_kernels.delta_apply_`."""
     numel = reference.numel() // count
     layout = message_layout(numel, 4)
     for index, message in enumerate(parts(messages, layout, count)):

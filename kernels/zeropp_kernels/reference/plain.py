@@ -1,6 +1,6 @@
-"""The plain operations: many tensors into one flat buffer, n messages into one sum, and a norm.
+"""Plain operations in torch without codes: pack tensors into a flat buffer, sum messages, and compute a norm.
 
-Callers give the outputs; what is allocated besides on the hot path is small.
+Callers allocate the outputs, so these functions allocate little.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from .blocks import TILE
 
 __all__ = ["pack_", "squared_norm", "sum_messages_"]
 
-# Elements whose squares are summed in their own dtype.
+# Elements in a block whose squares are summed in the tensor's own dtype (at least float32).
 _NORM_BLOCK = 256
 
 
 def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
-    """Copy each source into its destination, with cast; a source of None writes zeros.
+    """Copy each source into its destination, with a cast if dtypes differ. Write zeros where the source is None.
 
     Args:
         destinations: n views of one flat buffer, any floating dtype, any strides.
-        sources: n tensors of the same shapes, or None where there is nothing to send.
+        sources: n tensors of the same shapes, or None for zeros.
     """
-    # One call for all tensors: with many small ones a call costs more than its copy.
+    # One call for all tensors, because with many small tensors a call costs more than the copy.
     present = [(d, s) for d, s in zip(destinations, sources, strict=True) if s is not None]
     if present:
         torch._foreach_copy_([d for d, _ in present], [s for _, s in present])
@@ -37,44 +37,47 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> N
 def sum_messages_(
     messages: Tensor | Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """``out = scale * sum(messages)``, or ``out += ...``, summed in ``out``'s dtype, or float32, in message order.
+    """Sum messages of plain values: ``out = scale * sum(messages)``, or ``out += scale * sum(messages)``.
 
-    The scale multiplies the finished sum, once, so that a mean over ranks is rounded once.
+    The sum is computed in the order of the messages, in float32 if ``out`` has 16 bits, else in ``out``'s dtype. The
+    scale multiplies the finished sum once, so a mean over ranks has one rounding of the scale.
 
     Args:
-        messages: [n, numel], or n tensors of [numel], the wire dtype.
-        out: [numel], floating; one of 16 bits gets the sum rounded to it.
-        scale: factor applied to the sum.
-        accumulate: add to ``out`` in place of overwriting it.
+        messages: [n, numel], or n tensors [numel], any floating dtype.
+        out: [numel], floating. For a 16-bit dtype the float32 result is rounded to it.
+        scale: factor of the sum.
+        accumulate: True to add to ``out`` instead of overwriting it.
     """
     if out.dtype.itemsize < 4:
-        # Each addition in 16 bits would round, the more of them the more ranks there are.
+        # Sums in 16 bits would be rounded at each addition, and the error would grow with the number of ranks.
         total = torch.empty_like(out, dtype=torch.float32)
         sum_messages_(messages, total, scale=scale)
-        # Rounded first, as where the sum goes elsewhere to be added: no placement gives other bits.
+        # Round the sum before adding it, as happens when another device adds it. So bits do not depend on where
+        # gradients are stored.
         out.add_(total.to(out.dtype)) if accumulate else out.copy_(total)
         return
     count = len(messages)
     if accumulate:
-        # A message that is in that dtype already would be its own copy, and be added to below.
+        # Copy, because for equal dtypes to() returns the message itself, which would be overwritten below.
         total = messages[0].to(out.dtype, copy=count > 1)
     else:
         total = out
-        # In one pass, but of one dtype only: two 16-bit messages would be added in 16 bits.
+        # One pass adds the first two messages if their dtype is out's. 16-bit messages would be added in 16 bits.
         if count > 1 and messages[0].dtype == out.dtype:
             torch.add(messages[0], messages[1], out=total)
         else:
             total.copy_(messages[0])
             if count > 1:
                 total.add_(messages[1])
-    # Those that are not in the total yet.
+    # Add the messages that are not in the total yet.
     for index in range(1 if accumulate else 2, count):
         total.add_(messages[index])
     if accumulate and math.frexp(scale)[0] == 0.5:
-        # A power of two, by which the product is exact: one pass, and rounded once in any case.
+        # With a power of two the product is exact, so one fused pass has the same single rounding.
         out.add_(total, alpha=scale)
     elif accumulate:
-        # Rounded, and added only then, as where the sum goes elsewhere to be added: ``alpha`` would do both at once.
+        # Round the product before adding it, as happens when another device adds it. alpha could do both with one
+        # rounding.
         for start in range(0, out.numel(), TILE):
             out[start : start + TILE].add_(total[start : start + TILE] * scale)
     elif scale != 1.0:
@@ -82,13 +85,14 @@ def sum_messages_(
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares over all tensors, a float64 scalar on their device; not finite only if a value is not.
+    """Return the sum of squares over all tensors, a float64 scalar on their device.
 
-    On CPU squares are summed in blocks of 256, and the blocks in float64: much faster than float64 throughout,
-    within 1e-8 of it, and the same whatever tensors the blocks are spread over.
+    The result is finite if all values are finite, also if their squares overflow float32. On CPU, squares are summed in
+    float32 (or float64 for float64 tensors) in blocks of 256, and blocks in float64. This is much faster than float64
+    throughout and within a relative error of 1e-8. The sum of a block does not depend on the tensor that it belongs to.
 
     Args:
-        tensors: one or more, floating, each of a multiple of 256 elements.
+        tensors: one or more floating tensors on one device, each with a multiple of 256 elements.
     """
     if tensors[0].device.type == "cpu":
         wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
@@ -99,5 +103,5 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
         total = torch.cat(blocks).to(torch.float64).square().sum()
         if total.isfinite():
             return total
-    # Squares of large finite values overflow float32, and would look like values that are not finite.
+    # Compute again in float64: squares of large finite values overflow float32 and would look like Inf gradients.
     return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square().sum()

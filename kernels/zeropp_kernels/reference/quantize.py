@@ -1,4 +1,4 @@
-"""Values -> messages, from a flat buffer, from tensors where they lie, or from the sum of other messages."""
+"""Encoding on CPU: messages from a flat buffer, from tensors of a table, or from the sum of other messages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,29 @@ from .stats import scale_number
 
 __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
 
-# fill(values [n] float32, start, stop): write elements from ``start`` on, before ``stop``; returns how many.
+# fill(values, start, stop) writes input elements [start, stop) to values (float32 [n]), as many as fit, and returns
+# their number.
 Fill = Callable[[Tensor, int, int], int]
 
 
 def _keep_error(part: Part, error: Tensor, lost: Tensor, spoilt: Tensor | None, beta: float, reset: bool) -> None:
-    """Average what was lost into the error, and keep that as int8; ``spoilt`` groups keep theirs, or zeros."""
-    # Three roundings, in this order; 1 - beta is a Python float, rounded once.
+    """Write the new error of a tile: ``beta * error + (1 - beta) * lost``, as 8-bit codes and scales.
+
+    Args:
+        part: views of the tile in the state.
+        error: float32 [rows, group], the old error; overwritten.
+        lost: float32 [rows, group], input minus decoded value; overwritten.
+        spoilt: bool [rows], groups whose input had Inf or NaN; None for none. Their state stays as it is, or becomes
+            zeros with ``reset``.
+        beta: weight of the old error.
+        reset: True if error feedback starts again.
+    """
+    # Three roundings in this order, as in the kernels. 1 - beta is computed in float64 and rounded once.
     error.mul_(beta).add_(lost.mul_(1.0 - beta))
     if spoilt is None:
         encode_(error, part, 8)
         return
-    # Copies, since the encoding below overwrites every group. A reset leaves zeros of them.
+    # Copy the state of these groups, because the encoding below overwrites every group. With reset the copy is zeros.
     codes, scales = (each[spoilt].mul_(not reset) for each in (part.codes, part.scales))
     encode_(error, part, 8)
     part.codes[spoilt] = codes
@@ -35,12 +46,12 @@ def _keep_error(part: Part, error: Tensor, lost: Tensor, spoilt: Tensor | None, 
 
 
 def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, beta: float, reset: bool) -> None:
-    """Encode a tile, with feedback where there is a state."""
+    """Encode a tile; with a state, add the stored error before and store the new error after."""
     if state is None:
         encode_(values, message, bits)
         return
     error = scratch("error", *values.shape)
-    # Not decoded: a state may hold anything then.
+    # Do not decode the state: with reset it may hold any bytes, also NaN.
     if reset:
         error.zero_()
     else:
@@ -48,7 +59,7 @@ def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, b
     values.add_(error)
     spoilt = encode_(values, message, bits)
     decoded = scratch("decoded", *values.shape)
-    # What receivers will have, from the codes themselves.
+    # Decode the codes just written, so that the error is measured against the values that receivers get.
     decode_(message, decoded, bits)
     _keep_error(state, error, values.sub_(decoded), spoilt, beta, reset)
 
@@ -57,8 +68,8 @@ def _encode_all(
     fill: Fill, messages: Tensor, layout: MessageLayout, count: int, rotate: bool, state: Tensor | None, beta: float,
     reset: bool,
 ) -> None:  # fmt: skip
-    """Walk over ``count`` messages tile by tile; ``fill`` gives the values."""
-    # 8-bit codes, in groups of the message: a tile of one is a tile of the other.
+    """Encode ``count`` messages tile by tile, with values from ``fill``."""
+    # A state has the groups of the message, so a tile has the same elements in both.
     kept = state_layout(layout.numel, layout.bits)
     states = parts(state, kept, count) if state is not None else [None] * count
     for index, (message, error) in enumerate(zip(parts(messages, layout, count), states, strict=True)):
@@ -67,21 +78,21 @@ def _encode_all(
             flat = values.view(-1)
             present = fill(flat, index * layout.numel + first * layout.group, (index + 1) * layout.numel)
             if present < flat.numel():
-                # What is missing of the last group must not raise its scale.
+                # Zeros fill up the last group. Old contents of the scratch buffer would change its scale.
                 flat[present:].zero_()
             if rotate:
                 rotate_(values)
-            # After the rotation: errors are those of rotated values.
+            # Errors are added after the rotation, because they are errors of rotated values.
             tile_error = error.rows(first, last) if error is not None else None
             _encode_tile(values, message.rows(first, last), layout.bits, tile_error, beta, reset)
-        # Slots behind the last group travel, too.
+        # Slots after the last group are part of the message and must be zeros.
         message.scales[layout.groups :].zero_()
 
 
 def quantize_(
     x: Tensor, messages: Tensor, count: int, bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool
 ) -> None:
-    """See :func:`zeropp_kernels.quantize_`."""
+    """Encode a flat buffer on CPU, with the arguments of :func:`zeropp_kernels.quantize_`."""
 
     def fill(values: Tensor, start: int, stop: int) -> int:
         source = x[start : min(stop, start + values.numel())]
@@ -96,16 +107,17 @@ def quantize_tensors_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, messages: Tensor, count: int,
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.quantize_tensors_`."""
+    """Encode tensors of a table on CPU, with the arguments of :func:`zeropp_kernels.quantize_tensors_`."""
     flat = [in_memory_order(tensor) for tensor in tensors]
-    # ``entries`` and ``owners`` are for kernels, which have no list to search.
+    # entries and owners are not used here; kernels need them to find tensors without a search.
     offsets = host[2].tolist()
 
     def fill(values: Tensor, start: int, stop: int) -> int:
-        # Gaps between tensors count as zeros.
+        # Elements between tensors are zeros.
         values.zero_()
         stop = min(stop, start + values.numel())
-        # The tensor in which the tile begins, or which ends before it; the loop skips what it does not meet.
+        # Index of the last tensor that starts at or before the tile. It may end before the tile; the loop skips it
+        # then.
         index = max(bisect_right(offsets, start) - 1, 0)
         while index < len(flat) and offsets[index] < stop:
             begin = max(start, offsets[index])
@@ -122,19 +134,20 @@ def reduce_quantize_(
     sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.reduce_quantize_`."""
+    """Sum and encode messages on CPU, with the arguments of :func:`zeropp_kernels.reduce_quantize_`."""
     scale = scale_number(scale, device_scale)
     source = message_layout(numel, source_bits)
     incoming = parts(sources, source, count)
 
     def fill(values: Tensor, start: int, stop: int) -> int:
-        # Rotated messages hold more than ``numel`` elements: what a group's padding became counts too.
+        # Read whole source groups, past numel, too: in rotated messages the padding of the last group has nonzero
+        # values.
         first = start // source.group
         last = min(-(-(start + values.numel()) // source.group), source.groups)
         total = scratch("sum", last - first, source.group)
         sum_tile_(incoming, first, last, source_bits, total)
         present = total.view(-1)[start - first * source.group :][: values.numel()]
-        # Once, after the sum.
+        # Scale once, after the sum.
         torch.mul(present, scale, out=values[: present.numel()])
         return present.numel()
 

@@ -1,4 +1,4 @@
-"""Messages -> values, n messages -> their sum, of codes and of plain values."""
+"""Decoding and sums on CPU: messages to values, and n messages to their sum, quantized or plain."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["dequantize_", "reduce_", "sum_", "sum_tile_"]
 
 
 def sum_tile_(messages: Sequence[Part], first: int, last: int, bits: int, out: Tensor) -> None:
-    """Float32 sum of groups [first, last) of the messages, in their order, into ``out`` [last - first, group]."""
+    """Write the float32 sum of groups [first, last) of messages, in message order, to ``out`` [last - first, group]."""
     for index, message in enumerate(messages):
-        # The first overwrites, the others are added, one after the other: order decides the bits.
+        # The first message overwrites out, the others are added one by one. The order determines the bits.
         decode_(message.rows(first, last), out, bits, add=index > 0)
 
 
@@ -30,12 +30,13 @@ def _sum(messages: Sequence[Part], out: Tensor, bits: int, rotate: bool, scale: 
             total.mul_(scale)
         if rotate:
             if not torch.isfinite(torch.stack(torch.aminmax(total))).all():
-                # Rotated back it would be clamped, and look finite.
+                # Inf would become NaN or a clamped value in the inverse transform. NaN makes the overflow visible in
+                # all 32 elements.
                 total.masked_fill_(total.isinf(), torch.nan)
             unrotate_(total)
-        # The last group may go on past the end of ``out``.
+        # The last group may have more elements than out.
         start, stop = first * layout.group, min(last * layout.group, layout.numel)
-        # A value of its own, not rotated, is finite in float32, and a sum that is not must show.
+        # Unrotated float32 values are not clamped: a decoded value is finite, and an overflow of a sum must stay Inf.
         if rotate or out.dtype != torch.float32:
             saturate_(total, out.dtype)
         present = total.view(-1)[: stop - start]
@@ -46,10 +47,10 @@ def _sum(messages: Sequence[Part], out: Tensor, bits: int, rotate: bool, scale: 
 
 
 def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
-    """See :func:`zeropp_kernels.dequantize_`."""
+    """Decode messages on CPU, with the arguments of :func:`zeropp_kernels.dequantize_`."""
     numel = out.numel() // count
     for index, message in enumerate(parts(messages, message_layout(numel, bits), count)):
-        # Each message is a sum of one.
+        # Decoding is the sum of one message.
         _sum([message], out[index * numel : (index + 1) * numel], bits, rotate, 1.0, False)
 
 
@@ -57,7 +58,7 @@ def reduce_(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.reduce_`."""
+    """Decode and sum messages on CPU, with the arguments of :func:`zeropp_kernels.reduce_`."""
     scale = scale_number(scale, device_scale)
     _sum(parts(messages, message_layout(out.numel(), bits), count), out, bits, rotate, scale, accumulate)
     measure_(out, norms, flag)
@@ -67,7 +68,7 @@ def sum_(
     messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
     flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.sum_`."""
+    """Sum plain messages on CPU, with the arguments of :func:`zeropp_kernels.sum_`."""
     require_cpu(messages)
     scale = scale_number(scale, device_scale)
     values = messages.view(count, -1)
@@ -77,7 +78,7 @@ def sum_(
         total.copy_(values[0, start : start + TILE])
         for index in range(1, count):
             total.add_(values[index, start : start + TILE])
-        # Rounded, and added only then: torch's ``alpha`` would do both at once.
+        # Round the product before adding it, as the kernels do. torch's alpha could do both with one rounding.
         if scale != 1.0:
             total.mul_(scale)
         if accumulate:

@@ -1,4 +1,4 @@
-"""Squared norms of blocks, and a flag for values that are not finite."""
+"""Squared norms of blocks and the non-finite flag, on CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["measure_", "report_", "scale_number", "scaled"]
 
 
 def _block_norms(values: Tensor) -> Tensor:
-    """Sums of squares of blocks [blocks, 256], two terms at a time in the order that the kernels keep too."""
-    # [blocks, rows, halves, runs, 16]. Sums depend on their order, so each is spelled out.
+    """Return the sum of squares of each block [blocks, 256], adding two terms at a time in the order of the kernels."""
+    # Shape [blocks, rows, halves, runs, 16]. float32 sums depend on the order, so each addition is written out.
     total = values.square().view(-1, 2, 2, 4, 16)
     total = total[:, :, 0] + total[:, :, 1]
     for width in (8, 4, 2, 1):
         total = total[..., :width] + total[..., width:]
-    # [blocks, rows, runs].
+    # Shape [blocks, rows, runs].
     total = total.view(-1, 2, 4)
     total = total[..., :2] + total[..., 2:]
     total = total[..., 0] + total[..., 1]
@@ -28,8 +28,8 @@ def _block_norms(values: Tensor) -> Tensor:
 
 
 def report_(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | None, dtype: torch.dtype) -> None:
-    """Norms of a tile that starts at block ``first``; the flag is set if a value is not finite in ``dtype``."""
-    # In the dtype that is written: rounding to it can make Inf.
+    """Write the norms of a tile that starts at block ``first``; set the flag if a value is not finite in ``dtype``."""
+    # Check after the cast to the output's dtype, because the cast can round to Inf.
     if flag is not None and not values.to(dtype).isfinite().all():
         flag.fill_(1)
     if norms is not None:
@@ -37,15 +37,16 @@ def report_(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | Non
 
 
 def scale_number(scale: float, device_scale: Tensor | None) -> float:
-    """The factor of an operation, which the tensor holds where there is one."""
-    # Here it lies on CPU, where a read waits for nothing; and so one way serves both.
+    """Return the scale as a number: the value of ``device_scale`` if given, else ``scale``."""
+    # The tensor is on the CPU here, so reading it does not wait.
     return scale if device_scale is None else float(device_scale)
 
 
 def scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """Walk over a flat tensor in tiles: (where the tile starts, its scaled float32 values [blocks, 256]).
+    """Yield (first element, scaled float32 values [blocks, 256]) for each tile of a flat tensor.
 
-    The last tile ends in zeros; callers may not keep a tile.
+    The last block is filled up with zeros. A tile is valid only until the next one, because tiles share a scratch
+    buffer.
     """
     require_cpu(source)
     for start in range(0, source.numel(), TILE):
@@ -60,7 +61,7 @@ def scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
 def measure_(
     values: Tensor, norms: Tensor | None, flag: Tensor | None, scale: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Norms and flag of ``scale`` times a flat tensor, in a pass of their own; nothing where both are None."""
+    """Write norms and flag of ``scale * values`` in a pass over a flat tensor; do nothing if both are None."""
     if norms is None and flag is None:
         return
     for start, tile in scaled(values, scale):
