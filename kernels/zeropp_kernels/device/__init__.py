@@ -1,4 +1,7 @@
-"""Every operation in Triton: what runs on CUDA and ROCm tensors, and on those of the CPU under Triton's interpreter."""
+"""All operations as Triton kernels: the implementation for CUDA and ROCm tensors.
+
+Under Triton's interpreter the kernels run on CPU tensors, for tests.
+"""
 
 from __future__ import annotations
 

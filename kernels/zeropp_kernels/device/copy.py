@@ -1,4 +1,4 @@
-"""Triton: many tensors <-> one flat buffer in one launch, with cast, scale, squared norms and a non-finite flag."""
+"""Triton kernels that copy between many tensors and one flat buffer in one launch, with cast, scale, norms and flag."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .stats import report
 
 __all__ = ["gather_", "scatter_"]
 
-# Blocks; one is two rows.
+# Blocks in a tile; a block is two rows of 128.
 _TILE = ROWS * 128 // BLOCK
-# Programs that read or write pinned host memory at a time. Each waits for the bus with 8 to 16 KiB of its own on the
-# way, of which a few hundred KiB fill it; more programs would only keep others from the multiprocessors meanwhile.
+# Number of programs if flat is in pinned host memory. Each has 8 to 16 KiB in flight on the bus, and a few hundred KiB
+# saturate it. More programs would only occupy multiprocessors that other kernels could use.
 _PINNED_PROGRAMS = 32
 
 
@@ -29,7 +29,7 @@ def _gather_tile(
     tile, entries, size, owners, flat, numel, blocks, scale, device_scale, norms, flag, DTYPE: tl.constexpr,
     TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    # Blocks fit 32 bits, elements need not: 2**31 blocks are 2**39 elements.
+    # Block numbers fit 32 bits: 2**31 blocks are 2**39 elements. Element numbers need 64 bits.
     first = tile * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
@@ -40,7 +40,7 @@ def _gather_tile(
         old_lower, old_upper = load_pair(flat + start, numel - start, TILE, 2)
         lower += old_lower
         upper += old_upper
-    # The flag is that of the dtype that is written, here and below: 70000 is Inf in float16 only.
+    # The flag is checked in the dtype that is stored: 70000 is Inf in float16 only.
     report(lower, upper, norms, flag, first, live, flat.dtype.element_ty, TILE)
     store_pair(flat + start, lower, upper, numel - start, TILE, 2)
 
@@ -55,7 +55,7 @@ def _scatter_tile(
     start = first.to(tl.int64) * 256
     if device_scale is not None:
         scale = tl.load(device_scale)
-    # ``flat`` is read where no tensor lies, too: norms and flag are those of all of it.
+    # Read all of flat, also where no tensor is, because norms and flag are those of the whole buffer.
     lower, upper = load_pair(flat + start, numel - start, TILE, 2)
     lower *= scale
     upper *= scale
@@ -68,7 +68,7 @@ def gather_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
+    """Copy one tile of blocks from tensors to the flat buffer. Grid: (tiles,)."""
     tile = tl.program_id(0)
     _gather_tile(
         tile, entries, size, owners, flat, numel, blocks, scale, device_scale, norms, flag, DTYPE, TILE, ACCUMULATE
@@ -80,7 +80,10 @@ def gather_pinned_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """The same by programs that take turns. Grid: (as many as there are to be,)."""
+    """Copy from tensors to a flat buffer in pinned host memory. Grid: (n,).
+
+    Program p of n copies tiles p, p + n, p + 2 n, ... in a loop.
+    """
     end, step = loop_end(tl.cdiv(blocks, TILE)), loop_end(tl.num_programs(0))
     for tile in tl.range(loop_end(tl.program_id(0)), end, step, num_stages=1, disable_licm=True):
         _gather_tile(
@@ -93,7 +96,7 @@ def scatter_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
+    """Copy one tile of blocks from the flat buffer to tensors. Grid: (tiles,)."""
     tile = tl.program_id(0)
     _scatter_tile(tile, entries, size, owners, flat, numel, blocks, scale, device_scale, norms, flag, DTYPE, TILE)
 
@@ -103,14 +106,17 @@ def scatter_pinned_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The same by programs that take turns. Grid: (as many as there are to be,)."""
+    """Copy from a flat buffer in pinned host memory to tensors. Grid: (n,).
+
+    Program p of n copies tiles p, p + n, p + 2 n, ... in a loop.
+    """
     end, step = loop_end(tl.cdiv(blocks, TILE)), loop_end(tl.num_programs(0))
     for tile in tl.range(loop_end(tl.program_id(0)), end, step, num_stages=1, disable_licm=True):
         _scatter_tile(tile, entries, size, owners, flat, numel, blocks, scale, device_scale, norms, flag, DTYPE, TILE)
 
 
 def is_pinned(flat: Tensor, entries: Tensor) -> bool:
-    """Whether ``flat`` is in the host's memory, and the table is not."""
+    """Return True if ``flat`` is in host memory while the table is on a GPU."""
     return flat.device != entries.device
 
 
@@ -127,11 +133,11 @@ def _launch(
     device_scale: Tensor | None,
     **constants: bool,
 ) -> None:
-    """Launch the first of ``kernels``, or the second where ``flat`` is in pinned memory."""
+    """Launch the first of ``kernels``, or the second if ``flat`` is in pinned host memory."""
     blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
-    # Addresses are sent on this stream, so the kernel finds them.
+    # Addresses are sent on the current stream, before the kernel that reads them.
     locate(tensors, host, entries)
     tiles, pinned = ceil_div(blocks, _TILE), is_pinned(flat, entries)
     kernel = kernels[pinned]
@@ -145,7 +151,7 @@ def gather_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
     norms: Tensor | None, flag: Tensor | None, accumulate: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.gather_`."""
+    """Copy tensors into a flat buffer with a Triton kernel, with the arguments of :func:`zeropp_kernels.gather_`."""
     kernels = gather_kernel, gather_pinned_kernel
     _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag, device_scale, ACCUMULATE=accumulate)
 
@@ -154,6 +160,6 @@ def scatter_(
     flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.scatter_`."""
+    """Copy a flat buffer into tensors with a Triton kernel, with the arguments of :func:`zeropp_kernels.scatter_`."""
     kernels = scatter_kernel, scatter_pinned_kernel
     _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag, device_scale)

@@ -1,4 +1,4 @@
-"""Triton: weights sent as 4-bit differences against a copy that every receiver has."""
+"""Triton kernels for weights sent as int4 differences from a reference that sender and receivers have (SDP4Bit)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["delta_apply_", "delta_encode_"]
 
 @triton.jit
 def _advance(reference, lower, upper, lower_value, upper_value, left, TILE: tl.constexpr):
-    """Add a tile of decoded differences to the reference; owner and receivers run these same lines."""
+    """Add a tile of decoded differences to the reference and store it; sender and receivers both call this."""
     dtype: tl.constexpr = reference.dtype.element_ty
-    # One sum, rounded once, then the cast: the value is an exact product already, wherever it was made.
+    # One rounded sum, then the cast. The decoded values are exact products, so sender and receivers have the same ones.
     lower = saturate(lower + lower_value, dtype)
     upper = saturate(upper + upper_value, dtype)
     store_pair(reference, lower, upper, left, TILE, 1)
@@ -41,13 +41,13 @@ def delta_encode_kernel(
     shard, reference, message, numel: tl.int64, groups: tl.int32, slots: tl.int32, scales_offset: tl.int64,
     UPDATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one shard. Grid: (tiles,)."""
+    """Encode one tile of ``shard - reference``. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
-    # Groups of 128, so K is 1 throughout.
+    # int4 groups have 128 elements, so K is 1 in this file.
     start = first.to(tl.int64) * 128
     left = numel - start
     live = first + tl.arange(0, TILE) < groups
-    # Missing elements are zeros in both, and so is their difference.
+    # Elements past the end are zeros in both, and so is their difference.
     lower, upper = load_pair(shard + start, left, TILE, 1)
     old_lower, old_upper = load_pair(reference + start, left, TILE, 1)
     lower -= old_lower
@@ -56,8 +56,8 @@ def delta_encode_kernel(
     lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse)
     store_encoded(message + first.to(tl.int64) * 64, lower_code, upper_code, live, finite, 4, TILE, 1)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
-    # What receivers will decode, without reading it back. Where a group is not finite the scale is NaN, and makes NaN
-    # of any code here as it does there.
+    # Compute the values that receivers decode without loading the message. In a group with Inf or NaN the scale is NaN,
+    # so the values are NaN here as on the receivers.
     if UPDATE:
         scale = scale_value(bits)[:, None, None]
         _advance(reference + start, old_lower, old_upper, lower_value * scale, upper_value * scale, left, TILE)
@@ -68,15 +68,15 @@ def delta_apply_kernel(
     messages, reference, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one message. Grid: (tiles of a message, messages)."""
+    """Add one tile of a decoded message to the reference. Grid: (tiles of a message, messages)."""
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * 128
     left = numel - start
     live = first + tl.arange(0, TILE) < groups
-    # In 64 bits: the product of two numbers that fit 32 need not fit.
+    # 64-bit offset, because the product of message number and message size may exceed 32 bits.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     target = reference + (tl.program_id(1).to(tl.int64) * numel + start)
-    # In place: a program reads and writes its own tile alone.
+    # Updating in place is safe, because a program loads and stores only its own tile.
     lower, upper = load_pair(target, left, TILE, 1)
     lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first
@@ -86,11 +86,11 @@ def delta_apply_kernel(
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> None:
-    """See :func:`zeropp_kernels.delta_encode_`."""
+    """Encode ``shard - reference`` with a Triton kernel, with the arguments of :func:`zeropp_kernels.delta_encode_`."""
     layout = message_layout(shard.numel(), 4)
     if layout.groups == 0:
         return
-    # Slots, not groups: the zeros behind the last scale may take a tile of their own.
+    # The grid covers slots, not groups, because the zeros after the last scale may need a tile of their own.
     delta_encode_kernel[(ceil_div(layout.slots, ROWS),)](
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
         UPDATE=update, TILE=ROWS, **delta_encode_kernel.options,
@@ -98,11 +98,11 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
 
 
 def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
-    """See :func:`zeropp_kernels.delta_apply_`."""
+    """Add decoded differences with a Triton kernel, with the arguments of :func:`zeropp_kernels.delta_apply_`."""
     layout = message_layout(reference.numel() // count, 4)
     if layout.groups == 0:
         return
-    # Decoding reads no slot behind the last group.
+    # The grid covers groups, because decoding reads no slots after the last group.
     delta_apply_kernel[ceil_div(layout.groups, ROWS), count](
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
         TILE=ROWS, **delta_apply_kernel.options,

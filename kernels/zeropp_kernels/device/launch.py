@@ -1,4 +1,4 @@
-"""How kernels are compiled and launched."""
+"""Compilation and launch options of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import triton
 
 __all__ = ["INTERPRETED", "ROWS", "launch_options", "launched"]
 
-# Read once: Triton decides when a kernel is decorated whether it is compiled or interpreted.
+# True if kernels run in Triton's interpreter. Read once at import, because Triton decides it when a kernel is
+# decorated.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Rows of 128 elements in a tile. The interpreter's time is that of programs, whatever they hold; bits are the same.
+# Rows of 128 elements in a tile. The interpreter's time is per program, so it gets larger tiles; results are the same.
 ROWS = 256 if INTERPRETED else 32
 
 
@@ -20,36 +21,38 @@ _BACKEND = "hip" if torch.version.hip else "cuda"
 
 
 def launch_options(backend: str, registers: int) -> dict[str, Any]:
-    """How a kernel is compiled for Triton's ``backend``, "cuda" or "hip".
+    """Return the options for compiling and launching a kernel.
 
     Args:
-        backend: also decides what a warp is.
-        registers: that a thread may have; only "cuda" can be told.
+        backend: Triton's name of the backend, "cuda" or "hip".
+        registers: most registers per thread. Used for "cuda" only; Triton has no such option for "hip".
     """
-    # 32 rows are 128 threads of 16 + 16 elements: four warps of 32 threads, or two of AMD's 64.
+    # A tile of 32 rows is 128 threads with 16 + 16 elements each: four warps of 32 threads, or two AMD warps of 64.
     if backend == "hip":
         return {"num_warps": 2, "enable_fp_fusion": False}
     return {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers}
 
 
 def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
-    """A kernel that the host launches, compiled once for each set of its constants and of aligned pointers.
+    """Return a decorator for kernels that the host launches, compiled once per set of constants and aligned pointers.
 
-    Triton would compile anew for integers that are 1 or multiples of 16, and for each width that a value needs; here a
-    parameter's annotation says how wide it is, and the kernels say themselves what is a multiple of what.
+    By default Triton also compiles again for integers that are 1 or multiples of 16, and for each integer width. Here
+    the annotation of a parameter gives its width, integers are not specialised, and kernels use ``whole`` where a size
+    is a multiple of something.
 
     Args:
-        untold: pointers whose alignment the compiler is not told: those that are read or written one value at a time,
-            and those of which the kernel itself looks at the address.
-        registers: that a thread may have. With 168 a multiprocessor holds three programs, with 128 four. Without a
-            bound ptxas chooses one, and has spilled at 96 what fits into 114.
+        untold: names of pointers whose alignment is not given to the compiler: they are accessed one element at a time,
+            or the kernel checks the address itself.
+        registers: most registers per thread. With 168 a multiprocessor can run three programs at a time, with 128 four.
+            Without a bound, ptxas chooses one itself; it has chosen 96 for a kernel that needs 114, and spilled.
 
     Returns:
-        The kernel. ``options`` are how the host launches it; ``untold`` and ``registers`` are as given.
+        A decorator that returns the kernel with three attributes: ``options`` (keyword arguments of a launch),
+            ``untold`` and ``registers``.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
-        # Annotations are postponed in these files, so they are text.
+        # Annotations are strings in these files because of "from __future__ import annotations".
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
         kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(untold))
         kernel.untold, kernel.registers, kernel.options = untold, registers, launch_options(_BACKEND, registers)

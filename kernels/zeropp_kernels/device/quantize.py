@@ -1,4 +1,4 @@
-"""Triton: values -> messages, from a flat buffer, from tensors where they lie, or from the sum of other messages."""
+"""Triton kernels that encode: from a flat buffer, from tensors of a table, or from the sum of other messages."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def _encode(
     lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
     beta, rest, reset, BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The second half of every kernel here: rotate, add the error, encode, keep the new error."""
+    """Encode one tile of values: rotate, add the stored error, store codes and scales, store the new error."""
     K: tl.constexpr = TILE_ROWS // TILE
-    # Messages are multiples of 128 bytes, which keeps rows aligned. 64 bits: many messages together pass 2**31 bytes.
+    # whole() keeps the rows aligned for the compiler, as messages are multiples of 128 bytes. The offset has 64 bits,
+    # because many messages together may pass 2**31 bytes.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     live = first + tl.arange(0, TILE) < groups
     if ROTATE:
         lower, upper = rotate(lower, upper)
-    # After the rotation: what is lost, is lost of rotated values, and is kept as such.
+    # Errors are added after the rotation, because they are errors of rotated values.
     if FEEDBACK:
         state += tl.program_id(1).to(tl.int64) * whole(state_nbytes, 128)
         old_lower, old_upper = load_error(state, state_scales_offset, first, live, reset, TILE, K)
@@ -56,7 +57,7 @@ def _encode(
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if FEEDBACK:
         scale = scale_value(bits)[:, None, None]
-        # Where a group is not finite what it lost is not known: the error stays, unless a reset clears it.
+        # The error of a group with Inf or NaN is undefined, so its state is kept, or cleared with reset.
         written = live & (tl.where(finite, 1, reset) != 0)
         keep_error(
             state, state_scales_offset, first, written, old_lower, old_upper,
@@ -70,7 +71,7 @@ def quantize_kernel(
     state_nbytes: tl.int64, state_scales_offset: tl.int64, beta: tl.float32, rest: tl.float32, reset: tl.int32,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a flat buffer. Grid: (tiles of a message, messages)."""
+    """Encode one tile of a flat buffer. Grid: (tiles of a message, messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * (128 * K)
@@ -89,13 +90,14 @@ def quantize_tensors_kernel(
     beta: tl.float32, rest: tl.float32, reset: tl.int32, DTYPE: tl.constexpr,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tensors that lie anywhere. Grid: (tiles of a message, messages)."""
+    """Encode one tile of tensors in a table. Grid: (tiles of a message, messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
-    # Elements of the flat buffer that does not exist; each message begins on a block (check_blocks).
+    # Element numbers in the flat buffer that the table describes. check_blocks makes sure that messages start on
+    # blocks.
     begin = first.to(tl.int64) * (128 * K)
     start = tl.program_id(1).to(tl.int64) * numel + begin
-    # Read as the flat buffer would be; the rest of the kernel does not know of tensors.
+    # Loads the tile as the flat buffer would have it, so encoding is the same as for a flat buffer.
     lower, upper = load_blocks(entries, size, owners, start, tl.cdiv(numel - begin, 256), 1.0, DTYPE, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
@@ -112,10 +114,11 @@ def reduce_quantize_kernel(
     SOURCE_BITS: tl.constexpr, SOURCE_K: tl.constexpr,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the scaled sum of ``count`` messages. Grid: (tiles of an outgoing message, outgoing messages)."""
+    """Encode one tile of the scaled sum of messages. Grid: (tiles of an outgoing message, outgoing messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
-    # Rows, in which both the incoming and the outgoing groups count; outgoing messages begin on a block.
+    # Counted in rows of 128, because incoming and outgoing groups may have different sizes. Outgoing messages start on
+    # blocks.
     row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
     lower, upper = sum_pair(
         sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K
@@ -141,19 +144,19 @@ def _launch(
     reset: bool,
     **constants: object,
 ) -> None:
-    """Launch an encoding kernel: ``source`` are its first arguments, the rest is the same for all."""
+    """Launch an encoding kernel; ``source`` are its first arguments, the others are the same for all kernels."""
     layout = message_layout(numel, bits)
     kept = state_layout(numel, bits)
     tile = ROWS * 128 // layout.group
     if layout.slots == 0 or count == 0:
         return
-    # Slots, not groups: zeros behind the last scale are part of the message.
+    # The grid covers slots, not groups, because the zeros after the last scale are part of the message.
     kernel[ceil_div(layout.slots, tile), count](
-        # Without a state no code reads one, but a pointer must be given: one that is aligned and of bytes like a
-        # state's, so that it compiles nothing anew.
+        # Without a state, the kernel still needs a pointer that it never reads. messages is uint8 and aligned like a
+        # state, so Triton does not compile another variant for it.
         *source, messages, state if state is not None else messages,
         layout.groups, layout.slots, layout.nbytes, layout.scales_offset, kept.nbytes, kept.scales_offset,
-        # Subtracted in float64 and rounded once, as torch does with a Python number.
+        # 1 - beta is computed in float64 and rounded once, as torch does with a Python number.
         beta, 1.0 - beta, int(reset),
         BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants, **kernel.options,
     )  # fmt: skip
@@ -162,7 +165,7 @@ def _launch(
 def quantize_(
     x: Tensor, messages: Tensor, count: int, bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool
 ) -> None:
-    """See :func:`zeropp_kernels.quantize_`."""
+    """Encode a flat buffer with a Triton kernel, with the arguments of :func:`zeropp_kernels.quantize_`."""
     numel = x.numel() // count
     _launch(quantize_kernel, (x, numel), messages, numel, count, bits, rotate, state, beta, reset)
 
@@ -171,8 +174,8 @@ def quantize_tensors_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, messages: Tensor, count: int,
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.quantize_tensors_`."""
-    # Addresses are sent on this stream, so the kernel finds them.
+    """Encode tensors with a Triton kernel, with the arguments of :func:`zeropp_kernels.quantize_tensors_`."""
+    # Addresses are sent on the current stream, before the kernel that reads them.
     locate(tensors, host, entries)
     source = (entries, len(tensors), owners, numel // count)
     _launch(
@@ -185,9 +188,9 @@ def reduce_quantize_(
     sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.reduce_quantize_`."""
+    """Sum and encode messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.reduce_quantize_`."""
     source = message_layout(numel, source_bits)
-    # Elements of an outgoing message; a source has all of them.
+    # Elements of one outgoing message. Each source has out_count times as many.
     part = numel // out_count
     arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, device_scale, part)
     _launch(

@@ -1,4 +1,4 @@
-"""Triton: messages -> values, n messages -> their sum, of codes and of plain values."""
+"""Triton kernels that decode and sum: messages to values, and n messages to their sum, quantized or plain."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .stats import report
 
 __all__ = ["SUM_TILE", "dequantize_", "reduce_", "sum_", "sum_pair"]
 
-# Blocks. Half of the other kernels' tiles, since a thread has the next message in registers, too.
+# Blocks in a tile of sum_kernel: half of a tile of the other kernels, because a thread also holds the next message.
 SUM_TILE = ROWS * 128 // BLOCK // 2
 
 
 @triton.jit
 def _load_message(message, scales_offset, row, group, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Bytes of TILE * K rows of one message from row ``row`` on, see :func:`load_packed`, and scale bits [TILE, K].
+    """Load TILE * K rows of one message from row ``row`` on: (lower bytes, upper bytes, scale bits [TILE, K]).
 
-    ``group`` [TILE, K] is that of each row; zeros from ``groups`` on.
+    ``group`` [TILE, K] is the group of each row. Rows of groups from ``groups`` on are zeros.
     """
     live = group < groups
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
@@ -51,7 +51,10 @@ def _load_message(message, scales_offset, row, group, groups, BITS: tl.constexpr
 
 @triton.jit
 def _message_values(lower, upper, bits, BITS: tl.constexpr):
-    """As :func:`code_values`, of what :func:`_load_message` gives; scales are [TILE, K, 1]."""
+    """Return codes and scales in float32, as :func:`code_values` does, of bytes from :func:`_load_message`.
+
+    Scales are [TILE, K, 1].
+    """
     lower, upper = unpack(lower, upper, BITS)
     return code_values(lower, upper, scale_value(bits)[:, :, None], BITS)
 
@@ -61,27 +64,27 @@ def sum_pair(
     messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
     TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
+    """Return the float32 sum (lower, upper) of ``count`` messages, in their order, for TILE * K rows from ``row`` on.
 
-    Groups have GROUP_ROWS rows each, which need not be K.
-    Products are exact (8 significant bits times at most 7), so a fused multiply-add rounds as a sum does.
+    Source groups have GROUP_ROWS rows, which may differ from K. Products of codes (at most 7 significant bits) and
+    scales (8) are exact, so a fused multiply-add has the same rounding as a sum.
     """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    # By row, since these groups can be twice or half as long as those of the tile.
+    # Computed per row, because source groups can be twice or half as long as groups of the tile.
     group = rows // GROUP_ROWS
     next_lower, next_upper, next_bits = _load_message(messages, scales_offset, row, group, groups, BITS, TILE, K)
-    # -0 plus the first product is that product, whatever its sign; from +0 a first -0 would be lost.
+    # Start from -0: -0 plus the first product is that product. +0 would turn a first product of -0 into +0.
     lower = tl.full([TILE, K, 64], -0.0, tl.float32)
     upper = tl.full([TILE, K, 64], -0.0, tl.float32)
-    # In this order on every machine, since float32 sums depend on it.
+    # Add in this order on every machine, because float32 sums depend on the order.
     for index in range(1, loop_end(count) + 1):
         messages += whole(nbytes, 128)
-        # One message ahead, in the bytes that it has in memory: a load need not wait for the additions before it.
+        # Load the next message as packed bytes before adding this one, so that the loads overlap with the additions.
         ahead_lower, ahead_upper, ahead_bits = _load_message(
             messages, scales_offset, row, group, tl.where(index < count, groups, 0), BITS, TILE, K
         )
         lower_code, upper_code, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
-        # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
+        # Explicit fma, because kernels are compiled with fusion off. The products are exact, so the bits are the same.
         lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
         upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
         next_lower, next_upper, next_bits = ahead_lower, ahead_upper, ahead_bits
@@ -90,15 +93,15 @@ def sum_pair(
 
 @triton.jit
 def _spoil_infinite(x):
-    """NaN for what has passed the largest float32: rotated back it would be a sum that is clamped, and look finite."""
-    # NaN compares unequal and stays.
+    """Replace Inf by NaN, so that an overflow stays visible: after the inverse rotation Inf would be clamped."""
+    # NaN compares unequal to Inf and stays.
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
 @triton.jit
 def _rotate_back(lower, upper):
     lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper))
-    # Rotating twice is 2**-5 times the input.
+    # Applying the transform twice multiplies by 2**-5.
     return lower * 32.0, upper * 32.0
 
 
@@ -107,7 +110,7 @@ def _decoded(
     message, scales_offset, row, groups, dtype: tl.constexpr, BITS: tl.constexpr, ROTATE: tl.constexpr,
     TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one message in ``dtype``."""
+    """Return one decoded tile of one message in ``dtype``."""
     group = tl.broadcast_to(row // K + tl.arange(0, TILE)[:, None], [TILE, K])
     lower, upper, bits = _load_message(message, scales_offset, row, group, groups, BITS, TILE, K)
     lower, upper, lower_scale, upper_scale = _message_values(lower, upper, bits, BITS)
@@ -115,7 +118,7 @@ def _decoded(
     upper *= upper_scale
     if ROTATE:
         lower, upper = _rotate_back(lower, upper)
-    # A value that is not rotated is finite in float32.
+    # Unrotated float32 values are always finite.
     if ROTATE or dtype != tl.float32:
         lower = saturate(lower, dtype)
         upper = saturate(upper, dtype)
@@ -127,7 +130,7 @@ def dequantize_kernel(
     messages, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     BITS: tl.constexpr, ROTATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one message. Grid: (tiles of a message, messages)."""
+    """Decode one tile of a message. Grid: (tiles of a message, messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     SIZE: tl.constexpr = TILE_ROWS * 128
     dtype: tl.constexpr = out.dtype.element_ty
@@ -136,8 +139,8 @@ def dequantize_kernel(
     target = out + (tl.program_id(1).to(tl.int64) * numel + row * 128)
     left = numel - row * 128
     at = half_rows(128, TILE, K)
-    # Decoded in each branch: before them, Triton 3.6 would do it a second time, in the order of narrow stores, in every
-    # program.
+    # Decoded separately in each branch. Decoded before the branch, Triton 3.6 would run the code twice in every
+    # program, the second time in the layout of the narrow stores.
     if wide(target, left, SIZE):
         lower, upper = _decoded(message, scales_offset, row, groups, dtype, BITS, ROTATE, TILE, K)
         tl.store(aligned(target, at), lower)
@@ -155,7 +158,7 @@ def reduce_kernel(
     scale: tl.float32, device_scale, norms, flag,
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out[i] = scale * sum of ``count`` messages. Grid: (tiles,)."""
+    """Compute one tile of ``out = scale * sum of count messages``, or add it to ``out``. Grid: (tiles,)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
@@ -163,13 +166,13 @@ def reduce_kernel(
     lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
     if device_scale is not None:
         scale = tl.load(device_scale)
-    # Before the way back, and once: the reference does it in this order.
+    # Scale once and before the inverse rotation, as in the reference.
     lower *= scale
     upper *= scale
     if ROTATE:
         lower, upper = _rotate_back(lower, upper)
     target = out + row * 128
-    # A sum that is not finite in float32 must show as Inf.
+    # Unrotated float32 sums are not clamped, because an overflow must stay Inf.
     if ROTATE or out.dtype.element_ty != tl.float32:
         lower = saturate(lower, out.dtype.element_ty)
         upper = saturate(upper, out.dtype.element_ty)
@@ -179,12 +182,12 @@ def reduce_kernel(
         upper += old_upper
     if norms is not None or flag is not None:
         if left < TILE_ROWS * 128:
-            # Behind the end lies what the rotation has spread there.
+            # After a rotation, elements past the end may be nonzero. They must not count in norms and flag.
             there = within(left, TILE_ROWS * 128)
             at = half_rows(128, TILE, K)
             lower = tl.where(at < there, lower, 0.0)
             upper = tl.where(at + 64 < there, upper, 0.0)
-        # A block is two rows, whatever a group is.
+        # A block is two rows, for groups of either size.
         BLOCKS: tl.constexpr = TILE_ROWS // 2
         block = row // 2
         report(
@@ -196,12 +199,12 @@ def reduce_kernel(
 
 @triton.jit
 def _sum_wide(source, stride, count, TILE: tl.constexpr):
-    """Float32 sum of ``count`` tiles of blocks, ``stride`` elements apart, all of them :func:`wide`."""
+    """Return the float32 sum of ``count`` tiles of blocks, ``stride`` elements apart; all must be :func:`wide`."""
     at = half_rows(128, TILE, 2)
     lower = widen(tl.load(aligned(source, at)))
     upper = widen(tl.load(aligned(source, at + 64)))
     source += stride
-    # One message ahead: loads of a message need not wait for the additions of the one before.
+    # Load the next message before adding this one, so that the loads overlap with the additions.
     more = tl.full([TILE, 2, 64], 1, tl.int1) & (count > 1)
     next_lower = tl.load(aligned(source, at), mask=more, other=0.0)
     next_upper = tl.load(aligned(source, at + 64), mask=more, other=0.0)
@@ -218,10 +221,10 @@ def _sum_wide(source, stride, count, TILE: tl.constexpr):
 
 @triton.jit
 def _sum_narrow(source, stride, count, left, TILE: tl.constexpr):
-    """The same wherever they lie, of the elements before ``left``."""
+    """Return the float32 sum of ``count`` tiles of blocks at any address, for elements before ``left``."""
     at = half_rows(128, TILE, 2)
     there = within(left, TILE * 256)
-    # None ahead: at an end speed is worth less than the registers, which all programs would have to have.
+    # No message is loaded ahead: tiles at an end are rare, and the extra registers would count for all programs.
     lower = widen(tl.load(source + at, mask=at < there, other=0.0))
     upper = widen(tl.load(source + at + 64, mask=at + 64 < there, other=0.0))
     for _ in range(1, loop_end(count)):
@@ -236,12 +239,12 @@ def sum_kernel(
     messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms, flag,
     ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
+    """Compute one tile of ``out = scale * sum of count plain messages``, or add it to ``out``. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * 256
     left = numel - start
     source = messages + start
-    # The second message tells of all: strides are the same.
+    # If the second message is aligned, all are, because the stride is the same.
     if wide(source, left, TILE * 256) & ((count == 1) | wide(source + numel, left, TILE * 256)):
         lower, upper = _sum_wide(source, numel, count, TILE)
     else:
@@ -260,9 +263,9 @@ def sum_kernel(
 
 
 def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
-    """See :func:`zeropp_kernels.dequantize_`."""
+    """Decode messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.dequantize_`."""
     layout = message_layout(out.numel() // count, bits)
-    # Decoding reads no slots behind the last group, so groups make the grid, here and below.
+    # The grid covers groups, because decoding reads no slots after the last group.
     if layout.groups == 0:
         return
     tile = ROWS * 128 // layout.group
@@ -276,7 +279,7 @@ def reduce_(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.reduce_`."""
+    """Decode and sum messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.reduce_`."""
     layout = message_layout(out.numel(), bits)
     if layout.groups == 0:
         return
@@ -291,7 +294,7 @@ def sum_(
     messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
     flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`zeropp_kernels.sum_`."""
+    """Sum plain messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.sum_`."""
     numel = out.numel()
     blocks = blocks_of(numel)
     if blocks == 0:
