@@ -1,1 +1,1 @@
-"""Compilation ahead of time, for GPUs that need not be there: ``python -m zeropp_kernels.aot``."""
+"""Ahead-of-time compilation of the kernels, for GPUs that need not be present: ``python -m zeropp_kernels.aot``."""

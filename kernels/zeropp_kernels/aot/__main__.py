@@ -1,13 +1,14 @@
-"""Compiles every kernel for GPUs that need not be there, and checks what came out.
+"""Compile every kernel for GPUs that need not be present, and check the machine code.
 
-    python -m zeropp_kernels.aot                     cases that together have every pair of settings
+    python -m zeropp_kernels.aot                     cases that together cover every pair of settings
     python -m zeropp_kernels.aot --cover each        fewer: every setting once
     python -m zeropp_kernels.aot --cover one         fewest: every kernel once
     python -m zeropp_kernels.aot --cover all         every configuration that can be launched
     python -m zeropp_kernels.aot --only quantize --targets sm_90
 
-Exit code 1 if a kernel does not compile, or has spills, local memory, too many registers, fused multiply-adds, or no
-128-bit access where the tensors allow it. Wants a process of its own: Triton's interpreter must be off.
+The exit code is 1 if a kernel does not compile, or if its code has spills, local memory, too many registers, unexpected
+fused multiply-adds, or other numbers of 128-bit or of narrow loads and stores than expected. The command must run in a
+process with Triton's interpreter off.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     covers = ["one", "each", "pairs", "all"]
     parser.add_argument("--cover", default="pairs", choices=covers, help="how many configurations")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help="that compile at a time")
+    parser.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help="number of processes that compile in parallel")
     given = parser.parse_args(arguments)
     if INTERPRETED:
         value = os.environ["TRITON_INTERPRET"]
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {given.only}: no kernel has that in its name")
     targets = list(dict.fromkeys(given.targets))
     jobs = [Job(given.cover, index, target) for index in chosen for target in targets]
-    # On AMD each once more, with buffers that may pass 2 GiB.
+    # On AMD, compile each case a second time for buffers that may exceed 2 GiB.
     jobs += [
         Job(given.cover, job.index, job.target, near=False) for job in jobs if TARGETS[job.target].backend == "hip"
     ]

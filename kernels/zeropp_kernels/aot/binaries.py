@@ -1,4 +1,4 @@
-"""What is in a compiled kernel: registers, spills, widths of loads and stores, fused multiply-adds."""
+"""Facts about a compiled kernel: registers, spills, widths of loads and stores, fused multiply-adds."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ import triton
 __all__ = ["Facts", "inspect"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# An opcode behind its address and, if there is one, the predicate it runs under.
+# Matches an opcode after its address and, if there is one, its predicate.
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the machine code of one kernel has on one target; counts are static.
+    """Facts about the machine code of one kernel on one target. Instructions in loops count once.
 
     Attributes:
-        instructions: of machine code, without padding.
-        registers: of a thread (vector registers on AMD).
-        spilled: bytes or registers that went to memory, stack included.
-        wide_loads, wide_stores: of 128 bits.
-        narrow_loads, narrow_stores: of global memory, below 32 bits.
-        fused: multiply-adds that are not part of a division; a packed one is two.
+        instructions: number of machine instructions, without padding.
+        registers: registers per thread (vector registers on AMD).
+        spilled: on NVIDIA, bytes of stack and local memory plus number of local loads and stores. On AMD, number of
+            spilled vector registers plus bytes of scratch memory. 0 if nothing spills.
+        wide_loads, wide_stores: number of 128-bit loads and stores of global memory.
+        narrow_loads, narrow_stores: number of loads and stores of global memory below 32 bits.
+        fused: number of fused multiply-adds that are not part of a division; a packed instruction counts as two.
         shared: bytes of shared memory.
     """
 
@@ -46,7 +47,7 @@ class Facts:
 
 
 def inspect(kernel: Any) -> Facts:
-    """Facts of what ``triton.compile`` gave."""
+    """Return the facts of a kernel from ``triton.compile``."""
     return _nvidia(kernel) if "cubin" in kernel.asm else _amd(kernel)
 
 
@@ -71,7 +72,7 @@ def _nvidia(kernel: Any) -> Facts:
     def count(pattern: str) -> int:
         return sum(number for opcode, number in code.items() if re.match(pattern, opcode))
 
-    # A tool that has changed its words must not count as no registers and no spills.
+    # Raise if the output of a future tool does not match, because a missing number must not count as 0 spills.
     def resource(key: str) -> int:
         found = re.search(rf"{key}:(\d+)", usage)
         if found is None:
@@ -87,7 +88,7 @@ def _nvidia(kernel: Any) -> Facts:
         wide_stores=count(r"STG\..*\b128"),
         narrow_loads=count(r"LDG\..*\b[US](8|16)\b"),
         narrow_stores=count(r"STG\..*\b[US](8|16)\b"),
-        # In PTX, where what ptxas makes of a division is not yet spelled out in multiply-adds.
+        # Counted in PTX, where divisions are not yet expanded into multiply-adds.
         fused=sum(2 if packed else 1 for packed in re.findall(r"\bfma\.rn\S*\.f32(x2)?", kernel.asm["ptx"])),
         shared=kernel.metadata.shared,
     )
@@ -106,14 +107,14 @@ def _amd(kernel: Any) -> Facts:
             raise RuntimeError(f"the code object says nothing about {key}")
         return int(found.group(1))
 
-    # A division is exact by itself: five multiply-adds before each v_div_fmas.
-    # A packed instruction has two.
+    # A division expands to v_div_fmas and five multiply-adds before it, which do not count. A packed instruction counts
+    # as two.
     fused = count(r"v_(fma|fmac|mad)_f32(_e32|_e64)?") + 2 * count(r"v_pk_(fma|fmac|mad)_f32(_e32|_e64)?")
     fused -= 5 * count(r"v_div_fmas_f32(_e64)?")
     return Facts(
         instructions=sum(code.values()),
         registers=resource("vgpr_count"),
-        # Scalar registers spill into lanes of vector registers, which takes no memory.
+        # Scalar registers spill into lanes of vector registers, which takes no memory, so they do not count.
         spilled=resource("vgpr_spill_count") + resource("private_segment_fixed_size"),
         wide_loads=count(r"(global|buffer)_load_dwordx4"),
         wide_stores=count(r"(global|buffer)_store_dwordx4"),

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel may hold."""
+"""Expected properties of the machine code of each kernel, and the check against them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from .cases import Case
 
 __all__ = ["REGISTERS", "check"]
 
-# For each thread: with so many, four programs fit a multiprocessor; three where AMD's compiler takes no bound.
+# Most registers per thread, by Case.even: with 128 registers four programs fit a multiprocessor, with 168 three. Some
+# kernels on AMD use the second number, see _most_registers.
 REGISTERS = {True: 128, False: 168}
-# Of kernels that are leaner: five programs.
+# Most registers per thread of kernels that need fewer: five programs fit a multiprocessor.
 _LEAN = {"lossless_count": 96, "lossless_encode": 96, "lossless_decode": 96}
-# Of these a multiprocessor has one program at most, which wait for the bus.
+# Most registers per thread of kernels for pinned memory. One program per multiprocessor is enough, as they wait for the
+# bus.
 _ALONE = {"gather_pinned": 256, "scatter_pinned": 256}
-# For each thread: 128 threads share ROWS rows of 128.
+# Elements per thread: 128 threads share a tile of ROWS rows of 128.
 _ELEMENTS = ROWS
 
 
@@ -33,7 +35,7 @@ def _values(case: Case, name: str) -> int:
 
 
 def _encoded(case: Case) -> int:
-    # Twice in the code: as they are, and as zeros where a group is not finite.
+    # Codes and errors are stored in two places in the code: as they are, and as zeros for groups with Inf or NaN.
     return 2 * (_codes(case) + _error(case))
 
 
@@ -42,7 +44,7 @@ def _quantize_moves(case: Case, name: str) -> tuple[int, int]:
 
 
 def _requantize_moves(case: Case) -> tuple[int, int]:
-    # The first message is loaded before the loop, in it the one after that which is added.
+    # The first message is loaded before the loop; in the loop, the message after the one that is added.
     return 2 * _codes(case, "SOURCE_BITS") + _error(case), _encoded(case)
 
 
@@ -52,7 +54,7 @@ def _reduce_moves(case: Case) -> tuple[int, int]:
 
 
 def _sum_moves(case: Case) -> tuple[int, int]:
-    # The first message and the second are loaded before the loop, in it the one after next.
+    # The first two messages are loaded before the loop; in the loop, the message after the next one.
     share = _block_elements(case)
     size = 4 if case.pointers["messages"] == "fp32" else 2
     return share * (3 * size + 4 * bool(case.constants["ACCUMULATE"])), 4 * share
@@ -69,12 +71,12 @@ def _delta_moves(case: Case) -> tuple[int, int]:
 
 
 def _block_elements(case: Case) -> int:
-    # 256 elements of a block among 128 threads.
+    # 128 threads share the 256 elements of a block.
     return 2 * int(str(case.constants["TILE"]))
 
 
 def _section_elements(case: Case) -> int:
-    # 2048 elements of a section among 128 threads.
+    # 128 threads share the 2048 elements of a section.
     return 16 * int(str(case.constants["TILE"]))
 
 
@@ -83,16 +85,17 @@ def _section_values(case: Case, name: str) -> int:
 
 
 def _lossless_moves(case: Case) -> tuple[int, int]:
-    # Of codes a thread has 8 bytes of a section, which is no 128 bits.
+    # Codes do not count: a thread has 8 bytes of a section's codes, fewer than 128 bits.
     return _section_values(case, "values") + _section_values(case, "reference"), 0
 
 
-# Bytes of values, codes and errors that a thread (loads, stores). Of n messages two are in the code, one in a loop.
+# Bytes per thread of values, codes and errors that the code (loads, stores) with 128-bit accesses, by kernel. A loop's
+# body counts once.
 _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
     "quantize": lambda case: _quantize_moves(case, "x"),
     "quantize_tensors": lambda case: _quantize_moves(case, ""),
     "reduce_quantize": _requantize_moves,
-    # Decoded in both branches.
+    # Codes are loaded in both branches.
     "dequantize": lambda case: (2 * _codes(case), _values(case, "out")),
     "reduce": _reduce_moves,
     "sum": _sum_moves,
@@ -106,13 +109,14 @@ _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
     "lossless_encode": _lossless_moves,
     "lossless_decode": lambda case: (_section_values(case, "reference"), _section_values(case, "out")),
 }
-# Tensors of values (loaded, stored) that a thread accesses one by one where a tile is not all there, or not aligned.
+# Names of the pointers (loaded, stored) that a thread accesses element by element in tiles at an end or misaligned, by
+# kernel. "" is the tensors of a table.
 _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "quantize": ("x", None),
     "quantize_tensors": ("", None),
     "dequantize": (None, "out"),
     "reduce": (None, "out"),
-    # Half of the other tiles, twice: a message before the loop and one in it.
+    # A tile of sum_kernel is half as large, but has two loads: one message before the loop and one in it.
     "sum": ("messages", None),
     "delta_encode": ("reference", "reference"),
     "delta_apply": ("reference", "reference"),
@@ -121,20 +125,20 @@ _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "scatter": ("flat", ""),
     "scatter_pinned": ("flat", ""),
 }
-# Accesses (loads, stores) below 32 bits where places depend on the data: for each element one of 8 bits and one of 16.
-# Encoding also clears the ends of rooms, 512 bytes at a time.
+# Number of accesses (loads, stores) below 32 bits at data-dependent places, by kernel: one of 8 bits and one of 16 bits
+# per element. Encoding also clears unused room, 512 bytes at a time with 128 threads.
 _ESCAPES: dict[str, Callable[[Case], tuple[int, int]]] = {
     "lossless_encode": lambda case: (0, 2 * _section_elements(case) + 512 // 128),
     "lossless_decode": lambda case: (2 * _section_elements(case), 0),
 }
 
 
-# In the loop over messages, where products are exact.
+# Kernels with a fused multiply-add per element in the loop over messages, where products are exact.
 _SUMS = ("reduce", "reduce_quantize")
 
 
 def _unrolled(case: Case, backend: str, loads: int, expected: int) -> bool:
-    """Whether more loads than expected are whole messages of a loop, which AMD's compiler unrolls at its liking."""
+    """Return True if the loads beyond ``expected`` are whole messages of a loop that AMD's compiler has unrolled."""
     if case.name != "sum" or backend != "hip":
         return False
     message = _block_elements(case) * (4 if case.pointers["messages"] == "fp32" else 2) // 16
@@ -142,36 +146,43 @@ def _unrolled(case: Case, backend: str, loads: int, expected: int) -> bool:
 
 
 def _narrow(case: Case) -> tuple[int, int]:
-    """Most (loads, stores) of a thread below 32 bits."""
+    """Return the largest allowed number of (loads, stores) below 32 bits per thread."""
     names = _ONE_BY_ONE.get(case.name, (None, None))
     values = (0 if name is None or case.pointers[name] == "fp32" else _ELEMENTS for name in names)
-    # Scales are 16 bits each: one access of a thread, or of a thread and message.
+    # 16-bit scales: up to 4 accesses per thread.
     loads, stores = (4 + each for each in values)
-    # At an end Triton 3.6 looks scales up again, one for each value that a thread then stores.
+    # In tiles at an end, the code of Triton 3.6 loads a scale again for each value that a thread stores.
     return loads + (16 if case.name == "dequantize" else 0), stores
 
 
 def _most_registers(case: Case, backend: str) -> int:
     if (own := _ALONE.get(case.name) or _LEAN.get(case.name)) is not None:
         return own
-    # AMD's compiler takes no bound: unrolled, several messages are in registers, rotated ones, and masks of stores.
+    # AMD's compiler has no option for a bound. In these kernels it keeps several unrolled messages, rotated values, or
+    # masks of stores in registers.
     return REGISTERS[case.even and (backend != "hip" or case.name not in ("reduce", "sum", "scatter"))]
 
 
 def check(case: Case, facts: Facts, backend: str) -> list[str]:
-    """What is wrong with the machine code that Triton's ``backend``, "cuda" or "hip", has made."""
+    """Return the deviations of a kernel's machine code from the expected properties, as texts; empty if there are none.
+
+    Args:
+        case: the configuration that was compiled.
+        facts: facts about its machine code.
+        backend: Triton's name of the backend, "cuda" or "hip".
+    """
     wrong = []
     if facts.spilled:
         wrong.append(f"{facts.spilled} spilled or on the stack")
     bound = _most_registers(case, backend)
     if facts.registers > bound:
         wrong.append(f"{facts.registers} registers, more than {bound}")
-    # One for each element in the loop's body.
+    # One fused multiply-add per element in the loop's body.
     fused = _ELEMENTS if case.name in _SUMS else 0
     if facts.fused != fused:
         wrong.append(f"{facts.fused} fused multiply-adds, not {fused}")
     if case.even and case.name in _MOVED:
-        # Equal and not at least: more loads than bytes need are as suspicious as fewer.
+        # Exact numbers, because more loads than the bytes need are as suspicious as fewer.
         expected = tuple(nbytes // 16 for nbytes in _MOVED[case.name](case))
         loads = expected[0] if _unrolled(case, backend, facts.wide_loads, expected[0]) else facts.wide_loads
         if (loads, facts.wide_stores) != expected:
@@ -179,7 +190,8 @@ def check(case: Case, facts: Facts, backend: str) -> list[str]:
             wrong.append(f"{found} of 128 bits, not {expected[0]} and {expected[1]}")
     if case.even:
         narrow = facts.narrow_loads, facts.narrow_stores
-        # Fewer escapes than elements would be wide accesses to places that need not follow each other.
+        # Escapes need exactly one narrow access each. Fewer would mean wide accesses to places that need not be
+        # adjacent.
         escapes = _ESCAPES.get(case.name)
         most = _narrow(case)
         right = narrow == escapes(case) if escapes else narrow[0] <= most[0] and narrow[1] <= most[1]

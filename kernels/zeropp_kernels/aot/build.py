@@ -1,4 +1,4 @@
-"""Machine code of a case, from Triton's cache where it has been made before."""
+"""Compilation of cases to machine code, through Triton's cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Job:
-    """The case at ``index`` of ``cases(cover)``, for a target; what another process needs to know of it."""
+    """One case on one target, in a form that can be sent to another process.
+
+    Attributes:
+        cover: argument of ``cases`` that gives the list of cases.
+        index: index of the case in that list.
+        target: name of the target, a key of ``TARGETS``.
+        near: True if buffers are assumed to be below 2 GiB, see ``Case.near``.
+    """
 
     cover: str
     index: int
@@ -46,7 +53,7 @@ def _listed(cover: str) -> list[Case]:
 
 
 def build(case: Case, target: GPUTarget) -> Any:
-    """What ``triton.compile`` gives."""
+    """Compile a case for a target and return the result of ``triton.compile``."""
     options = launch_options(target.backend, case.kernel.registers)
     return triton.compile(case.source(target), target=target, options=options)
 
@@ -56,12 +63,12 @@ def _facts(job: Job) -> Facts:
 
 
 def build_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Facts]]:
-    """Every job with what came out, in order; in this process if ``processes`` is 1."""
+    """Yield (job, facts) for every job, in order. Compiles in this process if ``processes`` is 1."""
     if processes == 1:
         yield from ((job, _facts(job)) for job in jobs)
         return
-    # A fork would take Triton's threads along half alive.
+    # spawn, because a fork copies Triton's state, but not its threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) as pool:
-        # A job is sent, not a case: each process makes the same list and finds its case by number.
+        # Send jobs, not cases: each process makes the same list of cases and finds its case by index.
         yield from zip(jobs, pool.map(_facts, jobs, chunksize=4), strict=True)

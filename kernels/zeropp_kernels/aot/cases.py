@@ -1,4 +1,4 @@
-"""Every configuration in which a kernel can be launched."""
+"""All configurations in which kernels can be launched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..wire import GROUPS
 
 __all__ = ["Case", "cases"]
 
-# Pointers of one dtype. Those to bytes are aligned, which every operation checks.
+# Element types of pointers that have only one. Pointers to bytes are aligned, which every operation checks.
 _POINTERS = {
     "messages": "u8", "message": "u8", "sources": "u8", "state": "u8", "entries": "i64", "owners": "i32",
     "norms": "fp32", "flag": "i32", "starts": "i64", "device_scale": "fp32",
@@ -30,13 +30,22 @@ _DTYPES = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16, "f
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with its constants, the dtypes of the callers' tensors, and which of those are not aligned."""
+    """A kernel in one configuration: constants, dtypes of the caller's tensors, and alignment.
+
+    Attributes:
+        kernel: the Triton kernel.
+        constants: values of its constexpr parameters, and None for pointers that are not given.
+        pointers: element types ("fp32", "bf16", "fp16") of the caller's tensors by parameter; "" is the tensors of a
+            table.
+        misaligned: names of pointers that are not at a multiple of 16 bytes.
+        near: True if the caller's buffers are below 2 GiB.
+    """
 
     kernel: Any
     constants: Mapping[str, object]
     pointers: Mapping[str, str]
     misaligned: tuple[str, ...] = ()
-    # The callers' buffers are below 2 GiB; Triton has other instructions for those on AMD.
+    # On AMD, Triton uses other instructions for buffers below 2 GiB.
     near: bool = True
 
     @property
@@ -52,11 +61,11 @@ class Case:
 
     @property
     def even(self) -> bool:
-        """Whether wide loads and stores are possible throughout."""
+        """True if all accesses to values can be wide: no tensor is misaligned, and EVEN is True where it exists."""
         return not self.misaligned and bool(self.constants.get("EVEN", True))
 
     def source(self, target: GPUTarget) -> ASTSource:
-        """The source for triton.compile, with the signature and the attributes that the launcher would find."""
+        """Return the source for triton.compile, with the signature and attributes that Triton's launcher computes."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int], object] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -64,15 +73,16 @@ class Case:
             name, place = parameter.name, (parameter.num,)
             if name in self.constants:
                 signature[name], constants[place] = "constexpr", self.constants[name]
-            # The launcher takes the width from there, and specialises none of them: see launched.
+            # The launcher takes the integer's width from the annotation and specialises no integers, see launched.
             elif parameter.annotation_type:
                 signature[name] = parameter.annotation_type
             else:
                 signature[name] = "*" + (self.pointers.get(name) or _POINTERS[name])
-                # What the launcher would find in the address of a pointer, said here for one that does not exist.
+                # The launcher would compute this from the pointer's address.
                 if not parameter.do_not_specialize_on_alignment and name not in self.misaligned:
                     attributes[place] = [["tt.divisibility", 16]]
-                # Tables and norms pass 2 GiB for no buffer that a GPU holds; only the other pointers have a far form.
+                # Tables and norms never exceed 2 GiB for a buffer that fits a GPU, so only other pointers have a far
+                # variant.
                 if target.backend == "hip" and (self.near or name in _SMALL):
                     attributes[place] = [*attributes.get(place, []), ["tt.pointer_range", 32]]
         return ASTSource(self.kernel, signature, constants, attributes)
@@ -88,7 +98,7 @@ _ENCODING = {"BITS": tuple(GROUPS), "ROTATE": _BOTH, "FEEDBACK": _BOTH}
 
 
 def _left_out(names: Sequence[str] = _OPTIONAL) -> Iterator[dict[str, None]]:
-    """Which of the pointers are not given, in every way: what is not given is a constant."""
+    """Yield every subset of the optional pointers as constants: a pointer that is not given is the constant None."""
     for given in itertools.product(_BOTH, repeat=len(names)):
         yield {name: None for name, wanted in zip(names, given, strict=True) if not wanted}
 
@@ -114,7 +124,7 @@ def _reduce() -> Iterator[Case]:
         dtype = row.pop("dtype")
         row["TILE"] = _tile(row["BITS"])
         yield Case(reduce.dequantize_kernel, row, {"out": dtype})
-        # 16-bit outputs are refused where sums are added to or measured: see dispatch.
+        # 16-bit outputs cannot be accumulated or measured, see dispatch.
         for optional in _left_out():
             if dtype == "fp32" or optional.keys() >= set(_STATS):
                 for accumulate in _BOTH if dtype == "fp32" else (False,):
@@ -157,7 +167,7 @@ def _copy() -> Iterator[Case]:
 
 
 def _alignments(case: Case) -> Iterator[Case]:
-    """The case with each set of the callers' tensors misaligned, of those whose alignment the compiler is told."""
+    """Yield the case with each subset of the caller's tensors misaligned, among those with a known alignment."""
     names = [name for name in case.pointers if name in case.kernel.arg_names and name not in case.kernel.untold]
     for size in range(len(names) + 1):
         for chosen in itertools.combinations(names, size):
@@ -165,14 +175,14 @@ def _alignments(case: Case) -> Iterator[Case]:
 
 
 def _covering(every: Sequence[Case], size: int) -> list[Case]:
-    """Cases that together have every combination of ``size`` settings of each kernel."""
+    """Return cases that together have every combination of ``size`` settings of each kernel."""
     chosen: list[Case] = []
     for kernel in dict.fromkeys(case.kernel for case in every):
         own = [case for case in every if case.kernel is kernel]
         has = {id(case): _combinations(case, size) for case in own}
         left = set().union(*has.values())
         while left:
-            # Greedy: the case that has most of what is still missing.
+            # Greedy: take the case with the largest number of combinations that are still missing.
             best = max(own, key=lambda case: len(has[id(case)] & left))
             left -= has[id(best)]
             chosen.append(best)
@@ -184,11 +194,15 @@ def _combinations(case: Case, size: int) -> set[object]:
     items += [(f"{name} aligned", str(name not in case.misaligned)) for name in case.pointers]
     items += [(name, "given") for name in _OPTIONAL if name in case.kernel.arg_names and name not in case.constants]
     items.append(("even", str(case.even)))
-    # A kernel with fewer settings than ``size`` still needs one case.
+    # A kernel with fewer than size settings still needs one case.
     return set(itertools.combinations(items, size)) or {()}
 
 
 def cases(cover: str = "pairs") -> list[Case]:
-    """What is compiled: "one" case a kernel, "each" setting once, all "pairs" of settings, "all" that is launched."""
+    """Return the cases to compile.
+
+    Args:
+        cover: "one" case per kernel, "each" setting in a case, all "pairs" of settings, or "all" that can be launched.
+    """
     found = [odd for case in (*_quantize(), *_reduce(), *_delta(), *_lossless(), *_copy()) for odd in _alignments(case)]
     return found if cover == "all" else _covering(found, {"one": 0, "each": 1, "pairs": 2}[cover])
