@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cover", default="pairs", choices=covers, help="how many configurations")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help="number of processes that compile in parallel")
+    parser.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help="compiler processes")
     given = parser.parse_args(arguments)
     if INTERPRETED:
         value = os.environ["TRITON_INTERPRET"]
