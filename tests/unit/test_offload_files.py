@@ -139,7 +139,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         extent = file.allocate(1 << 20, torch.float32)
         extent.tensor.fill_(2)
         for _ in range(3):
-            expected = r"cannot take 8388608 bytes.* 4\d{6} bytes .*are free"
+            expected = r"cannot allocate 8388608 bytes.* 4\d{6} bytes .*are free"
             with pytest.raises(SwapError, match=expected) as caught:
                 file.allocate(2 << 20, torch.float32)
             assert caught.value.errno == errno.ENOSPC and "nvme_path" in str(caught.value)
@@ -151,18 +151,18 @@ def test_space_that_is_reserved(tmp_path: Path) -> None:
     """It is there when extents are allocated, whoever fills the disk meanwhile; what does not fit takes nothing."""
     with tmpfs(tmp_path / "disk", "-o", "size=8m") as place:
         file = SwapFile(place)
-        with pytest.raises(SwapError, match=r"cannot take 9437184 bytes .* beside 0 bytes; 8388608 bytes"):
+        with pytest.raises(SwapError, match=r"cannot allocate 9437184 bytes .* in a .* of 0 bytes; 8388608 bytes"):
             file.reserve(9 << 20)
         file.reserve(6 << 20)
         (place / "another").write_bytes(b"x" * (2 << 20))
         extents = [file.allocate(1 << 19, torch.float32) for _ in range(3)]
         assert all(extent.tensor.eq(0).all() for extent in extents) and file.nbytes == 6 << 20
-        with pytest.raises(SwapError, match=r"beside 6291456 bytes; 0 bytes"):
+        with pytest.raises(SwapError, match=r"in a swap file of 6291456 bytes; 0 bytes"):
             file.allocate(1, torch.uint8)
         extents[2].tensor.fill_(1)
         del extents[2]
         assert file.allocate(1 << 19, torch.float32).tensor.eq(0).all()
-        with pytest.raises(SwapError, match="cannot take 4096 bytes"):
+        with pytest.raises(SwapError, match="cannot allocate 4096 bytes"):
             file.reserve(4096)
 
 
@@ -176,7 +176,7 @@ def test_a_part_of_what_was_asked_for_is_given_back(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(swap.os, "posix_fallocate", half)
-    with pytest.raises(SwapError, match="cannot take 1048576 bytes"):
+    with pytest.raises(SwapError, match="cannot allocate 1048576 bytes"):
         file.reserve(1 << 20)
     assert os.fstat(before.descriptors.cached).st_size == file.nbytes == file.alignment
 

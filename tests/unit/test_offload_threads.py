@@ -172,9 +172,9 @@ def test_arguments_that_cannot_be(file: SwapFile, start: Start, monkeypatch: pyt
         transfers.write(extent, 0, torch.empty(4, device="meta"))
     for begin, numel in [(-1, 4), (-8, 1), (397, 1), (0, 101), (401, 0)]:
         end = begin + 4 * numel
-        with pytest.raises(ValueError, match=f"bytes {begin} to {end} are read into, and the extent has .* 0 to 400"):
+        with pytest.raises(ValueError, match=f"read into needs bytes {begin} to {end}, but the extent has .* 0 to 400"):
             transfers.read(extent, begin, torch.zeros(numel))
-        with pytest.raises(ValueError, match=f"bytes {begin} to {end} are written from"):
+        with pytest.raises(ValueError, match=f"written from needs bytes {begin} to {end}, but"):
             transfers.write(extent, begin, torch.zeros(numel))
     transfers.close()
     with pytest.raises(RuntimeError, match=r"these transfers are closed; begin .* before close"):

@@ -1,7 +1,7 @@
-"""Shards that have no room on the device: the host's memory and files, staging buffers, and direct I/O.
+"""Shards that are kept off the device, in host memory or in files: storage tiers, staging buffers and direct I/O.
 
-Knows tensors, bytes and threads; not what the numbers are, nor who steps them. Start with `storage_tiers`, for
-the tensors that lie in a tier, and `tier_choice`, for the tier that each of them is given. `read_ahead`
-brings tensors to the device, `transfer` reads and writes files in threads, `swap` has the files, and `parked` has
-storages that are off the device between two phases.
+This package works with tensors, bytes and threads. It has no knowledge of the optimizer or of collectives. Start with
+`storage_tiers`, which defines tensors stored in a tier, and `tier_choice`, which chooses the tier of each kind of
+numbers. `read_ahead` brings tensors to the device, `transfer` reads and writes files in threads, `swap` manages swap
+files, and `parked` moves whole storages off the device between two phases.
 """

@@ -1,4 +1,4 @@
-"""Parked storages: memory that a device gives back between two phases, while its bytes wait in the host's."""
+"""Storages whose device memory is freed between two phases while host memory keeps their bytes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["Parked"]
 
 
 class Parked:
-    """One storage, resized to nothing. The object stays, and with it every view: see [Note: storage].
+    """One storage that is resized to zero bytes; all tensors that view it stay valid objects: see [Note: storage].
 
     Attributes:
-        nbytes: that the device has back meanwhile.
+        nbytes: bytes of device memory that were freed.
     """
 
     def __init__(self, tensor: Tensor, *, keep: bool, pinned: bool, non_blocking: bool) -> None:
-        """Copy the bytes, and give the memory back.
+        """Copy the bytes to host memory, then free the device memory.
 
         Args:
-            tensor: over the storage; whoever drops it meanwhile wants nothing back.
-            keep: what it says matters; otherwise it comes back as zeros, and takes nothing on the host.
-            pinned: into page-locked memory.
-            non_blocking: the host goes on while a device copies.
+            tensor: a tensor on the storage. Only a weak reference to it is kept: if it is dropped, nothing is restored.
+            keep: True to copy the bytes. False to drop them: the storage comes back as zeros and takes no host memory.
+            pinned: True to copy into page-locked memory.
+            non_blocking: True to return before a device has finished the copy.
 
         Raises:
-            RuntimeError, MemoryError: the host has no room; nothing has changed then.
+            RuntimeError, MemoryError: host memory is full. The storage is unchanged then.
         """
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
-        # Weakly: a state that its optimizer drops meanwhile is not to live on here.
+        # A weak reference, so that an optimizer state that is dropped in the meantime is not kept alive here.
         self._tensor = weakref.ref(tensor)
         self._host: Tensor | None = None
         self._copied: Event = DONE
@@ -45,25 +45,29 @@ class Parked:
             self._copied = copy(self._host, whole)
             if not non_blocking:
                 self._copied.wait(threading.TIMEOUT_MAX)
-            # Allocated on a comm stream, perhaps, which would write to it again before this copy has read it.
+            # The memory may belong to a comm stream. Without this, the allocator could give it to new work on that
+            # stream before this copy has read it.
             used_here(whole)
-        # Last, and only with the copy made: an error before leaves everything where it was.
+        # Resize last, so that an error before it leaves the storage unchanged.
         storage.resize_(0)
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """The values of a dense tensor over all of the storage: a view of the bytes on the host."""
-        assert self._host is not None  # only asked for what is kept
+        """Return the values of a dense tensor that spans the storage, as a view of the host copy."""
+        assert self._host is not None  # only called for storages with keep=True
         self._copied.wait(threading.TIMEOUT_MAX)
         with unguarded():
             return self._host.view(tensor.dtype).view(tensor.shape)
 
     def bring_back(self, *, non_blocking: bool) -> None:
-        """Give the storage its memory and bytes again.
+        """Allocate the storage's device memory again and restore its bytes.
+
+        Args:
+            non_blocking: True to return before a device has finished the copy.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; all stays as it is.
+            torch.OutOfMemoryError: the device has no room. This object can be used again then.
         """
-        # Forgotten meanwhile, as what is held of gradients is by ``zero_grad``.
+        # The tensor was dropped in the meantime, as zero_grad drops gradients.
         if (tensor := self._tensor()) is None:
             return
         with unguarded():
@@ -77,6 +81,7 @@ class Parked:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All bytes under a tensor, uint8 [nbytes]."""
-    # A tensor of its own has a version of its own: to autograd, and to reports on gradients, nothing was edited.
+    """Return all bytes of a tensor's storage, uint8 [nbytes]."""
+    # A new tensor on the same storage has a version counter of its own. So autograd and the gradient reports do not see
+    # the copy as an edit of the tensor.
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,11 +1,12 @@
-"""Reading ahead: rows on their way from their tier to a device, in the order they are asked for.
+"""Reading ahead: stored tensors are read from their tier into staging buffers before a gather needs them.
 
-A thread reads into a `Ring` of staging buffers, and whoever asked takes what has come, in the same order; so a buffer
-of the ring is always on its way to be free again, and a row may be larger than all of them together.
+A thread reads rows (stored tensors) in the order in which they were requested, part by part, into the buffers of a
+`Ring`. The gathers take the parts in the same order and return the buffers. So each buffer becomes free again, and a
+row may be larger than all buffers together.
 
-With ``aio.use_gds`` rows in files go straight to a card, past the host's memory: by kvikio, which has NVIDIA's
-GPUDirect Storage do it. Where the machine's disks, file system or CUDA cannot, kvikio goes through host memory of its
-own. Then there is no reading ahead: what is read into is the gather's memory, and gathers are issued ahead themselves.
+With ``aio.use_gds``, rows in files are read directly into GPU memory by kvikio, which uses NVIDIA's GPUDirect Storage.
+Where disks, file system or CUDA do not support that, kvikio goes through its own host memory. These rows are not read
+ahead: they are read into the gather's own memory when the gather runs, and gathers are issued ahead themselves.
 """
 
 from __future__ import annotations
@@ -28,29 +29,38 @@ from zeropp.offload.swap import Descriptors, SwapError, aligned
 
 __all__ = ["Arriving", "GdsReader", "GdsTensor", "ReadAhead", "Ring"]
 
-_Part = tuple[int, Tensor, Tensor, Event]  # first element, values, the ring's buffer that they are in, when they are
+_Part = tuple[int, Tensor, Tensor, Event]  # first element, values, ring buffer of the values, end of the read
 
 
 class ReadAhead:
-    """The thread that reads.
+    """A thread that reads stored tensors into staging buffers.
 
     Attributes:
-        ring: of staging buffers, on their way from being read into to being free.
+        ring: staging buffers for the parts that are being read or copied.
     """
 
     def __init__(self, ring: Ring, straight: GdsReader | None = None) -> None:
-        """Start it.
+        """Start the thread.
 
         Args:
-            ring: takes what is read.
-            straight: for rows in files, which then do without; None where all go through the ring.
+            ring: staging buffers to read into.
+            straight: reader for rows in files, which then bypass the ring; None if all rows go through the ring.
         """
         self.ring = ring
         self._straight = straight
         self._stream = ThreadStream("read")
 
     def begin_read(self, row: StoredTensor, after: Event | None) -> Arriving | GdsTensor:
-        """Read a row, behind those asked for before, once ``after`` has happened."""
+        """Request a row; the thread reads it behind earlier requests.
+
+        Args:
+            row: the stored tensor.
+            after: event before which the row must not be read, for example the end of its optimizer step. Not used for
+                rows read by GPUDirect Storage, whose read runs inside the gather.
+
+        Returns:
+            An object whose ``copy_to`` waits for the values and copies them.
+        """
         if self._straight is not None and isinstance(row, FileTensor):
             return GdsTensor(row, self._straight)
         arriving = Arriving(self.ring, row.tensor.numel())
@@ -59,14 +69,14 @@ class ReadAhead:
 
     def _read(self, row: StoredTensor, arriving: Arriving, after: Event | None) -> None:
         try:
-            # Here and not by the stream: after an error this thread still has to tell whoever waits.
+            # Wait here instead of in ThreadStream.run, so that an error of the event reaches the waiting gather, too.
             if after is not None:
                 after.wait(threading.TIMEOUT_MAX)
             dtype = row.tensor.dtype
             numel = row.tensor.numel()
             most = self.ring.nbytes // dtype.itemsize
             for start in range(0, numel, most):
-                # Here it waits, with as many reads under way as there are buffers.
+                # Waits until a buffer is free, so at most ring.count reads are in flight.
                 buffer = self.ring.take_buffer()
                 values = buffer[: min(most, numel - start) * dtype.itemsize].view(dtype)
                 try:
@@ -76,17 +86,21 @@ class ReadAhead:
                     raise
                 arriving.parts.put((start, values, buffer, event))
         except BaseException as error:
-            # Whoever takes it is on another thread.
+            # Pass the error to the thread that waits in Arriving.copy_to.
             arriving.parts.put(error)
 
     def close(self) -> None:
-        """End the thread; nobody takes anything any more."""
+        """End the thread; copy_to must not be called any more."""
         self.ring.close()
         self._stream.close()
 
 
 class Arriving:
-    """A row on its way."""
+    """A row that is being read ahead.
+
+    Attributes:
+        parts: queue of parts that have been read, or the error of the read.
+    """
 
     def __init__(self, ring: Ring, numel: int) -> None:
         self.parts: SimpleQueue[_Part | BaseException] = SimpleQueue()
@@ -94,14 +108,14 @@ class Arriving:
         self._numel = numel
 
     def numel(self) -> int:
-        """Elements of the row."""
+        """Return the number of elements of the row."""
         return self._numel
 
     def copy_to(self, target: Tensor) -> None:
-        """Put all of it into a tensor [numel], of any dtype; once.
+        """Copy the whole row into a tensor [numel] of any dtype. Can be called once.
 
         Raises:
-            OSError: it could not be read.
+            OSError: the row could not be read.
         """
         done = 0
         error = None
@@ -115,7 +129,7 @@ class Arriving:
                 if error is None:
                     target[start : start + values.numel()].copy_(values)
             except BaseException as caught:
-                # The rest is taken all the same: its buffers are wanted by whatever is read next.
+                # Take the remaining parts in spite of the error, because the next reads need their buffers.
                 error = error or caught
             finally:
                 self._ring.return_buffer(buffer)
@@ -125,44 +139,45 @@ class Arriving:
 
 
 class Ring:
-    """Buffers of one size, allocated together and at once.
+    """Staging buffers of equal size, in one allocation.
 
     Attributes:
-        count: how many there are.
-        nbytes: of one.
+        count: number of buffers.
+        nbytes: bytes of one buffer.
     """
 
     def __init__(self, count: int, nbytes: int, *, pinned: bool) -> None:
-        """Allocate ``count`` buffers of ``nbytes``, page-locked if ``pinned``."""
+        """Allocate ``count`` buffers of ``nbytes`` bytes, page-locked if ``pinned``."""
         self.count = count
         self.nbytes = nbytes
-        # One allocation, which is all that `pin_memory` page-locks: page-locking is slow, and torch's allocator rounds
-        # each piece up to a power of two.
+        # One allocation for all buffers, because page-locking is slow and torch's allocator rounds each piece up to a
+        # power of two.
         if pinned:
             self._memory = torch.empty(count * nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            # torch's own memory begins between pages, from where direct I/O goes by a copy of its own.
+            # Memory that torch allocates does not start on a page, so direct I/O would need an extra copy.
             self._memory = aligned(count * nbytes, torch.uint8)
         self._free = [self._memory[index * nbytes : (index + 1) * nbytes] for index in range(count)]
         self._changed = threading.Condition()
         self._closed = False
 
     def take_buffer(self) -> Tensor:
-        """A buffer, uint8 [nbytes], when there is one.
+        """Wait for a free buffer and return it, uint8 [nbytes].
 
         Raises:
             RuntimeError: the ring was closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._closed)
-            # The engine is closed while a comm stream waits: after an error, and nobody misses what it would have done.
+            # The engine was closed after an error while a comm stream waited here. The result of that stream is not
+            # needed.
             if self._closed:
-                raise RuntimeError("staging buffers were given up while they were waited for")
+                raise RuntimeError("the staging buffers were closed while a read waited for one")
             return self._free.pop()
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[Tensor]:
-        """A buffer that is given back at the end."""
+        """Context manager: a buffer, returned to the ring at the end."""
         buffer = self.take_buffer()
         try:
             yield buffer
@@ -171,8 +186,11 @@ class Ring:
 
     @contextlib.contextmanager
     def all_taken(self) -> Iterator[list[Tensor]]:
-        """All buffers, given back at the end; nobody else may wait for several meanwhile."""
-        # Whoever holds one gives it back without waiting for another, so that this ends.
+        """Context manager: all buffers, returned to the ring at the end.
+
+        Only one caller may wait for several buffers at a time. Two callers with some buffers each would wait for ever.
+        """
+        # Other users hold one buffer and return it without waiting for another, so all buffers become free.
         buffers = [self.take_buffer() for _ in range(self.count)]
         try:
             yield buffers
@@ -181,40 +199,40 @@ class Ring:
                 self.return_buffer(buffer)
 
     def return_buffer(self, buffer: Tensor) -> None:
-        """Nothing uses a buffer any more."""
+        """Return a buffer to the ring; nothing may use it any more."""
         with self._changed:
             self._free.append(buffer)
-            # One is free, so one may go on.
+            # One buffer is free, so wake one waiter.
             self._changed.notify()
 
     def close(self) -> None:
-        """Let whoever waits for a buffer go."""
+        """Make all waits for a buffer raise RuntimeError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
-# Reads straight from files to a card.
+# Reads directly from files into GPU memory.
 
 
 class GdsTensor:
-    """A row that is read where a gather wants it."""
+    """A row in a file that is read into GPU memory when ``copy_to`` is called."""
 
     def __init__(self, row: FileTensor, reads: GdsReader) -> None:
         self._row = row
         self._reads = reads
 
     def numel(self) -> int:
-        """Elements of the row."""
+        """Return the number of elements of the row."""
         return self._row.tensor.numel()
 
     def copy_to(self, target: Tensor) -> None:
-        """Put all of it into a tensor [numel], of any dtype.
+        """Read the whole row into a tensor [numel] of any dtype.
 
         Raises:
-            SwapError: it could not be read.
+            SwapError: the row could not be read.
         """
-        # By a gather, which is behind the step of what it begins with.
+        # No event to wait for: a gather calls this, and it is queued behind the step of these weights.
         dtype = self._row.tensor.dtype
         if target.dtype == dtype and target.is_contiguous():
             self._reads.read_row(self._row, target)
@@ -225,14 +243,17 @@ class GdsTensor:
 
 
 class GdsReader:
-    """Files that are open for kvikio."""
+    """Reader of swap files through kvikio (GPUDirect Storage)."""
 
     def __init__(self, device: torch.device) -> None:
-        """Find kvikio.
+        """Import kvikio.
+
+        Args:
+            device: the GPU to read into.
 
         Raises:
-            ValueError: the device is no card of NVIDIA's.
-            ImportError: kvikio is not installed, or finds no CUDA.
+            ValueError: the device is not an NVIDIA GPU.
+            ImportError: kvikio is not installed, or it finds no CUDA.
         """
         if device.type != "cuda":
             raise ValueError(
@@ -245,16 +266,20 @@ class GdsReader:
                 f"aio.use_gds needs kvikio, which cannot be imported ({error}); install zeropp[gds], or leave it out"
             ) from error
         self._guard = threading.Lock()
-        # A file is closed with its descriptors.
+        # Weak keys, so that kvikio's file is closed together with its descriptors.
         self._files: weakref.WeakKeyDictionary[Descriptors, Any] = weakref.WeakKeyDictionary()
 
     def read_row(self, row: FileTensor, into: Tensor) -> None:
-        """Fill a tensor [numel] of the row's dtype, contiguous and on the card; returns when it is there.
+        """Fill a tensor with a row, and return when the values are there.
+
+        Args:
+            row: the row to read.
+            into: [numel], the row's dtype, contiguous, on the GPU.
 
         Raises:
-            SwapError: it could not be read, or not all of it.
+            SwapError: the read failed or was short.
         """
-        # No stream knows of the read: whatever was issued before must be done with the memory.
+        # The read is on no CUDA stream, so wait for all work issued before that may still use this memory.
         issued_here(into.device).wait(threading.TIMEOUT_MAX)
         extent = row.extent
         nbytes = into.numel() * into.itemsize
@@ -267,9 +292,9 @@ class GdsReader:
             raise SwapError.make(errno.EIO, extent.descriptors.folder, f"{what}, only {found}")
 
     def _file(self, descriptors: Descriptors) -> Any:
-        # Comm streams read beside each other.
+        # Several comm streams may read at the same time.
         with self._guard:
             if descriptors not in self._files:
-                # By the descriptor: the file has no name any more.
+                # Open by descriptor, because the file has no name any more.
                 self._files[descriptors] = self._kvikio.CuFile(f"/proc/self/fd/{descriptors.cached}", "r")
             return self._files[descriptors]

@@ -1,7 +1,8 @@
-"""Storage tiers: the memory of a device, the host's memory, and files, with the tensors that lie there between uses.
+"""Storage tiers: device memory, host memory and files, and the tensors that are stored there between uses.
 
-A `StoredTensor` is read and written in parts, wherever it lies. A `StorageTier` allocates rows. Rows in files are read
-and written past the page cache where work is waiting for them.
+A `StoredTensor`, called a row, holds one kind of numbers (main weights, gradients, an optimizer state, ...) of one flat
+buffer's shard. It is read and written in parts, in any tier. A `StorageTier` allocates rows. Reads and writes of rows
+in files use direct I/O, past the page cache; the row's ``tensor`` is a mapping through the page cache.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ __all__ = [
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
-"""Whose bytes a row takes: of the device that trains, of the host where that is another, or of a disk."""
+"""Kinds of memory: of the device that trains, of the host if that is not the device, or a disk."""
 
 
 class StoredTensor(Protocol):
-    """Numbers of one kind that belong to one buffer's shard.
+    """A row: one kind of numbers of one flat buffer's shard, in some tier.
 
     Attributes:
-        tensor: [numel] all of them; of a file it is a mapping, which waits for the disk as it is read.
-        in_memory: whether ``tensor`` is as good as any memory.
-        place: where it is.
-        at_hand: whether the host computes with ``tensor`` as it is.
-        nbytes: that it takes there.
+        tensor: all numbers, [numel]. For a row in a file it is a memory mapping, so reading it may wait for the disk.
+        in_memory: True if ``tensor`` is in memory; False if it maps a file.
+        place: kind of memory of the row.
+        at_hand: True if the host can compute with ``tensor`` directly, without reading it into a staging buffer.
+        nbytes: bytes of memory or disk that the row takes.
     """
 
     @property
@@ -63,40 +64,59 @@ class StoredTensor(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, start: int, into: Tensor) -> Event:
-        """Fill a tensor of the row's dtype with the numbers from ``start`` on; it must stay until the event."""
+        """Start to copy elements from ``start`` on into ``into``, and return an event for the end.
+
+        Args:
+            start: first element.
+            into: tensor of the row's dtype; nothing else may use it until the event.
+        """
         ...
 
     def write(self, start: int, values: Tensor) -> Event:
-        """Let the numbers from ``start`` on be those of a tensor, which must stay as it is until the event."""
+        """Start to copy ``values`` to the elements from ``start`` on, and return an event for the end.
+
+        Args:
+            start: first element.
+            values: tensor of the row's dtype; it must not change until the event.
+        """
         ...
 
 
 class StorageTier(Protocol):
-    """A storage tier: a device's memory, the host's, or files."""
+    """A storage tier, which allocates rows in one kind of memory or in files."""
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
-        """A row of zeros.
+        """Allocate a row of zeros.
+
+        Args:
+            numel: elements.
+            dtype: dtype of the row.
 
         Raises:
-            OSError: there is no space for it.
+            OSError: the tier has no space.
         """
         ...
 
     def serves(self, device: torch.device) -> bool:
-        """Tell whether work on a device finds rows in its own memory."""
+        """Return True if rows of this tier are in the memory of ``device``, so that its work can use them directly."""
         ...
 
     def accepts(self, row: StoredTensor) -> bool:
-        """Tell whether a row that was allocated for another kind of number could serve as one of this tier."""
+        """Return True if a row allocated in another tier can be used in place of a new row in this tier."""
         ...
 
 
-# Memory.
+# Rows in memory.
 
 
 @dataclass(frozen=True)
 class MemoryTensor:
-    """A tensor."""
+    """A row in memory.
+
+    Attributes:
+        tensor: all numbers, [numel].
+        place: kind of memory of the tensor.
+    """
 
     tensor: Tensor
     place: Place = "device"
@@ -104,64 +124,75 @@ class MemoryTensor:
 
     @property
     def at_hand(self) -> bool:
-        """See :class:`StoredTensor`."""
+        """True if the tensor is on the CPU."""
         return self.tensor.device.type == "cpu"
 
     @property
     def nbytes(self) -> int:
-        """See :class:`StoredTensor`."""
+        """Bytes of the tensor's storage."""
         return self.tensor.untyped_storage().nbytes()
 
     def read(self, start: int, into: Tensor) -> Event:
-        """See :class:`StoredTensor`; of one memory, it is done when this returns."""
+        """Copy elements from ``start`` on into ``into``. If both are on the CPU, the copy is finished on return."""
         return copy(into, self.tensor[start : start + into.numel()])
 
     def write(self, start: int, values: Tensor) -> Event:
-        """See :class:`StoredTensor`; of one memory, it is done when this returns."""
-        # By ``.data``, which raises no version: steps of the host write here, and only the user's edits are to show.
+        """Copy ``values`` to the elements from ``start`` on. If both are on the CPU, the copy is finished on return."""
+        # Through .data, which does not change the version counter. Versions must change only when the user edits
+        # weights, and host steps write here.
         return copy(self.tensor.data[start : start + values.numel()], values)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a device, or of the host."""
+    """The memory of a device, or of the host.
+
+    Attributes:
+        device: device of the rows.
+        place: kind of memory of the rows.
+    """
 
     device: torch.device
     place: Place = "device"
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
-        """See :class:`StorageTier`."""
-        # Zeros, since padding is stepped with the rest, and states begin with them.
+        """Allocate a row of zeros in this memory."""
+        # Zeros, because padding is stepped with the rest and optimizer states start from zeros.
         return MemoryTensor(torch.zeros(numel, dtype=dtype, device=self.device), self.place)
 
     def serves(self, device: torch.device) -> bool:
-        """See :class:`StorageTier`."""
-        # By type: a process trains on one device of a kind, whether or not its number is given.
+        """Return True if rows are in the memory of ``device``."""
+        # Compare types only, because a process trains on one device of a type, and the index may be missing.
         return self.place == "device" and self.device.type == device.type
 
     def accepts(self, row: StoredTensor) -> bool:
-        """See :class:`StorageTier`."""
+        """Return True if the row is in the same kind of memory."""
         return row.place == self.place
 
 
 class HostMemory(Memory):
-    """The host's memory, where another device trains."""
+    """Host memory while another device trains."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), "host")
 
 
 def host_memory(device: torch.device) -> Memory:
-    """The memory of the host of a device, which may be that device's own."""
+    """Return the host memory of ``device``; if the device is the CPU, its own memory."""
     return Memory(device) if device.type == "cpu" else HostMemory()
 
 
-# Files.
+# Rows in files.
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """An extent of a swap file."""
+    """A row in a swap file.
+
+    Attributes:
+        extent: the part of the file.
+        transfers: threads that read and write it.
+    """
 
     extent: Extent
     transfers: Transfers
@@ -171,31 +202,31 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`StoredTensor`; extents are whole blocks."""
+        """Bytes on disk: an extent takes whole blocks."""
         return -(-self.extent.nbytes // self.extent.alignment) * self.extent.alignment
 
     @property
     def tensor(self) -> Tensor:
-        """See :class:`StoredTensor`."""
+        """Memory mapping of the row, [numel]."""
         return self.extent.tensor
 
     def read(self, start: int, into: Tensor) -> Event:
-        """See :class:`StoredTensor`."""
+        """Start to read elements from ``start`` on into ``into`` (on the CPU), and return an event for the end."""
         return self.transfers.read(self.extent, start * into.itemsize, into)
 
     def write(self, start: int, values: Tensor) -> Event:
-        """See :class:`StoredTensor`."""
+        """Start to write ``values`` (on the CPU) to the elements from ``start`` on, and return an event for the end."""
         return self.transfers.write(self.extent, start * values.itemsize, values)
 
 
 @dataclass(frozen=True)
 class Files:
-    """A rank's swap file.
+    """A rank's swap file as a tier. Small rows are in host memory instead.
 
     Attributes:
-        in_file: allocates a row there.
-        least: bytes of a row that is worth a file.
-        memory: of the host, where smaller ones are.
+        in_file: function that allocates a row in the file, from (numel, dtype).
+        least: smallest size in bytes of a row in the file.
+        memory: tier of smaller rows, host memory.
     """
 
     in_file: Callable[[int, torch.dtype], StoredTensor]
@@ -203,44 +234,50 @@ class Files:
     memory: StorageTier
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
-        """See :class:`StorageTier`."""
+        """Allocate a row of zeros in the file, or in host memory if it has fewer than ``least`` bytes."""
         if numel * dtype.itemsize < self.least:
-            # A request for less than a block takes as long as one for a block, and a biased layer has many of them.
+            # A disk takes as long for a small request as for a block, and models with biases have many small rows.
             return self.memory.allocate_tensor(numel, dtype)
-        # Its space is taken now, so that a disk that is too small shows before training begins.
+        # Disk space is taken now, so that a full disk raises before training starts.
         return self.in_file(numel, dtype)
 
     def serves(self, device: torch.device) -> bool:
-        """See :class:`StorageTier`."""
-        # Not even the CPU: through the mapping each page would be waited for where it is first touched.
+        """Return False: no device can use rows in a file directly."""
+        # Not even the CPU: the first access to each page of the mapping would wait for the disk.
         return False
 
     def accepts(self, row: StoredTensor) -> bool:
-        """See :class:`StorageTier`."""
-        # Smaller rows are in memory here, too.
+        """Return True if the row is in a file, or is so small that it would be in host memory in this tier, too."""
+        # This tier keeps small rows in memory, too.
         return not row.in_memory or row.tensor.nbytes < self.least
 
 
 class PartlyInMemory:
-    """Files behind so many elements of the host's memory, for what is asked for first."""
+    """A tier with the first rows in host memory, up to ``numel`` elements in total, and the others in files.
+
+    Args:
+        files: tier of the other rows.
+        numel: elements that stay in host memory (``max_in_cpu``).
+    """
 
     def __init__(self, files: Files, numel: int) -> None:
         self._files = files
         self._left = numel
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
-        """See :class:`StorageTier`."""
-        # Whole rows: what is asked for first is wanted first in forward, when nothing has been read ahead.
+        """Allocate a row of zeros in host memory if it fits into the rest of ``numel``, else in the file."""
+        # Whole rows, first come first served. The first rows belong to the first layers, which forward needs before
+        # anything could be read ahead.
         if numel > self._left:
             return self._files.allocate_tensor(numel, dtype)
         self._left -= numel
         return self._files.memory.allocate_tensor(numel, dtype)
 
     def serves(self, device: torch.device) -> bool:
-        """See :class:`StorageTier`."""
+        """Return False: no device can use rows in files directly."""
         return False
 
     def accepts(self, row: StoredTensor) -> bool:
-        """See :class:`StorageTier`."""
-        # One that would fit is worth a copy in memory, which is what the setting asks for.
+        """Return True if the row would not fit into the rest of host memory, and the tier of files accepts it."""
+        # A row that fits into host memory should be copied there, because max_in_cpu asks for that.
         return row.tensor.numel() > self._left and self._files.accepts(row)

@@ -1,16 +1,17 @@
-"""Swap files: a file of extents on a disk, which are allocated, freed and allocated again, as memory is.
+"""Swap files: a file on a disk with extents that are allocated, freed and allocated again, as memory is.
 
-`SwapFile` hands out extents; `ExtentAllocator` knows which parts of the file are free. Bytes move by `read_at` and
-`write_at` alone. Callers name this module (``swap.read_at``), so that a test that puts a function in their place
-reaches them all. Direct I/O wants memory that begins on a page, which `aligned` allocates.
+`SwapFile` allocates extents; `ExtentAllocator` keeps track of the free parts of the file. Bytes are moved only by
+`read_at` and `write_at`. Callers call them through this module (``swap.read_at``), so that a test can replace them for
+all callers. Direct I/O needs memory that starts on a page, which `aligned` allocates.
 
-[Note: mapping beside direct I/O] An extent is reached in two ways: by its tensor, a shared mapping in the page cache,
-and by transfers past the cache. Linux keeps them coherent one after the other: before a direct read or write it writes
-back what is dirty in the cache, and after a direct write it drops what is cached. It cannot while both are at work:
-what is read into the cache, or written to it, during a direct write may stay there, older than the disk, and even be
-written back over it. So whoever uses an extent's tensor waits first for every transfer of that extent. And while any
-extent of a file is being written by a transfer, no tensor of that file is written to: the cache may keep the end of one
-extent and the beginning of the next in one piece, which is dirty or clean as a whole.
+[Note: mapping beside direct I/O] An extent is accessed in two ways: through its tensor, which is a shared mapping in
+the page cache, and by transfers past the page cache (direct I/O). Linux keeps the two coherent if they do not overlap
+in time: before a direct read or write it writes back dirty cached pages, and after a direct write it drops cached
+pages. If they overlap, pages that are read or written through the cache during a direct write may stay cached with old
+contents, and may even be written back over the new ones. Therefore two rules hold. Code that uses an extent's tensor
+first waits for every transfer of that extent. While a transfer writes to any extent of a file, no tensor of that file
+is written to, because the page cache may keep the end of one extent and the start of the next in one page, which is
+dirty or clean as a whole.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zeropp")
-# Mappings begin on pages, which are larger than 4096 bytes on some processors.
+# Mappings must start on a page, and pages have more than 4096 bytes on some processors.
 ALIGNED = max(4096, mmap.PAGESIZE)
-"""Bytes of which stretches are multiples, at least: O_DIRECT asks for at most 4096 on the disks there are."""
+"""Least alignment of extents in bytes. O_DIRECT needs at most 4096 on existing disks, a mapping whole pages."""
 
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Error numbers of a file system without O_DIRECT, for a file that is opened, or first read or written."""
+"""Error numbers that mean "no O_DIRECT on this file system", when a file is opened or at the first read or write."""
 
-_ZEROS = 1 << 20  # bytes that are written at once where zeros have to be written
+_ZEROS = 1 << 20  # bytes of one write in _write_zeros
 _REMEDY = "nvme_path must be a directory on a mounted local disk that this user may write to, or a new name in one"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -67,68 +68,68 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
-_ZERO_RANGE = 0x10  # of fallocate
+_ZERO_RANGE = 0x10  # FALLOC_FL_ZERO_RANGE, a flag of fallocate
 
 
 class SwapError(OSError):
-    """A directory cannot be used, a disk is full, or a read or write failed.
+    """A swap directory cannot be used, its disk is full, or a read or write failed.
 
-    It has the system's ``errno``; ``filename`` is the directory of the swap file, which has no name of its own.
+    ``errno`` is the system's error number. ``filename`` is the directory, because a swap file has no name.
     """
 
     @classmethod
     def make(cls, number: int, path: Path | str, what: str, remedy: str = "") -> SwapError:
-        """Make one.
+        """Return an error with a text made of its parts: "what: text of errno; remedy".
 
         Args:
-            number: of the system's error, such as ``errno.ENOSPC``.
-            path: of what it is about.
-            what: what could not be done, with numbers.
-            remedy: what to do about it, if anything can be done.
+            number: the system's error number, such as ``errno.ENOSPC``.
+            path: the directory of the swap file.
+            what: the operation that failed, with numbers.
+            remedy: advice to the user; "" for none.
         """
         text = f"{what}: {os.strerror(number)}"
         return cls(number, f"{text}; {remedy}" if remedy else text, str(path))
 
 
-# The file, its extents, and which parts of it are free.
+# The file, its extents, and its free parts.
 
 
 class SwapFile:
-    """A file of extents without a name: nothing of it is left behind, however the process ends.
+    """A file of extents that has no name, so the system removes it however the process ends.
 
     Args:
-        folder: the user's ``nvme_path``, where the file is made. It is made, too, if its parent exists.
+        folder: directory for the file, the user's ``nvme_path``. It is created if its parent exists.
 
     Attributes:
-        alignment: bytes; begins and lengths of stretches are multiples of it.
+        alignment: alignment of extents in bytes: their offsets and lengths in the file are multiples of it.
 
     Raises:
-        SwapError: the file cannot be made.
+        SwapError: the file cannot be created.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        # Absolute, so that messages are clear in a program that changes its directory.
+        # Absolute, so that messages are still right after the program has changed its directory.
         self._folder = Path(os.path.abspath(folder))
         self._open: Descriptors | None = Descriptors(self._folder)
         block = os.fstatvfs(self._open.cached).f_frsize
         self.alignment = max(ALIGNED, block)
         self._guard = threading.Lock()
         self._extents = ExtentAllocator()
-        self._spaced = 0  # bytes from the beginning that have space on the disk
-        # Rows end on any thread, even on one that holds the lock above, when Python collects garbage in between; a
-        # deque takes what is freed without a lock.
+        self._spaced = 0  # bytes from the start of the file that have disk space
+        # Extents may be freed on any thread, also by garbage collection in a thread that holds the lock above.
+        # Appending to a deque needs no lock, so this cannot deadlock.
         self._freed = deque[tuple[int, int]]()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all extents there are, and free ones between them; the file may have more, see :meth:`reserve`."""
+        """Bytes of the file that extents have used so far, free parts included; :meth:`reserve` may make it longer."""
         return self._extents.end
 
     def reserve(self, nbytes: int) -> None:
-        """Take space for extents of so many bytes, beyond what they have now.
+        """Allocate disk space for ``nbytes`` more bytes of extents.
 
         Raises:
-            SwapError: the disk has no room for them; it is as it was.
+            SwapError: the disk has no room. The file is unchanged then.
         """
         descriptors = self._descriptors()
         with self._guard:
@@ -138,18 +139,18 @@ class SwapFile:
                 raise self._refused(error, nbytes, descriptors) from error
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Extent:
-        """An extent of zeros, with its space on the disk.
+        """Allocate an extent of zeros with its disk space.
 
-        A stretch that is used again is made zeros by the file system (``FALLOC_FL_ZERO_RANGE``, which keeps its space
-        and writes nothing), or where that cannot be done by writing them.
+        A freed part of the file that is used again is set to zero by the file system (``FALLOC_FL_ZERO_RANGE``, which
+        keeps the disk space and writes nothing), or by writing zeros where the file system cannot do that.
 
         Args:
-            numel: elements; may be 0.
-            dtype: of any kind.
+            numel: elements, 0 or more.
+            dtype: any dtype.
 
         Raises:
-            SwapError: the disk has no room, with what was asked and what is free; or the file is closed.
-            ValueError: the number of elements is negative.
+            SwapError: the disk has no room (the message has the requested and the free bytes), or this file is closed.
+            ValueError: ``numel`` is negative.
         """
         if numel < 0:
             raise ValueError(f"numel is {numel}; expected 0 or more")
@@ -164,7 +165,8 @@ class SwapFile:
             offset = self._extents.allocate_extent(nbytes)
             try:
                 self._prepare(descriptors, offset, nbytes, before)
-                # No cycle and no way back to this object: what is freed after it is dropped does no harm.
+                # The callback refers to the deque, not to this object. So there is no reference cycle, and an extent
+                # may be freed after this object is gone.
                 freed = partial(self._freed.append, (offset, nbytes))
                 tensor = mapped(descriptors.cached, offset, nbytes, numel, dtype, freed)
             except OSError as error:
@@ -173,7 +175,7 @@ class SwapFile:
         return Extent(tensor, offset, self.alignment, descriptors)
 
     def close(self) -> None:
-        """Close it: nothing can be allocated any more. Rows, and transfers under way, keep what they need."""
+        """Refuse further allocations. Existing extents and transfers in flight keep the file open."""
         self._open = None
 
     def _descriptors(self) -> Descriptors:
@@ -184,14 +186,14 @@ class SwapFile:
         return self._open
 
     def _prepare(self, descriptors: Descriptors, offset: int, nbytes: int, end: int) -> None:
-        """Make a stretch zeros that have space; the file ended at ``end`` so far."""
+        """Set ``nbytes`` bytes from ``offset`` on to zero, with disk space; bytes from ``end`` on were never used."""
         used = max(min(offset + nbytes, end) - offset, 0)
         if used and not zero_range(descriptors.cached, offset, used):
             _write_zeros(descriptors.cached, offset, used)
         self._take_space(descriptors, offset + nbytes)
 
     def _take_space(self, descriptors: Descriptors, end: int) -> None:
-        """Let the file have space, and be zeros, from where it has none up to ``end``."""
+        """Allocate zeroed disk space up to byte ``end`` of the file."""
         begin = self._spaced
         file = descriptors.cached
         if end <= begin:
@@ -202,17 +204,17 @@ class SwapFile:
             except OSError as error:
                 if error.errno not in REFUSED:
                     raise
-                # Written zeros have space, too.
+                # The file system has no fallocate. Writing zeros allocates space, too.
                 _write_zeros(file, begin, end - begin)
         except OSError:
-            # Some file systems keep what they had found when the rest was missing.
+            # Some file systems keep the space that they found before the disk was full. Give it back.
             os.ftruncate(file, begin)
             raise
         self._spaced = end
 
     def _refused(self, error: OSError, nbytes: int, descriptors: Descriptors) -> SwapError:
         number = error.errno or errno.EIO
-        what = f"cannot take {nbytes} bytes ({nbytes / 2**30:.3f} GiB) beside {self.nbytes} bytes"
+        what = f"cannot allocate {nbytes} bytes ({nbytes / 2**30:.3f} GiB) in a swap file of {self.nbytes} bytes"
         remedy = ""
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             room = os.fstatvfs(descriptors.cached)
@@ -233,16 +235,16 @@ def _write_zeros(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 class Extent:
-    """A stretch of a file that is in use, as a tensor and for transfers.
+    """A part of a swap file that is in use, as a tensor and for transfers.
 
-    It is free, and may be allocated again, when nobody refers to the extent, its tensor, or a view of that.
+    Its part of the file is free again when nothing refers to the extent, its tensor, or a view of the tensor.
 
     Attributes:
-        tensor: [numel], the stretch itself through the page cache; see [Note: mapping beside direct I/O].
-        nbytes: of the tensor.
-        offset: of its first byte in the file, a multiple of ``alignment``.
-        alignment: bytes; the stretch goes on to the next multiple of it.
-        descriptors: of the file.
+        tensor: [numel], a mapping of the part through the page cache; see [Note: mapping beside direct I/O].
+        nbytes: bytes of the tensor.
+        offset: first byte in the file, a multiple of ``alignment``.
+        alignment: bytes; the extent takes ``nbytes`` rounded up to a multiple of it.
+        descriptors: descriptors of the file.
     """
 
     __slots__ = ("alignment", "descriptors", "nbytes", "offset", "tensor")
@@ -256,25 +258,25 @@ class Extent:
 
 
 class Descriptors:
-    """A new file without a name, open twice: with the page cache and past it.
+    """A new file without a name, open twice: through the page cache, and with O_DIRECT past it.
 
-    The file has no name from the start (``O_TMPFILE``; where the file system has no such files, it is removed as soon
-    as it is open), so the system frees its space with the last descriptor and mapping, however the process ends. The
-    descriptors are closed when nobody refers to this object, so a transfer that outlasts ``SwapFile.close`` keeps them:
-    otherwise another file could get their numbers meanwhile.
+    The file never has a name (``O_TMPFILE``), or is removed right after it is opened where the file system does not
+    support that. So the system frees its disk space with the last descriptor and mapping, however the process ends. The
+    descriptors are closed when nothing refers to this object. A transfer that outlasts ``SwapFile.close`` refers to it,
+    because otherwise the system could give the same descriptor numbers to another file.
 
     Attributes:
-        folder: that the file was made in, for messages.
+        folder: directory of the file, for messages.
         cached: descriptor for reads and writes through the page cache.
-        direct: descriptor with O_DIRECT; None where the system or the file system has none.
+        direct: descriptor with O_DIRECT; None where the system or the file system has no O_DIRECT.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._guard = threading.Lock()
         try:
-            # Several ranks may make the same folder at once. Its parent must exist: a missing one is probably a disk
-            # that is not mounted, or a typing error, and training should not fill another disk.
+            # exist_ok, because several ranks may create the folder at once. Parents are not created: a missing parent
+            # is probably an unmounted disk or a typing error, and the swap file should not fill another disk.
             folder.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 self.cached = os.dup(file.fileno())
@@ -285,21 +287,22 @@ class Descriptors:
 
     def _open_direct(self) -> int | None:
         try:
-            # The file has no name, but Linux opens it again by its descriptor.
+            # The file has no name, but Linux can open it again through its descriptor.
             direct = os.open(f"/proc/self/fd/{self.cached}", os.O_RDWR | os.O_DIRECT)
-        # AttributeError: other systems than Linux have no O_DIRECT.
+        # AttributeError: only Linux has O_DIRECT.
         except (AttributeError, OSError) as error:
             self._warn(str(error))
             return None
-        # By number: the attribute becomes None when the file system refuses later.
+        # Pass the number, because the attribute is set to None if the file system refuses O_DIRECT later.
         when_dropped(self, os.close, direct)
-        # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
-        # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
+        # Switch off the kernel's read-ahead. Parts of blocks are read and written through the page cache; read-ahead
+        # would bring neighbouring blocks into the cache while direct I/O uses them, see [Note: mapping beside direct
+        # I/O].
         os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
         return direct
 
     def stop_direct(self, number: int) -> None:
-        """Use no direct I/O from here on, with one warning: the file system has refused it with this ``errno``."""
+        """Stop using direct I/O, with one warning, after the file system has refused it with error ``number``."""
         with self._guard:
             if self.direct is None:
                 return
@@ -317,19 +320,19 @@ class Descriptors:
 
 
 class ExtentAllocator:
-    """Free stretches before an end that moves up when none of them fits.
+    """Free parts of a file, and the end of the file, which moves up when no free part is large enough.
 
     Attributes:
-        end: bytes that were ever in use.
+        end: bytes from the start of the file that have ever been in use.
     """
 
     def __init__(self) -> None:
         self.end = 0
-        # (begin, nbytes) in order of their begins; neighbours are one.
+        # (offset, nbytes) of free parts in ascending order; adjacent parts are merged.
         self._free: list[tuple[int, int]] = []
 
     def allocate_extent(self, nbytes: int) -> int:
-        """Return the begin of a stretch of ``nbytes``: of the smallest free one that holds it, or at the end."""
+        """Return the offset of a part of ``nbytes``: in the smallest free part that is large enough, or at the end."""
         fitting = [(size, begin) for begin, size in self._free if size >= nbytes]
         if fitting:
             size, begin = min(fitting)
@@ -339,13 +342,13 @@ class ExtentAllocator:
             return begin
         begin = self.end
         if self._free and sum(self._free[-1]) == self.end:
-            # What is free before the end becomes a part of it: extents that grow would leave a hole each.
+            # Start at a free part right before the end, so that extents that grow do not leave a hole each time.
             begin, _ = self._free.pop()
         self.end = begin + nbytes
         return begin
 
     def free_extent(self, begin: int, nbytes: int) -> None:
-        """Take a stretch back."""
+        """Mark ``nbytes`` bytes from ``begin`` on as free."""
         place = bisect.bisect(self._free, (begin, nbytes))
         if place < len(self._free) and self._free[place][0] == begin + nbytes:
             nbytes += self._free.pop(place)[1]
@@ -355,7 +358,7 @@ class ExtentAllocator:
         bisect.insort(self._free, (begin, nbytes))
 
     def undo_allocation(self, begin: int, nbytes: int, end: int) -> None:
-        """Undo the last :meth:`allocate_extent`, before which the end was at ``end``."""
+        """Undo the last :meth:`allocate_extent`, before which ``self.end`` was ``end``."""
         if self.end > end:
             self.end = end
             nbytes = end - begin
@@ -367,17 +370,17 @@ class ExtentAllocator:
 
 
 def read_at(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Read up to ``memory.nbytes`` bytes from ``offset`` on; returns how many there were."""
+    """Read up to ``memory.nbytes`` bytes from ``offset`` on and return the number of bytes read."""
     return os.preadv(descriptor, [memory], offset)
 
 
 def write_at(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Write up to ``memory.nbytes`` bytes from ``offset`` on; returns how many it took."""
+    """Write up to ``memory.nbytes`` bytes from ``offset`` on and return the number of bytes written."""
     return os.pwritev(descriptor, [memory], offset)
 
 
 def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Make a stretch of a file zeros without writing them, its space still reserved; whether the file system can."""
+    """Set a part of a file to zero without writing, with its disk space kept. Return False if that is not supported."""
     call = getattr(_libc, "fallocate", None)
     if call is None:
         return False
@@ -385,17 +388,18 @@ def zero_range(descriptor: int, offset: int, nbytes: int) -> bool:
     return bool(done == 0)
 
 
-# Memory by pages: of no file, for direct I/O, and of a file's stretch.
+# Memory that starts on a page, for direct I/O, and mappings of a file.
 
 
 def aligned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [numel] on the CPU that begin on a page: what direct I/O reads and writes without a copy.
+    """Return zeros [numel] on the CPU that start on a page, which direct I/O can use without a copy.
 
-    The memory goes back to the system when the last view is gone.
+    The memory is returned to the system when the last view is gone.
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
-    # Private, which Python's default is not: shared pages count as files, and a forked process would write to ours.
+    # Private, not shared as by Python's default: shared pages are accounted as files, and a forked process would write
+    # to this process's memory.
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=numel)
 
@@ -403,44 +407,45 @@ def aligned(numel: int, dtype: torch.dtype) -> Tensor:
 def mapped(
     descriptor: int, offset: int, nbytes: int, numel: int, dtype: torch.dtype, freed: Callable[[], None]
 ) -> Tensor:
-    """A tensor [numel] that is a stretch of a file, shared: by the page cache, beside reads and writes.
+    """Return a tensor [numel] that maps a part of a file through the page cache, for reading and writing.
 
     Args:
-        descriptor: of the file, open for both; may be closed afterwards.
-        offset: where the stretch begins, in bytes, on a page.
-        nbytes: of the stretch, whole pages.
-        numel: how many elements of it the tensor has.
-        dtype: of them.
-        freed: called once when nobody refers to the tensor or a view of it; on any thread, at any place in its code.
+        descriptor: descriptor of the file, open for reading and writing; may be closed afterwards.
+        offset: first byte of the part, a multiple of the page size.
+        nbytes: bytes of the part, whole pages.
+        numel: elements of the tensor; the part may be longer.
+        dtype: dtype of the tensor.
+        freed: called once after the mapping is gone, when nothing refers to the tensor or a view of it. The call may be
+            on any thread at any point of its code.
 
     Raises:
-        OSError: the system has no room for another mapping.
+        OSError: the system allows no further mapping.
     """
-    # Not Python's mmap, which keeps a descriptor of its own for each mapping: thousands of rows would use them up.
+    # Not Python's mmap, which keeps a descriptor open per mapping: thousands of rows would use up all descriptors.
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     pages = (ctypes.c_ubyte * nbytes).from_address(address)
-    # The storage refers to the pages, so that views of the tensor keep them, too.
-    # Tensors may be read after Python's last functions have run.
+    # The tensor's storage refers to pages, so views of the tensor keep the mapping. when_dropped does not run at the
+    # end of the program, when other code may still read tensors.
     when_dropped(pages, _unmap, address, nbytes, freed)
     return torch.frombuffer(pages, dtype=dtype, count=numel)
 
 
 def _unmap(address: int, nbytes: int, freed: Callable[[], None]) -> None:
     _libc.munmap(address, nbytes)
-    # After the mapping is gone: whoever gets the stretch next must not be written to through it.
+    # Only after munmap: the part may be allocated again at once, and writes through the old mapping would corrupt it.
     freed()
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
-    """Memory at an address, for system calls; whoever calls keeps what owns it."""
+    """Return the memory at an address as a memoryview for system calls; the caller must keep its owner alive."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def copy_bytes(into: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses, without Python's lock.
+    """Copy bytes between two addresses; ctypes releases Python's lock meanwhile.
 
-    Not ``Tensor.copy_``, which starts a pool of threads of its own on each thread that calls it.
+    Tensor.copy_ is not used, because it would start a pool of threads for each thread that calls it.
     """
     _libc.memcpy(into, source, nbytes)

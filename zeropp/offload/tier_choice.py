@@ -1,7 +1,8 @@
-"""The choice of a tier for each part of an engine's flat buffers.
+"""The choice of a storage tier for each kind of numbers of the flat buffers.
 
-`TierOptions` says what is off the device. `open_tiers` makes room: files, staging buffers, and the thread that reads
-ahead. `divide_steps` says what of each buffer is stepped on the device, where the host steps the rest.
+`TierOptions` describes which numbers are kept off the device. `open_tiers` opens files, staging buffers and the
+read-ahead thread for them. `divide_steps` computes how many elements of each shard are stepped on the device when the
+host steps the others.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ __all__ = [
 ]
 
 ALL = sys.maxsize
-"""More elements than any shard has."""
+"""A number of elements larger than any shard, for "all of them"."""
 
-# Kinds of numbers in a tile (main weights, gradients, three states, and new weights as they travel), in each of the
-# three tiles that are under way at most: one that is read, one that is stepped, and one that is written.
+# Largest number of parts into which the staging buffers are divided: 6 kinds of numbers (main weights, gradients, three
+# optimizer states, new weights to send on), for each of 3 sub-groups in flight (one read, one stepped, one written).
 _PARTS = 6 * 3
 
 
 @dataclass(frozen=True)
 class Offload:
-    """One part that is kept off the device.
+    """Settings for one kind of offloading: optimizer states (``offload_optimizer``) or weights (``offload_param``).
 
     Attributes:
-        path: of the files below which it lies; None for the host's memory.
-        buffer_numel: elements of a staging buffer, at most.
-        buffer_count: staging buffers.
-        pin_memory: they are page-locked.
-        max_in_cpu: elements that stay in the host's memory although there is a path; None for no such part.
-        ratio: the host's fraction of what is stepped.
+        path: directory of the swap file (``nvme_path``); None for host memory.
+        buffer_numel: largest number of elements in a staging buffer.
+        buffer_count: number of staging buffers.
+        pin_memory: True if staging buffers are page-locked.
+        max_in_cpu: elements that stay in host memory although there is a path; None to put all of them in the file.
+        ratio: fraction of the elements that the host steps.
     """
 
     path: str | None
@@ -71,18 +72,20 @@ class Offload:
     ratio: float = 1.0
 
     def serves(self, device: torch.device) -> bool:
-        """Tell whether work on a device finds the part in its own memory."""
+        """Return True if offloading changes nothing: the numbers are in host memory and the host is ``device``."""
         return self.path is None and host_memory(device).serves(device)
 
 
 @dataclass(frozen=True)
 class TierOptions:
-    """Everything that is kept off the device.
+    """All numbers that are kept off the device.
 
     Attributes:
-        stepped: main weights, gradients and the optimizer's states, which the host steps; None on the device.
-        weights: what gathers begin with between two steps, and frozen weights; None on the device.
-        io: of files.
+        stepped: settings for main weights, gradients and optimizer states, which the host steps; None if they are on
+            the device.
+        weights: settings for frozen weights and for the copies that gathers start from between steps; None if they are
+            on the device.
+        io: settings for reads and writes of files.
     """
 
     stepped: Offload | None = None
@@ -91,24 +94,24 @@ class TierOptions:
 
     @property
     def paths(self) -> set[str]:
-        """The paths of files."""
+        """Directories of the swap files."""
         return {part.path for part in (self.stepped, self.weights) if part is not None and part.path is not None}
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers of the parts of flat buffers.
+    """Storage tier of each kind of numbers, and the staging buffers between tiers and device.
 
     Attributes:
-        main: main weights.
-        states: the optimizer's states of what the host steps.
-        gradients: sums of gradients.
-        weights: what gathers begin with between two steps, and frozen weights.
-        reader: brings weights to the device; None where they are there.
-        ring: staging buffers for what comes from the device and is stepped; None where nothing leaves it.
-        device_numel: elements at the front of a shard that the wrapped optimizer steps, with states beside the main
-            weights; the host's cores step the others.
-        close: gives files, staging buffers and threads back.
+        main: tier of main weights.
+        states: tier of the optimizer states of elements that the host steps.
+        gradients: tier of reduced gradients, which are summed there.
+        weights: tier of frozen weights and of the copies that gathers start from between steps.
+        reader: thread that reads weights for gathers; None if they are on the device.
+        ring: staging buffers for gradients and for steps on the host; None if nothing leaves the device.
+        device_numel: number of elements at the front of a shard that the wrapped optimizer steps, with their states
+            next to the main weights; the host's cores step the others.
+        close: function that closes files, staging buffers and threads.
     """
 
     main: StorageTier
@@ -121,33 +124,42 @@ class Tiers:
     close: Callable[[], None] = lambda: None
 
     def main_tier(self, trainable: bool) -> StorageTier:
-        """Tier of a buffer's shard: with the optimizer's states if it is stepped, which frozen weights are not."""
+        """Return the tier of a buffer's main shard: ``main`` if it is trainable, ``weights`` if it is frozen."""
         return self.main if trainable else self.weights
 
     @property
     def steps_on_host(self) -> bool:
-        """Tell whether the host steps anything."""
+        """True if ``device_numel`` is 0. In the engine's tiers, from :func:`open_tiers`, the host then takes steps."""
         return self.device_numel == 0
 
     def divided(self, device_numel: int, memory: StorageTier) -> Tiers:
-        """The tiers of a buffer of whose shard so many elements are stepped on the device, which has this memory."""
+        """Return the tiers of a buffer whose first ``device_numel`` shard elements are stepped on the device.
+
+        Main weights and gradients are then in ``memory``, the device's memory. Optimizer states are there, too, if all
+        elements are stepped on the device.
+
+        Args:
+            device_numel: elements at the front of the shard that the device steps; ``ALL`` for all.
+            memory: tier of the device's memory.
+        """
         if device_numel == self.device_numel:
             return self
-        # Whatever is not stepped stays where it would be, and is read from there.
+        # Only numbers that are stepped move to the device, so the tier named weights does not change.
         near = replace(self, main=memory, gradients=memory, device_numel=device_numel)
         return replace(near, states=memory) if device_numel == ALL else near
 
 
 def divide_steps(options: TierOptions, numels: Sequence[int]) -> list[int]:
-    """Elements at the front of each trainable shard that are stepped on the device; ALL for whole buffers.
+    """Return, for each trainable shard, the number of elements at its front that are stepped on the device, or ``ALL``.
 
-    Decided buffer by buffer, in the order in which the model defines them, which mostly is that of forward: what the
-    next forward wants first is stepped on the device, and the host's part has until later. The border may lie within a
-    buffer. Then the device has its main weights and gradients, and of the optimizer's states the front.
+    The device's fraction is given to whole buffers in the order in which the model defines them, which is mostly the
+    order of forward. So the weights that the next forward needs first are stepped on the device, and the host has more
+    time for the later ones. The border may be within a buffer. The device then has the buffer's main weights and
+    gradients, and the front of its optimizer states.
 
     Args:
-        options: with the fraction that is the host's.
-        numels: elements of the shards of all trainable buffers.
+        options: ``options.stepped.ratio`` is the fraction of all elements that the host steps.
+        numels: elements of the shard of each trainable buffer.
     """
     if options.stepped is None:
         return [ALL] * len(numels)
@@ -158,14 +170,15 @@ def divide_steps(options: TierOptions, numels: Sequence[int]) -> list[int]:
             parts.append(ALL)
             left -= numel
         else:
-            # Whole blocks: kernels step what lies behind a multiple of their vectors to the same bits as in one call.
+            # A border between blocks is a multiple of the kernels' vectors, so elements behind it get the same bits as
+            # in one call for the whole shard.
             parts.append(left // BLOCK * BLOCK)
             left = 0
     return parts
 
 
 def at_device(device: torch.device) -> Tiers:
-    """Everything in the memory of the device that trains."""
+    """Return tiers with everything in the memory of ``device``, which trains."""
     memory = Memory(device)
     return Tiers(memory, memory, memory, memory)
 
@@ -173,21 +186,24 @@ def at_device(device: torch.device) -> Tiers:
 def open_tiers(
     options: TierOptions, device: torch.device, staging: tuple[Staging | None, Staging | None], space: Mapping[str, int]
 ) -> Tiers:
-    """Make room for what is kept off the device.
+    """Open files, staging buffers and threads for the numbers that are kept off the device.
 
     Args:
-        options: say what that is.
-        device: that trains.
-        staging: from :func:`choose_staging`.
-        space: bytes of files below each path that are taken now, before there is anything to put there.
+        options: the numbers that are kept off the device.
+        device: the device that trains.
+        staging: sizes of the staging buffers, from :func:`choose_staging`.
+        space: bytes to reserve in the swap file of each directory, so that a full disk raises now.
+
+    Returns:
+        The tiers. ``close`` of the result closes everything that was opened.
 
     Raises:
-        OSError: a file cannot be made, or there is no space.
-        ValueError, ImportError: files cannot be read straight into the device, as the options ask.
+        OSError: a file cannot be created, or the disk has no room.
+        ValueError, ImportError: ``use_gds`` is set and files cannot be read into this device's memory.
     """
     host = host_memory(device)
     opened = contextlib.ExitStack()
-    # What was opened before something failed is closed again, and what was not stays until the engine's end.
+    # On an error, failed closes all that was opened so far. Otherwise it stays open until Tiers.close.
     with contextlib.ExitStack() as failed:
         failed.push(opened)
         main, kept = choose_tiers(options, Memory(device), host, _Swapping(options.io, host, opened, space))
@@ -207,13 +223,13 @@ def open_tiers(
 def choose_tiers(
     options: TierOptions, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
 ) -> tuple[StorageTier, StorageTier]:
-    """Tiers of main weights and what is stepped with them, and of what gathers begin with.
+    """Return two tiers: for main weights with gradients and states, and for the copies that gathers start from.
 
     Args:
-        options: say where they are.
-        memory: of the device that trains.
-        host: memory of the host.
-        files: opens those below a path.
+        options: the numbers that are kept off the device.
+        memory: tier of the device that trains.
+        host: tier of host memory.
+        files: function that opens the tier of files in a directory.
     """
 
     def tier(part: Offload | None) -> StorageTier:
@@ -221,7 +237,7 @@ def choose_tiers(
             return memory
         if part.path is None:
             return host
-        # Both parts may name one path, and share a file.
+        # Both kinds may have the same directory, and then share a swap file.
         own = files(part.path)
         return own if part.max_in_cpu is None else PartlyInMemory(own, part.max_in_cpu)
 
@@ -230,7 +246,13 @@ def choose_tiers(
 
 @dataclass(frozen=True)
 class Staging:
-    """A ring of staging buffers: how many, of so many bytes each, and whether page-locked."""
+    """Sizes of a ring of staging buffers.
+
+    Attributes:
+        count: number of buffers.
+        nbytes: bytes of one buffer.
+        pinned: True if the buffers are page-locked.
+    """
 
     count: int
     nbytes: int
@@ -238,28 +260,28 @@ class Staging:
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all buffers together."""
         return self.count * self.nbytes
 
 
 def choose_staging(
     options: TierOptions, device: torch.device, largest: int, itemsize: int
 ) -> tuple[Staging | None, Staging | None]:
-    """Staging buffers for what is stepped, and for what is read for gathers; None where nothing leaves the device.
+    """Return the staging buffers for steps on the host, and those for reads of gathers; None where none are needed.
 
     Args:
-        options: say how many and how large.
-        device: that trains.
+        options: the numbers that are kept off the device, with numbers and sizes of staging buffers.
+        device: the device that trains.
         largest: elements of the largest shard of main weights on this rank.
-        itemsize: bytes of the largest kind of main weight.
+        itemsize: bytes of an element of the largest dtype of main weights.
     """
     stepped, weights = options.stepped, options.weights
     weights_away = weights is not None and not weights.serves(device)
-    # Other devices gain nothing by it, and without CUDA torch refuses.
+    # Page-locking is useful only for CUDA devices, and torch refuses it without CUDA.
     pinned = device.type == "cuda"
     steps = reads = None
     if stepped is not None and (weights_away or not stepped.serves(device)):
-        # No more than a step has use for: small models on the default settings must not ask for gigabytes.
+        # Not larger than the largest shard needs, so that small models with default settings do not allocate gigabytes.
         nbytes = staging_nbytes(stepped.buffer_count, min(stepped.buffer_numel, largest) * itemsize)
         steps = Staging(stepped.buffer_count, nbytes, pinned and stepped.pin_memory)
     if weights is not None and weights_away:
@@ -269,7 +291,7 @@ def choose_staging(
 
 
 def staging_nbytes(count: int, nbytes: int) -> int:
-    """Bytes of each of ``count`` staging buffers that are to hold ``nbytes``: never too few to go on with."""
+    """Return the bytes of each of ``count`` buffers: ``nbytes`` in whole pages, at least ``_PARTS`` pages in all."""
     return max(_aligned(nbytes), -(-_PARTS // count) * ALIGNED)
 
 
@@ -278,7 +300,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class _Swapping:
-    """Opens a swap file for each path that is asked for, with the space that is wanted there."""
+    """Opens one swap file per directory, at the first request, with the reserved space."""
 
     def __init__(
         self, io: IoOptions, host: StorageTier, opened: contextlib.ExitStack, space: Mapping[str, int]
@@ -291,7 +313,7 @@ class _Swapping:
 
     def __call__(self, path: str) -> Files:
         if path not in self._files:
-            # Closed in the opposite order: transfers end before their file.
+            # The exit stack closes in reverse order, so transfers end before their file is closed.
             swap = self._opened.enter_context(contextlib.closing(SwapFile(path)))
             swap.reserve(self._space.get(path, 0))
             transfers = self._opened.enter_context(contextlib.closing(Transfers(self._io)))

@@ -1,13 +1,15 @@
-"""Reads and writes between extents and memory, by threads that block in the system's calls.
+"""Reads and writes between extents and memory, by threads that block in system calls.
 
-A transfer is cut into pieces (`cut`). A thread takes one at a time and moves it past the page cache, or through it
-where the piece has parts of blocks or the file system has no direct I/O (`move`).
+A transfer is cut into pieces (`cut`). A thread takes one piece at a time and moves it (`move`): with direct I/O past
+the page cache, or through the page cache if the piece has parts of blocks to write or the file system has no direct
+I/O.
 
-[Note: threads of transfers] A call with O_DIRECT returns when the disk has done it, so a thread keeps one request under
-way, and as many requests are under way as there are threads: ``queue_depth`` for each of ``intra_op_parallelism``
-groups. Groups would differ in nothing, so all threads take from one queue. Above 64 the disk gains nothing, as each
-request has ``block_size`` bytes, and Python's lock, which each takes between calls, loses: no more are started. They
-need a core only between two calls, so 8 on a small machine do no harm.
+[Note: threads of transfers] A system call with O_DIRECT returns when the disk has finished, so a thread has one request
+in flight, and there are as many requests in flight as threads: ``queue_depth * intra_op_parallelism``, but at most 64.
+``intra_op_parallelism`` adds threads only, because groups of threads with a queue each would not behave differently:
+all threads take pieces from one queue. With more than 64 threads, the disk gains nothing because each request has
+``block_size`` bytes, and contention for Python's lock grows. Threads need a core only between two calls, so 8 threads
+on a small machine do no harm.
 """
 
 from __future__ import annotations
@@ -33,15 +35,16 @@ _THREADS = 64
 
 @dataclass(frozen=True)
 class IoOptions:
-    """Settings of the reads and writes of files.
+    """Settings for reads and writes of files.
 
     Attributes:
         block_size: bytes of one request.
-        queue_depth: times ``intra_op_parallelism`` requests are under way, and at most 64.
-        intra_op_parallelism: see ``queue_depth``.
-        single_submit: of each transfer one request at most is under way.
-        overlap_events: requests of several transfers are under way; without it those of the oldest only.
-        use_gds: files are read straight into a card's memory; see `zeropp.offload.read_ahead`.
+        queue_depth: requests in flight are ``queue_depth * intra_op_parallelism``, at most 64.
+        intra_op_parallelism: factor of the requests in flight, see ``queue_depth``.
+        single_submit: True for at most one request in flight per transfer.
+        overlap_events: True if requests of several transfers may be in flight; False for those of the oldest transfer
+            only.
+        use_gds: True to read files directly into GPU memory; see `zeropp.offload.read_ahead`.
     """
 
     block_size: int = 1 << 20
@@ -53,12 +56,12 @@ class IoOptions:
 
 
 class Transfers:
-    """Reads and writes of extents, in threads of its own; see [Note: threads of transfers].
+    """Reads and writes of extents, in threads of this object; see [Note: threads of transfers].
 
-    Transfers run beside each other, also those of the same bytes: a read that should see a write begins after that
-    write's event. Memory that begins on a page, as that of :func:`~zeropp.offload.swap.aligned`, is read and written
-    in place if it also lies in step with the blocks of the file; other memory by way of a copy. Parts of blocks, except
-    the end of an extent, are written through the page cache.
+    Transfers run concurrently, also those of the same bytes. To read bytes that a transfer writes, wait for the write's
+    event first. A piece of whole blocks is moved without a copy if its address in memory is a multiple of the block's
+    alignment, as for memory from :func:`~zeropp.offload.swap.aligned`. Other pieces are copied through an aligned
+    buffer. Parts of blocks are written through the page cache, except at the end of an extent.
 
     Args:
         io: sizes and numbers of requests.
@@ -68,31 +71,37 @@ class Transfers:
         self._block = io.block_size
         self._queue = _Queue(io)
         count = min(io.intra_op_parallelism * io.queue_depth, _THREADS)
-        # Whatever would be moved after the end of the program is of no use to anyone.
+        # At the end of the program, pending transfers are cancelled, because their results can no longer be used.
         self._threads = Threads(self._queue.close, at_exit=self._queue.cancel)
         for number in range(count):
             self._threads.start(f"offload {number}", _serve, self._queue)
 
     def read(self, extent: Extent, start_nbytes: int, into: Tensor) -> Event:
-        """Read bytes of an extent from ``start_nbytes`` on, as many as ``into`` has.
+        """Start to read bytes of an extent into a tensor; the number of bytes is that of ``into``.
 
         Args:
-            extent: from which.
-            start_nbytes: the first byte, counted in the extent.
-            into: contiguous, on the CPU, of any dtype; nobody else reads or writes it until the end.
+            extent: the extent to read from.
+            start_nbytes: first byte to read, counted from the start of the extent.
+            into: contiguous tensor on the CPU, any dtype; nothing else may use it before the end of the read.
 
         Returns:
-            The end. Its ``wait`` raises :class:`~zeropp.offload.swap.SwapError` if the system refused, or if the
-            program ended first.
+            An event for the end of the read. Its ``wait`` raises :class:`~zeropp.offload.swap.SwapError` if the system
+            reported an error, or if the program ended first.
 
         Raises:
-            ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
-            RuntimeError: this is closed, or was made in the parent of this process.
+            ValueError: the tensor is not contiguous or not on the CPU, or the bytes are not all in the extent.
+            RuntimeError: this object was closed, or was made in the parent of this forked process.
         """
         return self._begin_transfer(extent, start_nbytes, into, reads=True)
 
     def write(self, extent: Extent, start_nbytes: int, source: Tensor) -> Event:
-        """Write the bytes of ``source`` to an extent from ``start_nbytes`` on; otherwise as :meth:`read`."""
+        """Start to write the bytes of a tensor to an extent; arguments, result and errors are those of :meth:`read`.
+
+        Args:
+            extent: the extent to write to.
+            start_nbytes: first byte to write, counted from the start of the extent.
+            source: contiguous tensor on the CPU, any dtype; it must not change before the end of the write.
+        """
         return self._begin_transfer(extent, start_nbytes, source, reads=False)
 
     def _begin_transfer(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
@@ -103,8 +112,8 @@ class Transfers:
             form = f"shape {list(memory.shape)} and strides {list(memory.stride())} on {memory.device}"
             raise ValueError(f"the tensor {word} has {form}; expected a contiguous one on the CPU")
         if start < 0 or start + nbytes > extent.nbytes:
-            given = f"bytes {start} to {start + nbytes} are {word}"
-            raise ValueError(f"{given}, and the extent has bytes 0 to {extent.nbytes}")
+            given = f"the tensor {word} needs bytes {start} to {start + nbytes}"
+            raise ValueError(f"{given}, but the extent has bytes 0 to {extent.nbytes}")
         transfer = _Transfer(extent, start, memory, self._block, reads=reads)
         if transfer.pieces:
             self._queue.put(transfer)
@@ -113,13 +122,16 @@ class Transfers:
         return transfer.event
 
     def close(self) -> None:
-        """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
+        """Let the threads end after the transfers begun so far, and wait for them for a limited time.
+
+        The wait is limited because a disk that hangs must not hang this call.
+        """
         self._threads.stop()
         self._threads.join()
 
 
 class _Transfer:
-    """One read or write, and how far it is; its fields change under the queue's lock."""
+    """One read or write and its progress. The fields change only under the queue's lock."""
 
     __slots__ = ("address", "error", "event", "extent", "memory", "pieces", "reads", "start", "under_way")
 
@@ -137,14 +149,19 @@ class _Transfer:
 
 
 class _Queue:
-    """Pieces of all transfers, in order; threads hold this, not the `Transfers`, so that a dropped one ends them."""
+    """Queue of the pieces of all transfers, in order.
+
+    The threads refer to this object, not to ``Transfers``, so that they end when the ``Transfers`` object is dropped.
+    """
 
     def __init__(self, io: IoOptions) -> None:
         self._one_by_one = io.single_submit
         self._overlap = io.overlap_events
-        # Its lock may be taken again by the thread that has it: garbage collected inside may be a dropped Transfers.
+        # A reentrant lock: garbage collection in a thread that holds it may drop a Transfers object, which closes this
+        # queue.
         self._changed = threading.Condition(threading.RLock())
-        # Those of which no thread has taken all pieces, and the one that others wait for.
+        # _waiting: transfers with pieces that no thread has taken. _alone: without overlap_events, the transfer that is
+        # being moved, for which all others wait.
         self._waiting = deque[_Transfer]()
         self._alone: _Transfer | None = None
         self.closed = False
@@ -157,7 +174,7 @@ class _Queue:
             self._changed.notify(1 if self._one_by_one else len(transfer.pieces))
 
     def take_piece(self) -> tuple[_Transfer, tuple[int, int]] | None:
-        """The next piece to move; waits for one. None when there will be no more."""
+        """Wait for a piece to move and return (transfer, piece). Return None if the queue is closed and empty."""
         with self._changed:
             while (transfer := self._next()) is None:
                 if self.closed and not self._waiting:
@@ -180,7 +197,10 @@ class _Queue:
         return None
 
     def ended(self, transfer: _Transfer, error: BaseException | None) -> None:
-        """A piece has been moved, or could not be: then the rest of its transfer is left, and the first error told."""
+        """Note that a piece has been moved, or has failed.
+
+        After the first error, the transfer's remaining pieces are dropped. The transfer's event ends with that error.
+        """
         with self._changed:
             transfer.under_way -= 1
             if error is not None:
@@ -189,7 +209,8 @@ class _Queue:
             over = not transfer.pieces and not transfer.under_way
             if over and transfer is self._alone:
                 self._alone = None
-            # Else this thread takes what is next, and no other has waited for this.
+            # Wake the threads that may wait for this piece's end. In other cases this thread itself takes the next
+            # piece.
             if self.closed or not self._overlap:
                 self._changed.notify_all()
         if over:
@@ -201,13 +222,13 @@ class _Queue:
             self._waiting.remove(transfer)
 
     def close(self) -> None:
-        """Take no more; threads end after what is there."""
+        """Refuse further transfers; threads end after the queued ones."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Close it, and leave what no thread has taken."""
+        """Close the queue and end its transfers with an error; pieces that threads are moving are finished first."""
         with self._changed:
             for transfer in list(self._waiting):
                 folder = transfer.extent.descriptors.folder
@@ -219,7 +240,7 @@ class _Queue:
 
 
 def _finish(transfer: _Transfer) -> None:
-    # Before anyone hears of the end: whoever waits may count on the extent and the memory being free of this.
+    # Before the event is set: a thread that waits for it may free the extent and reuse the memory.
     del transfer.extent, transfer.memory
     transfer.event.finish(transfer.error)
 
@@ -233,27 +254,27 @@ def _serve(queue: _Queue) -> None:
         try:
             move(transfer.extent, begin, end, address, bounce, reads=transfer.reads)
         except BaseException as error:
-            # Handed to whoever waits, without this thread's frames, which would keep the extent.
+            # Passed on without this thread's frames, which would keep the extent alive.
             failed = error.with_traceback(None)
         queue.ended(transfer, failed)
-        # An idle thread must not keep an error, nor the rest of what it did last.
+        # An idle thread must not keep an error or the objects of its last piece alive.
         del taken, transfer, failed
 
 
-# Pieces of a transfer: each is moved by one thread.
+# Pieces of a transfer. One thread moves each piece.
 
 
 def cut(begin: int, end: int, block: int, extent: Extent) -> list[tuple[int, int]]:
-    """Bytes [begin, end) of an extent as pieces (begin, end), in order.
+    """Cut bytes [begin, end) of an extent into pieces, and return (begin, end) of each in order.
 
-    Parts of blocks of the file are apart from whole ones, which need no copy. The end of the extent counts as whole:
-    what is between it and the next extent belongs to nobody.
+    Parts of file blocks are pieces of their own, separate from whole blocks, which need no copy. A partial block at the
+    end of the extent counts as whole, because the bytes up to the next extent are unused.
 
     Args:
         begin: first byte.
-        end: behind the last one.
-        block: bytes of a piece at most; rounded up to whole blocks of the file.
-        extent: with its length and alignment.
+        end: last byte + 1.
+        block: largest number of bytes in a piece, rounded up to whole blocks of the file.
+        extent: the extent, for its length and alignment.
     """
     unit = extent.alignment
     first = min(-(-begin // unit) * unit, end)
@@ -263,24 +284,24 @@ def cut(begin: int, end: int, block: int, extent: Extent) -> list[tuple[int, int
 
 
 def move(extent: Extent, begin: int, end: int, address: int, bounce: Bounce, *, reads: bool) -> None:
-    """Move a piece, whole.
+    """Read or write one whole piece.
 
     Args:
-        extent: where the piece lies.
-        begin: of the piece in the extent, in bytes.
-        end: behind its last byte.
-        address: of the first byte in memory; whoever calls keeps what owns it.
-        bounce: of this thread.
-        reads: from the extent into memory; otherwise the other way.
+        extent: extent of the piece.
+        begin: first byte of the piece in the extent.
+        end: last byte of the piece + 1.
+        address: address of the piece's first byte in memory; the caller must keep the memory alive.
+        bounce: aligned buffer of this thread.
+        reads: True to read from the extent into memory, False to write.
 
     Raises:
-        SwapError: the system refused, or the file has ended.
+        SwapError: the system reported an error, or the file has ended.
     """
     unit = extent.alignment
     low = begin // unit * unit
     high = -(-end // unit) * unit
-    # The padding behind an extent may be read and written, other bytes of a block only read: whoever writes those at
-    # the same moment would have them undone.
+    # Bytes of a block outside of the piece may be read, but not written: another thread may write them at the same
+    # time, and its bytes would be overwritten with old ones. The padding after an extent may be written.
     whole = begin == low and (end == high or end == extent.nbytes)
     if extent.descriptors.direct is None or not (reads or whole):
         memory = view_of(address, end - begin)
@@ -301,11 +322,11 @@ def _call(descriptors: Descriptors, memory: memoryview, offset: int, unit: int, 
     done = 0
     count = len(memory)
     while done < count:
-        # A call that stopped within a block leaves a rest that O_DIRECT would refuse; the cache takes it.
+        # If a call stopped within a block, O_DIRECT would refuse the rest, so the rest goes through the page cache.
         past = descriptors.direct if direct and done % unit == 0 else None
         descriptor = descriptors.cached if past is None else past
         call = swap.read_at if reads else swap.write_at
-        # Read 0 bytes, the file has ended; written 0, nothing would go on for ever.
+        # EIO if no byte was moved without an error: the file has ended, or repeating the write would never end.
         number = errno.EIO
         try:
             moved = call(descriptor, memory[done:], offset + done)
@@ -317,20 +338,20 @@ def _call(descriptors: Descriptors, memory: memoryview, offset: int, unit: int, 
         elif past is not None and number in REFUSED:
             descriptors.stop_direct(number)
         else:
-            # Outside of the ``except``: with that error would come its frames, and with those the tensor.
+            # Raised outside of the except block: the caught error would keep its frames, and with them the tensor.
             word = "read" if reads else "write"
             what = f"cannot {word} {count - done} bytes at byte {offset + done} of a swap file"
             raise SwapError.make(number, descriptors.folder, what)
 
 
 class Bounce:
-    """Aligned memory of a thread, for what direct I/O cannot move in place; made when first used, and kept."""
+    """Aligned memory of one thread, for pieces that direct I/O cannot move in place; allocated at first use."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def address(self, nbytes: int) -> int:
-        """The address of room for ``nbytes``."""
+        """Return the address of aligned memory for ``nbytes`` bytes."""
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory = aligned(nbytes, torch.uint8)
         return self._memory.data_ptr()

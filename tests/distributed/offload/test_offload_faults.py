@@ -226,7 +226,7 @@ def test_space_for_states_is_taken_before_the_model_is_changed(tmp_path: Path) -
     plain = expected(2)
     found = run_ranks(2, room_for_all_but_states, str(tmp_path), plan.disk_total - plan.disk["optimizer_states"])
     assert [(same, losses) for _, same, losses in found] == [(True, losses) for losses in plain]
-    assert all(f"cannot take {plan.disk_total} bytes" in said and "No space left" in said for said, _, _ in found)
+    assert all(f"cannot allocate {plan.disk_total} bytes" in said and "No space left" in said for said, _, _ in found)
     assert "failed on rank 1" in found[0][0] and not list(tmp_path.glob("zeropp-*")), found
     # All of it fits to the byte, so that nothing is asked for that is not used.
     assert run_ranks(2, room_for_all_but_states, str(tmp_path), plan.disk_total)[1][0] == ""
