@@ -177,7 +177,7 @@ class Ring:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[Tensor]:
-        """Context manager: a buffer, returned to the ring at the end."""
+        """Return a context manager that takes a buffer and returns it to the ring at the end."""
         buffer = self.take_buffer()
         try:
             yield buffer
@@ -186,7 +186,7 @@ class Ring:
 
     @contextlib.contextmanager
     def all_taken(self) -> Iterator[list[Tensor]]:
-        """Context manager: all buffers, returned to the ring at the end.
+        """Return a context manager that takes all buffers and returns them to the ring at the end.
 
         Only one caller may wait for several buffers at a time. Two callers with some buffers each would wait for ever.
         """

@@ -34,7 +34,7 @@ __all__ = [
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
-"""Kinds of memory: of the device that trains, of the host if that is not the device, or a disk."""
+"""Kinds of memory: of the device that trains ("device"), of the host if another device trains ("host"), or a disk."""
 
 
 class StoredTensor(Protocol):

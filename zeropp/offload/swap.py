@@ -295,9 +295,9 @@ class Descriptors:
             return None
         # Pass the number, because the attribute is set to None if the file system refuses O_DIRECT later.
         when_dropped(self, os.close, direct)
-        # Switch off the kernel's read-ahead. Parts of blocks are read and written through the page cache; read-ahead
-        # would bring neighbouring blocks into the cache while direct I/O uses them, see [Note: mapping beside direct
-        # I/O].
+        # Switch off the kernel's read-ahead. Parts of blocks are read and written through the page cache. Read-ahead
+        # would bring neighbouring blocks into the cache while direct I/O uses them.
+        # See [Note: mapping beside direct I/O].
         os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
         return direct
 

@@ -55,6 +55,8 @@ _PARTS = 6 * 3
 class Offload:
     """Settings for one kind of offloading: optimizer states (``offload_optimizer``) or weights (``offload_param``).
 
+    The first kind includes main weights and gradients.
+
     Attributes:
         path: directory of the swap file (``nvme_path``); None for host memory.
         buffer_numel: largest number of elements in a staging buffer.
@@ -223,7 +225,9 @@ def open_tiers(
 def choose_tiers(
     options: TierOptions, memory: StorageTier, host: StorageTier, files: Callable[[str], Files]
 ) -> tuple[StorageTier, StorageTier]:
-    """Return two tiers: for main weights with gradients and states, and for the copies that gathers start from.
+    """Return two tiers: for main weights with gradients and states, and for frozen weights and wire copies.
+
+    A wire copy is the offloaded copy of a shard that gathers start from.
 
     Args:
         options: the numbers that are kept off the device.
