@@ -167,7 +167,8 @@ def check_table(
     _check_part("host", host, torch.int64, (3, len(tensors)), len(tensors), numel, what)
     _check_part("entries", entries, torch.int64, (3, len(tensors)), len(tensors), numel, what)
     _check_part("owners", owners, torch.int32, (blocks_of(numel),), len(tensors), numel, what)
-    # The host reads it at every call. A read from a device would wait for the device.
+    # table.host must be on the CPU, because the host reads it at every call. A read from a device would wait for the
+    # device.
     if not host.is_cpu:
         raise ValueError(f"table.host is on {host.device}; expected cpu: make the table with block_table")
     dtypes = set(map(_dtype, tensors))

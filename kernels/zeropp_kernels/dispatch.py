@@ -41,7 +41,8 @@ __all__ = ["NAMESPACE"]
 NAMESPACE = "zeropp"
 _requires_grad = attrgetter("requires_grad")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
-# Marked as written: both change when addresses are sent again, and torch.compile must not reorder or drop that.
+# host and entries are marked as written, because both change when addresses are sent again. Otherwise torch.compile
+# could reorder or drop those writes.
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
 # Arguments that must start at a multiple of 16 bytes, because kernels store codes with 128-bit stores.
 _ENCODED = ("messages", "state")
@@ -78,7 +79,7 @@ def _reduce_quantize(
 ) -> Memory:  # fmt: skip
     check_bits("source_bits", source_bits)
     check_scale(scale, device_scale)
-    # Checks that count is in its bounds; the size of sources is checked against count and numel below.
+    # This call checks only the bounds of count. The size of sources is checked against count and numel below.
     check_count("count", count, numel * count, "sources")
     check_messages("sources", sources, message_layout(numel, source_bits), count)
     part = check_count("out_count", out_count, numel, "the sum")
@@ -101,7 +102,7 @@ def _reduce(
 ) -> Memory:  # fmt: skip
     check_bits("bits", bits)
     check_scale(scale, device_scale)
-    # Checks that count is in its bounds; the size of a message follows from out.
+    # This call checks only the bounds of count. The size of a message follows from out.
     check_count("count", count, 0, "messages")
     # A 16-bit out is only for sending. Sums that are added to or measured must be float32.
     plain = not accumulate and norms is None and flag is None
@@ -224,7 +225,8 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
 
     library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
-    # Read from the schema, so that the arguments checked here are those that autograd and torch.compile see as written.
+    # The outputs are read from the schema, so that the arguments checked here are those that autograd and torch.compile
+    # see as written.
     written = [
         (each.name, place) for place, each in enumerate(declared) if each.alias_info and each.alias_info.is_write
     ]
@@ -233,7 +235,7 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         _refuse_gradients(written, arguments)
         memory = check(*arguments)
         device = memory.check()
-        # A separate step, because it reads addresses and values, which fake tensors do not have.
+        # check_data is a separate step, because it reads addresses and values, which fake tensors do not have.
         memory.check_data(device)
         return device
 
@@ -245,7 +247,7 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         checked(arguments)
         # Without no_grad, autograd would record a graph of the work on scratch buffers when an input requires grad.
         with torch.no_grad():
-            # Looked up at each call, so that a benchmark can replace it with a kernel.
+            # The function is looked up at each call, so that a benchmark can replace it with a kernel.
             getattr(reference, name)(*arguments)
 
     def on_gpu(*arguments: object) -> None:
@@ -262,7 +264,8 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
 
     library.impl(name, on_cpu, "CPU")
     library.impl(name, on_gpu, "CUDA")
-    # Called for every tensor that the two implementations do not take: other devices, sparse and quantized tensors.
+    # This implementation is called for every tensor that the two others do not take: other devices, sparse and
+    # quantized tensors.
     library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 

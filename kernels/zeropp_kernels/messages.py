@@ -94,8 +94,8 @@ def split(messages: Tensor, numel: int, bits: int, *, count: int = 1) -> tuple[T
     layout = message_layout(numel, bits)
     check_count("count", count, 0, "messages")
     check_messages("messages", messages, layout, count)
-    # torch raises an error of its own for a bfloat16 view from an odd byte; this one says the remedy. Not checked while
-    # compiling, because torch.compile cannot evaluate storage_offset().
+    # torch's own error for a bfloat16 view from an odd byte names no remedy. The check is skipped while compiling,
+    # because torch.compile cannot evaluate storage_offset().
     if not is_compiling() and messages.storage_offset() % 2:
         raise ValueError("messages begins at an odd byte of its storage, and scales are two bytes each; copy it")
     width = message_layout(layout.group, bits).codes_nbytes

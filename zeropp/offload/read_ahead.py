@@ -76,7 +76,7 @@ class ReadAhead:
             numel = row.tensor.numel()
             most = self.ring.nbytes // dtype.itemsize
             for start in range(0, numel, most):
-                # Waits until a buffer is free, so at most ring.count reads are in flight.
+                # take_buffer waits until a buffer is free, so at most ring.count reads are in flight.
                 buffer = self.ring.take_buffer()
                 values = buffer[: min(most, numel - start) * dtype.itemsize].view(dtype)
                 try:
@@ -232,7 +232,7 @@ class GdsTensor:
         Raises:
             SwapError: the row could not be read.
         """
-        # No event to wait for: a gather calls this, and it is queued behind the step of these weights.
+        # No event to wait for: copy_to is called by a gather, which is queued behind the step of these weights.
         dtype = self._row.tensor.dtype
         if target.dtype == dtype and target.is_contiguous():
             self._reads.read_row(self._row, target)

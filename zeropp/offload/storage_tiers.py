@@ -138,8 +138,8 @@ class MemoryTensor:
 
     def write(self, start: int, values: Tensor) -> Event:
         """Copy ``values`` to the elements from ``start`` on. If both are on the CPU, the copy is finished on return."""
-        # Through .data, which does not change the version counter. Versions must change only when the user edits
-        # weights, and host steps write here.
+        # The copy goes through .data, which does not change the version counter. Versions must change only when the
+        # user edits weights, and host steps write here.
         return copy(self.tensor.data[start : start + values.numel()], values)
 
 
@@ -243,7 +243,7 @@ class Files:
 
     def serves(self, device: torch.device) -> bool:
         """Return False: no device can use rows in a file directly."""
-        # Not even the CPU: the first access to each page of the mapping would wait for the disk.
+        # The CPU cannot either: the first access to each page of the mapping would wait for the disk.
         return False
 
     def accepts(self, row: StoredTensor) -> bool:

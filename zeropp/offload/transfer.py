@@ -240,7 +240,7 @@ class _Queue:
 
 
 def _finish(transfer: _Transfer) -> None:
-    # Before the event is set: a thread that waits for it may free the extent and reuse the memory.
+    # Drop the references before the event is set: a thread that waits for it may free the extent and reuse the memory.
     del transfer.extent, transfer.memory
     transfer.event.finish(transfer.error)
 
@@ -254,7 +254,7 @@ def _serve(queue: _Queue) -> None:
         try:
             move(transfer.extent, begin, end, address, bounce, reads=transfer.reads)
         except BaseException as error:
-            # Passed on without this thread's frames, which would keep the extent alive.
+            # The error is passed on without this thread's frames, which would keep the extent alive.
             failed = error.with_traceback(None)
         queue.ended(transfer, failed)
         # An idle thread must not keep an error or the objects of its last piece alive.
@@ -338,7 +338,8 @@ def _call(descriptors: Descriptors, memory: memoryview, offset: int, unit: int, 
         elif past is not None and number in REFUSED:
             descriptors.stop_direct(number)
         else:
-            # Raised outside of the except block: the caught error would keep its frames, and with them the tensor.
+            # The error is raised outside of the except block: the caught error would keep its frames, and with them the
+            # tensor.
             word = "read" if reads else "write"
             what = f"cannot {word} {count - done} bytes at byte {offset + done} of a swap file"
             raise SwapError.make(number, descriptors.folder, what)

@@ -67,7 +67,7 @@ TILE_ROWS = tl.constexpr(ROWS)
 @triton.jit
 def whole(size, MULTIPLE: tl.constexpr):
     """Return ``size``, a multiple of MULTIPLE, as an expression that the compiler sees to be a multiple."""
-    # Without it the compiler could not use 128-bit access, because integer arguments are not specialised.
+    # Without this, the compiler could not use 128-bit access, because integer arguments are not specialised.
     return size // MULTIPLE * MULTIPLE
 
 
@@ -125,7 +125,7 @@ def aligned(pointer, at):
 @triton.jit
 def within(left, SIZE: tl.constexpr):
     """Return ``left`` (int64, of any sign) clamped to 0 to SIZE, as int32: the number of elements left in a tile."""
-    # In 32 bits, because masks compare it with every element.
+    # The result has 32 bits, because masks compare it with every element.
     return tl.minimum(tl.maximum(left, 0), SIZE).to(tl.int32)
 
 
@@ -353,7 +353,7 @@ def store_scales(base, bits, first, groups, slots, TILE: tl.constexpr):
     """Store the scales of a tile at ``base``, and zeros in the slots after the last group."""
     # Slots reach to the end of the message, so every byte of the message is written.
     group = first + tl.arange(0, TILE)
-    # Stored as bits, so that no conversion to bfloat16 can round on some machine.
+    # Scales are stored as bits, so that no conversion to bfloat16 can round on some machine.
     scales = base.to(tl.pointer_type(tl.int16)) + first
     tl.store(scales + tl.arange(0, TILE), tl.where(group < groups, bits, 0).to(tl.int16), mask=group < slots)
 

@@ -77,7 +77,7 @@ def _present(numel, first, blocks, EVEN: tl.constexpr, TILE: tl.constexpr):
     if EVEN:
         return live, live
     else:
-        # Fits 32 bits after it is limited to the tile.
+        # The number of elements left is limited to the tile, so it fits 32 bits.
         left = tl.minimum(numel - first.to(tl.int64) * _SECTION, TILE * _SECTION).to(tl.int32)
         at = _lower_halves(TILE)
         return live & (at < left), live & (at + 64 < left)
@@ -155,7 +155,7 @@ def lossless_count_kernel(
     """Store the escapes of each section at its place plus one in ``starts``, and zero at place 0. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     _, _, lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
-    # Same as _count of the codes of these differences.
+    # The counts equal _count of the codes of these differences.
     counts = _where(lower, 1 << 16, 1, 0) + _where(upper, 1 << 16, 1, 0)
     counts = tl.sum(tl.reshape(counts, [TILE, _BYTES]), axis=1)
     section = first + tl.arange(0, TILE)
@@ -216,7 +216,7 @@ def lossless_encode_kernel(
     starts16 = starts + (sections + 1)
     section = first + tl.arange(0, TILE)
     live = section < sections
-    # Clamped, so that no store is outside of the rooms and places fit 32 bits.
+    # The starts are clamped, so that no store is outside of the rooms and places fit 32 bits.
     start8 = _in_room(tl.load(starts + section, mask=live, other=0), limit8)
     start16 = _in_room(tl.load(starts16 + section, mask=live, other=0), limit16)
     # A pair of int32 starts is stored as one int64. The starts follow the codes, which have 128 bytes per block.
@@ -270,7 +270,7 @@ def lossless_decode_kernel(
     section = first + tl.arange(0, TILE)
     pairs = (message + blocks.to(tl.int64) * 128).to(tl.pointer_type(tl.int64))
     pair = tl.load(pairs + section, mask=section * _BLOCKS < blocks, other=0)
-    # Clamped, because a malformed message may have any starts and nothing outside its rooms may be read.
+    # The starts are clamped, because a malformed message may have any starts and nothing outside its rooms may be read.
     start8 = tl.minimum(tl.maximum(pair.to(tl.int32), 0), limit8)
     start16 = tl.minimum(tl.maximum((pair >> 32).to(tl.int32), 0), limit16)
     before = _before(_count(lower) + _count(upper), TILE)
@@ -284,7 +284,7 @@ def lossless_decode_kernel(
     # Load the reference before storing anything of the tile, because out may be the reference.
     old_lower = _load_bits(reference + begin, at, in_lower)
     old_upper = _load_bits(reference + begin, at + 64, in_upper)
-    # Stored as bits, so that NaN payloads are kept.
+    # The values are stored as bits, so that NaN payloads are kept.
     target = out.to(tl.pointer_type(tl.int16)) + begin
     bits = _decoded(room8, room16, lower, old_lower, place8, place16, limit8, limit16)
     tl.store(target + at, bits, mask=in_lower)

@@ -54,7 +54,7 @@ def _rows(entries, size, owners, start, blocks, DTYPE: tl.constexpr, TILE: tl.co
     owned = owner >= 0
     address = tl.load(entries + owner, mask=owned, other=0)
     numel = tl.load(entries + size + owner, mask=owned, other=0)
-    # Never negative, because a tensor starts on a block.
+    # position is never negative, because a tensor starts on a block.
     position = start + row * 128 - tl.load(entries + 2 * size + owner, mask=owned, other=0)
     left = within(tl.where(owned, numel - position, 0), 128)
     return (address.to(tl.pointer_type(DTYPE)) + position)[:, :, None], left[:, :, None]

@@ -97,7 +97,7 @@ def quantize_tensors_kernel(
     # blocks.
     begin = first.to(tl.int64) * (128 * K)
     start = tl.program_id(1).to(tl.int64) * numel + begin
-    # Loads the tile as the flat buffer would have it, so encoding is the same as for a flat buffer.
+    # load_blocks returns the tile that the flat buffer would have, so encoding is the same as for a flat buffer.
     lower, upper = load_blocks(entries, size, owners, start, tl.cdiv(numel - begin, 256), 1.0, DTYPE, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
@@ -117,8 +117,8 @@ def reduce_quantize_kernel(
     """Encode one tile of the scaled sum of messages. Grid: (tiles of an outgoing message, outgoing messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
-    # Counted in rows of 128, because incoming and outgoing groups may have different sizes. Outgoing messages start on
-    # blocks.
+    # The position is counted in rows of 128, because incoming and outgoing groups may have different sizes. Outgoing
+    # messages start on blocks.
     row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
     lower, upper = sum_pair(
         sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K

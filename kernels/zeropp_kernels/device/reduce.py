@@ -70,7 +70,7 @@ def sum_pair(
     scales (8) are exact, so a fused multiply-add has the same rounding as a sum.
     """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    # Computed per row, because source groups can be twice or half as long as groups of the tile.
+    # The group is computed per row, because source groups can be twice or half as long as groups of the tile.
     group = rows // GROUP_ROWS
     next_lower, next_upper, next_bits = _load_message(messages, scales_offset, row, group, groups, BITS, TILE, K)
     # Start from -0: -0 plus the first product is that product. +0 would turn a first product of -0 into +0.
@@ -139,8 +139,8 @@ def dequantize_kernel(
     target = out + (tl.program_id(1).to(tl.int64) * numel + row * 128)
     left = numel - row * 128
     at = half_rows(128, TILE, K)
-    # Decoded separately in each branch. Decoded before the branch, Triton 3.6 would run the code twice in every
-    # program, the second time in the layout of the narrow stores.
+    # The tile is decoded separately in each branch. If it were decoded before the branch, Triton 3.6 would run the code
+    # twice in every program, the second time in the layout of the narrow stores.
     if wide(target, left, SIZE):
         lower, upper = _decoded(message, scales_offset, row, groups, dtype, BITS, ROTATE, TILE, K)
         tl.store(aligned(target, at), lower)

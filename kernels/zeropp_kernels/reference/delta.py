@@ -17,7 +17,7 @@ def _advance(reference: Tensor, part: Part, group: int) -> None:
     difference = scratch("decoded", rows, group)
     decode_(part, difference, 4)
     flat = difference.view(-1)[: reference.numel()]
-    # Reuses the scratch buffer of the tile that was encoded, which is no longer needed.
+    # old reuses the scratch buffer of the tile that was encoded, which is no longer needed.
     old = scratch("values", 1, reference.numel()).view(-1).copy_(reference)
     reference.copy_(saturate_(old.add_(flat), reference.dtype))
 

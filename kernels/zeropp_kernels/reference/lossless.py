@@ -140,7 +140,7 @@ def _elements(places: Tensor) -> Tensor:
 
 
 def _append(room: Tensor, end: int, found: Tensor) -> int:
-    """Write ``found`` to the room from place ``end`` on, without the entries past the room. Return ``end + n``."""
+    """Write ``found`` to the room from place ``end`` on, without entries past the room. Return ``end + len(found)``."""
     target = room[end : end + found.numel()]
     target.copy_(found[: target.numel()])
     return end + found.numel()
@@ -163,7 +163,7 @@ def lossless_encode_(
     end8 = end16 = 0
     for piece in _tiles(layout.numel):
         keys = _differences(values[piece], reference[piece])[0]
-        # Includes the end of the last block, which is set to zero here because scratch holds old values.
+        # size includes the end of the last block, which is set to zero here because scratch holds old values.
         size = blocks_of(keys.numel()) * BLOCK
         difference, ordered = (_row(name, size, torch.int16) for name in ("differences", "ordered"))
         difference[keys.numel() :] = 0
@@ -237,10 +237,10 @@ def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: in
             difference = _row("differences", small.numel(), torch.int16)
             for half, lies in zip(_halves(small), difference.view(-1, 2, _ROW // 2).unbind(1), strict=True):
                 lies.copy_(half)
-            # Compute in scratch, not in out, which may be the reference.
+            # The keys are computed in scratch, not in out, because out may be the reference.
             keys = _keys(held[piece], "keys")
             bits = _turn_(keys.add_(difference[: keys.numel()]))
-            # Includes the end of the last block, where a malformed message may have marks, too.
+            # padded includes the end of the last block, where a malformed message may have marks, too.
             padded = _row("keys", small.numel(), torch.int16)
             padded[_elements(to16.nonzero().squeeze(1))] = _take(views.room16, starts[:, 1], to16)
             target[piece].view(torch.int16).copy_(bits)
