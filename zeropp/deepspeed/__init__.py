@@ -1,7 +1,8 @@
-"""Everything that exists because of DeepSpeed's API: its calls, engine, JSON optimizers, attributes and file formats.
+"""DeepSpeed's API on top of zeropp: its calls, engine, JSON optimizers, parameter attributes and checkpoint files.
 
-Imports the core, which does not know of it. ``stand_in/`` is the package that scripts import as ``deepspeed``.
-Start with ``initialization.py``.
+This package imports the core of zeropp, and no module of the core imports this package. ``zeropp/__init__.py`` only
+names its modules, so the core works without it. ``stand_in/`` holds the package that scripts import as ``deepspeed``.
+Start reading at ``initialization.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, whose module is imported at its first use: most programs need few of them."""
+    """Return a public name of this package and import the module that defines it only now.
+
+    Most programs use few of these names, so importing all modules at once would only slow down their start.
+    """
     if name not in _PLACES:
         raise AttributeError(f"module 'zeropp.deepspeed' has no attribute {name!r}")
     return getattr(importlib.import_module(f"zeropp.deepspeed.{_PLACES[name]}"), name)

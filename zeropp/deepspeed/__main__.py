@@ -1,4 +1,4 @@
-"""``python -m zeropp.compat.deepspeed CMD...``: run a command with the stand-in on its path."""
+"""``python -m zeropp.compat.deepspeed CMD...``: run a command with the stand-in for ``deepspeed`` on its path."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ _USAGE = "usage: python -m zeropp.compat.deepspeed CMD ...   (as in: ... torchru
 
 
 def main(command: list[str]) -> int:
-    """Become ``command``; or say why not, and return 2."""
+    """Replace this process by ``command``, with the stand-in on ``PYTHONPATH``.
+
+    Args:
+        command: the command and its arguments.
+
+    Returns:
+        Exit status, if the process was not replaced: 0 for ``--help``; 2 if no command was given or the command cannot
+        be run. The reason is printed to stderr.
+    """
     if not command or command[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if command else sys.stderr)
         return 0 if command else 2
     try:
         require_alone()
         require_first(command)
-        # In place of this process, so that signals and the exit status are the command's own.
+        # exec replaces this process, so signals reach the command itself and the caller gets its exit status.
         os.execvpe(command[0], command, environment())
     except FileNotFoundError:
         print(f"cannot run {command[0]!r}: it is not on PATH{_advice(command[0])}\n{_USAGE}", file=sys.stderr)
@@ -28,7 +36,7 @@ def main(command: list[str]) -> int:
 
 
 def _advice(name: str) -> str:
-    """The likely remedy for a command that cannot be run."""
+    """Return the likely remedy for a command that cannot be run, as an addition to its error message."""
     if name == "deepspeed":
         return "; zeropp has no launcher, and torchrun --nproc-per-node N starts ranks"
     if name.endswith(".py"):

@@ -1,6 +1,7 @@
-"""Activation checkpointing by DeepSpeed's calls: segments keep their inputs alone, and are run again in backward.
+"""Activation checkpointing under DeepSpeed's names: a segment keeps only its inputs and is recomputed in backward.
 
-It is torch's non-reentrant checkpoint. The configuration says where inputs are kept until backward, and what is timed.
+The functions wrap torch's non-reentrant checkpoint. The configuration chooses the memory that keeps the inputs until
+backward (device or host) and the timing of segments.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _log = logging.getLogger("zeropp")
 
 
 class _Process:
-    """The settings that this process has configured.
+    """The activation checkpointing settings of this process.
 
     Attributes:
-        block: the settings of :func:`configure`; the defaults before its first call.
-        configured: whether it was called.
+        block: settings of the last :func:`configure` call; the defaults before the first call.
+        configured: True if :func:`configure` was called.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,8 @@ class _Process:
 
 
 _process = _Process()
-# Whether a segment is running. Backward runs in threads of its own, and may run while another thread is in a forward.
+# True while a segment runs. A ContextVar, because autograd recomputes segments in threads of its own, and one thread
+# may be in backward while another is in forward.
 _inside = ContextVar("_inside", default=False)
 
 
@@ -60,19 +62,22 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say what :func:`checkpoint` does from now on. What was said before is forgotten.
+    """Set the behavior of :func:`checkpoint` for all later calls. Settings of an earlier call are dropped.
 
     Args:
-        mpu_: None, or an object that says how many model-parallel ranks there are: one.
-        deepspeed_config: whose block ``activation_checkpointing`` holds, but for what the other arguments say.
-        partition_activations: without effect: one model-parallel rank has nobody to divide with.
-        contiguous_checkpointing, num_checkpoints: without effect: torch's allocator reuses the memory of inputs.
-        checkpoint_in_cpu: keep inputs in the host's page-locked memory. Where a CPU trains they are there already.
-        synchronize: wait for the GPU where a segment begins and where it ends.
-        profile: log how long each segment's forward and recomputation take.
+        mpu_: Megatron-style object that reports its model-parallel size, which must be 1; or None.
+        deepspeed_config: configuration whose ``activation_checkpointing`` block is used. Arguments below that are not
+            None override the block.
+        partition_activations: no effect: with one model-parallel rank there is no rank to share activations with.
+        contiguous_checkpointing, num_checkpoints: no effect: torch's allocator reuses the memory of inputs.
+        checkpoint_in_cpu: keep inputs that require gradients in page-locked host memory until backward. No effect on
+            tensors that are on a CPU.
+        synchronize: wait for the GPU at the start and at the end of each segment.
+        profile: log the duration of each segment's forward and recomputation; also waits for the GPU at both ends.
 
     Raises:
-        ConfigError, ValueError: it cannot be done.
+        ConfigError: the configuration is invalid.
+        ValueError: a setting is invalid, or ``mpu_`` reports a model-parallel size above 1.
     """
     require_no_model_parallelism(mpu_)
     block = ActivationCheckpointingConfig()
@@ -92,31 +97,32 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Tell whether :func:`configure` was called."""
+    """Return True if :func:`configure` was called in this process."""
     return _process.configured
 
 
 def reset() -> None:
-    """Do nothing: there is no buffer to give up, as DeepSpeed's has."""
+    """Do nothing. DeepSpeed's function frees its activation buffers, and zeropp keeps no such buffers."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose activations are not kept: backward calls it again, with the same random numbers.
+    """Call a function without keeping its activations; backward calls it again with the same random numbers.
 
     Args:
-        function: a module, or any other that computes the same when it is called again.
-        args: of it.
-        kwargs: of it.
+        function: module or function that computes the same values when it is called again.
+        args: positional arguments of ``function``.
+        kwargs: keyword arguments of ``function``.
 
     Returns:
-        What it returns.
+        The return value of ``function``.
     """
     inputs = (*args, *kwargs.values())
-    # Not inside another one, in its forward and recomputation alike, or they would save different things: the outer
-    # one's recomputation has the inner one's inputs at hand.
+    # Inputs of a segment inside another segment stay on the device: the outer recomputation produces them again. The
+    # outer forward and its recomputation follow the same rule, because torch requires that both save the same tensors.
     if not _process.block.cpu_checkpointing or not torch.is_grad_enabled() or _inside.get():
         return torch_checkpoint(_Segment(function, tuple(kwargs)), *inputs, use_reentrant=False)
-    # Parameters are somebody's to keep, and where their values are changes.
+    # Parameters are not saved with the other inputs: the model keeps them, and zeropp may free and gather their values
+    # between forward and backward.
     held = {place: value for place, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
     others = [None if place in held else value for place, value in enumerate(inputs)]
     with _kept_on_host(others):
@@ -124,17 +130,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """:func:`checkpoint`, which is not reentrant either."""
+    """Call :func:`checkpoint`, which always uses the non-reentrant variant of torch."""
     return checkpoint(function, *args, **kwargs)
 
 
 class _Segment:
-    """A function that is called in forward, and again in backward.
+    """The function of one segment, as torch's checkpoint calls it in forward and again in backward.
 
     Args:
-        function: what is called.
-        names: of its last inputs, which it takes by them.
-        held: inputs that it is given in place of what comes, by their number.
+        function: function to call.
+        names: names of the last ``len(names)`` inputs, which ``function`` takes as keyword arguments.
+        held: position of an input -> parameter to pass to ``function`` at that position; the caller passes None there.
     """
 
     def __init__(
@@ -152,18 +158,21 @@ class _Segment:
         with _watched("recomputation" if again else "forward"):
             token = _inside.set(True)
             try:
-                # By their names again: as positional arguments torch saves those that are tensors.
+                # Restore the keyword arguments. They come as positional arguments because torch's checkpoint saves
+                # only positional tensors for backward.
                 return self._function(*inputs[:count], **dict(zip(self._names, inputs[count:], strict=True)))
             finally:
                 _inside.reset(token)
 
 
 def _kept_on_host(inputs: Iterable[object]) -> saved_tensors_hooks:
-    """Hooks that keep the activations among a segment's inputs in page-locked host memory until backward.
+    """Return autograd hooks that keep a segment's inputs in page-locked host memory until backward.
 
-    Masks and tables of positions, which require no gradients, stay: all segments often share them.
+    Inputs that require no gradients (masks, position tables) stay on the device, because many segments often share
+    the same tensors.
     """
-    # The hooks see the inputs alone, as other objects on the same memory.
+    # Inside a segment torch's own checkpoint hooks are active, so these hooks only see the segment's inputs. Autograd
+    # passes new tensor objects with the same memory, so inputs are recognized by their data_ptr.
     activations = {
         value.data_ptr()
         for value in inputs
@@ -181,54 +190,58 @@ def _lies_on_host(tensor: Tensor) -> bool:
 
 
 class _OnHost:
-    """An input's copy in the host's memory; a call copies it back."""
+    """A copy of a segment's input in host memory. Calling the object returns a new copy on the input's device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
-        # Strides stay, since kernels choose their way by them, and another way may give other bits.
+        # Keep the strides: kernels choose their algorithm by the strides, and another algorithm may round differently.
         self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copy.copy_(tensor, non_blocking=True)
         self._copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def __call__(self) -> Tensor:
-        # Backward may run on another stream than forward did.
+        # Backward may run on another stream than forward. Without this wait it may read an incomplete copy.
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        # A copy also on a CPU, since the caller may hold it for longer than this graph.
+        # copy=True: if the device is a CPU, .to() would otherwise return the stored tensor itself.
         return self._copy.to(self._device, non_blocking=True, copy=True)
 
 
 class _Left:
-    """An input that stays on its device; a call returns it."""
+    """A segment's input that stays on its device. Calling the object returns the input."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._version = tensor._version
 
     def __call__(self) -> Tensor:
-        # As autograd does for tensors that it saves without hooks.
+        # Autograd does not check the version of tensors that it saves through hooks, so an edit is detected here.
         if self._tensor._version != self._version:
             raise RuntimeError(
                 f"an input of a checkpointed segment, shape {tuple(self._tensor.shape)}, was modified in place after "
-                "its forward, so its recomputation would be another one; give checkpoint() a copy"
+                "its forward, so its recomputation would give other results; give checkpoint() a copy"
             )
         return self._tensor
 
 
 @contextlib.contextmanager
 def _watched(what: str) -> Iterator[None]:
-    """Wait for the GPU at both ends, and log the time between them, where that is configured."""
+    """Context manager that waits for the GPU at both ends and logs the time between, as the settings demand.
+
+    Args:
+        what: word for the log message: "forward" or "recomputation".
+    """
     block = _process.block
     if not (block.synchronize_checkpoint_boundary or block.profile):
         yield
         return
-    # Or the time would be that of whatever the GPU still had to do.
+    # Without this wait the measured time would include work that was queued on the GPU before.
     _synchronize()
     start = time.perf_counter()
     try:
         yield
     finally:
-        # Also when torch ends a recomputation, by an exception, as soon as it has what backward needs.
+        # In a finally block, because torch stops a recomputation by an exception once it has all tensors for backward.
         _synchronize()
         if block.profile:
             _log.info("checkpointed segment: %s took %.3f ms", what, 1e3 * (time.perf_counter() - start))

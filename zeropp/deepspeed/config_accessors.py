@@ -1,4 +1,4 @@
-"""Calls of DeepSpeed's engine that the configuration answers, and those that are absent."""
+"""Methods of DeepSpeed's engine that return configuration values, and the names that zeropp's engine lacks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ __all__ = ["ABSENT", "answers_configuration"]
 _T = TypeVar("_T")
 
 _REDUCED = "gradients are reduced as backward makes them, and clipped in step()"
-_GROUPS = "groups are torch.distributed's, or those that initialize() was given by mpu; it may be assigned"
-_PIPELINE = "it is of pipelines, which zeropp has not"
-_LOGS = "log what get_global_grad_norm() and the loss say, and measure with torch.profiler"
+_GROUPS = "use torch.distributed's groups or the mpu given to initialize(); a script may also assign this attribute"
+_PIPELINE = "it belongs to pipeline parallelism, which zeropp does not have"
+_LOGS = "log the loss and get_global_grad_norm() yourself, and measure with torch.profiler"
 ABSENT = {
     **dict.fromkeys(("monitor", "timers", "tput_timer", "flops_profiler", "print_forward_breakdown"), _LOGS),
     **dict.fromkeys(("allreduce_gradients", "clip_fp32_gradients", "buffered_allreduce_fallback"), _REDUCED),
     **dict.fromkeys(("mpu", "data_parallel_group", "seq_data_parallel_group", "mp_world_size"), _GROUPS),
     **dict.fromkeys(("train_batch", "eval_batch", "set_dataloader"), _PIPELINE),
 }
-"""Names that DeepSpeed's engines have and this one has not, and why; a model may have some of the same name."""
+"""Attribute of DeepSpeed's engine that zeropp's engine lacks -> reason or remedy, for the AttributeError.
 
-# Call -> place of its answer in the configuration.
+The engine looks a name up in the model first, so a model may define an attribute of the same name.
+"""
+
+# Method of the engine -> dotted path of the configuration value that the method returns.
 _PLACES = {
     "zero_optimization_stage": "zero.stage",
     "zero_gather_16bit_weights_on_model_save": "zero.gather_16bit_weights_on_model_save",
@@ -69,21 +72,30 @@ _PLACES = {
 
 
 def answers_configuration(engine: type[_T]) -> type[_T]:
-    """Give an engine's class a method for each call of the table, which reads the engine's ``loaded_config``."""
+    """Class decorator: add one method for each configuration value that DeepSpeed's engine has a method for.
+
+    Args:
+        engine: class whose instances have the attribute ``loaded_config``.
+
+    Returns:
+        The same class. Each added method takes no arguments and returns a value of ``loaded_config``.
+    """
     for call, place in _PLACES.items():
         setattr(engine, call, _reading(engine, call, place))
     return engine
 
 
 def _reading(engine: type, call: str, place: str) -> Callable[[Any], Any]:
+    """Return the method named ``call``, which returns the configuration value at the dotted path ``place``."""
+
     def read(self: Any) -> Any:
         value: Any = self.loaded_config
         for name in place.split("."):
-            # A block that is not given has nothing to say.
+            # An optional block that the configuration leaves out is None, and so are all its values.
             value = None if value is None else getattr(value, name)
         return value
 
     read.__name__ = call
     read.__qualname__ = f"{engine.__name__}.{call}"
-    read.__doc__ = f"The configuration's ``{place}``."
+    read.__doc__ = f"Return the configuration value ``{place}``."
     return read

@@ -1,4 +1,4 @@
-"""Data loaders: a rank's part of a data set in micro-batches."""
+"""Data loaders that yield one rank's part of a data set in micro-batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ _T = TypeVar("_T")
 
 
 class RepeatingLoader(Generic[_T]):
-    """Begins again where a loader ends, for loops that count steps.
+    """An endless iterator over a data loader, for training loops that count steps instead of epochs.
 
-    Each round is another epoch to a loader, or its sampler, that has ``set_epoch``, so that its order changes: the one
-    after that which the sampler is at.
+    At the end of each round the epoch is increased by 1 and passed to ``set_epoch`` of the loader or of its sampler, if
+    there is such a method, so that each round has another order.
 
     Args:
-        loader: to iterate over; each ``iter()`` of it begins anew.
+        loader: iterable of batches; each ``iter(loader)`` must start from the beginning.
+
+    Raises:
+        RuntimeError: ``loader`` yields no batch in a whole round; raised by ``next()``.
     """
 
     def __init__(self, loader: Iterable[_T]) -> None:
@@ -41,22 +44,23 @@ class RepeatingLoader(Generic[_T]):
             return next(self.data_iter)
         except StopIteration:
             raise RuntimeError(
-                "the loader gives nothing; RepeatingLoader would look for a first batch for ever"
+                "the loader yields no batch; RepeatingLoader would look for the first one forever"
             ) from None
 
     def _next_epoch(self) -> None:
-        # A sampler that is not told gives the same order again, to all ranks alike. A loader knows its own samplers;
-        # of a DataLoader with a batch sampler ``sampler`` is a stand-in.
+        # Without set_epoch a DistributedSampler repeats the same order. The loader's own set_epoch comes first, because
+        # it reaches all samplers of the loader. The batch sampler is searched too: a DataLoader made with one has only
+        # a placeholder as ``sampler``.
         batches = getattr(self.loader, "batch_sampler", None)
         places = (self.loader, getattr(self.loader, "sampler", None), batches, getattr(batches, "sampler", None))
         told = next((each for each in places if hasattr(each, "set_epoch")), None)
         if told is not None:
-            # From where it is: whoever resumes has set it, and a count of our own would go back.
+            # Count on from the sampler's epoch. A resumed run may have set it, and a count from 0 would go back.
             self._epoch = getattr(told, "epoch", self._epoch) + 1
             told.set_epoch(self._epoch)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # raises as the loader's own would
+        return len(self.loader)  # type: ignore[arg-type]  # TypeError if the loader has no length
 
 
 def make_loader(
@@ -72,29 +76,30 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     workers: int = 0,
 ) -> DataLoader[Any]:
-    """A loader of this rank's micro-batches.
+    """Return a data loader of this rank's micro-batches.
 
     Args:
-        dataset: map-style ones are dealt out to the ranks; an iterable one deals itself out.
-        batch_size: samples of a micro-batch.
-        rank: of this process among those that share the data.
-        world: how many they are.
-        drop_last: whether a last batch that is not full is left out.
-        pin_memory: in page-locked memory.
-        shuffle: whether a map-style data set is; with a seed that all ranks share.
-        sampler: in place of the one that deals out.
-        collate_fn: makes a batch of samples.
-        workers: processes that load.
+        dataset: data set. A map-style data set is divided among the ranks. An ``IterableDataset`` must yield only this
+            rank's samples.
+        batch_size: samples per micro-batch.
+        rank: rank of this process among the processes that share the data.
+        world: number of processes that share the data.
+        drop_last: True to drop a last batch that has fewer than ``batch_size`` samples.
+        pin_memory: True to put batches into page-locked memory.
+        shuffle: True to shuffle a map-style data set, with the same seed on every rank.
+        sampler: sampler to use instead of the ``DistributedSampler`` that divides a map-style data set.
+        collate_fn: function from a list of samples to a batch; None for torch's default.
+        workers: number of worker processes that load samples.
 
     Raises:
-        TypeError: it is no data set.
+        TypeError: ``dataset`` has neither ``__getitem__`` nor ``__iter__``.
     """
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise TypeError(f"training_data is a {type(dataset).__name__}; expected a torch.utils.data.Dataset")
-    # An iterable one has no length to divide: each rank's must give what is its own.
+    # An IterableDataset has no indices that a sampler could divide, so it gets none.
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=shuffle)
-    # torch refuses to shuffle beside a sampler, which has done that here.
+    # ``shuffle`` is not passed on: DataLoader refuses it beside a sampler, and DistributedSampler shuffles already.
     return DataLoader(
         dataset,
         batch_size,

@@ -1,4 +1,4 @@
-"""Joining the process group that a launcher describes: torchrun, SLURM or MPI."""
+"""Creation of the default process group from the environment variables of a launcher: torchrun, SLURM or MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeropp.comm.process_groups import allow_files
 
 __all__ = ["init_distributed", "require_no_model_parallelism"]
 
-# What other launchers call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+# Launcher -> its variables for torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, in this order.
 _LAUNCHERS = {
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -37,28 +37,29 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the default process group, unless there is one, or this process is alone.
+    """Create torch's default process group, unless it exists or no launcher started this process.
 
-    The names are those of ``deepspeed.init_distributed``. A process that no launcher started needs no group, and gets
-    none: a world of one.
+    The arguments are those of ``deepspeed.init_distributed``. A process without a launcher runs as a world of one rank
+    and needs no process group.
 
     Args:
-        dist_backend: of torch; None for gloo on CPUs and NCCL beside it on GPUs.
-        auto_mpi_discovery: take ranks from Open MPI, MPICH or SLURM where torchrun's variables are missing.
-        distributed_port: of the first rank, where the launcher names none.
-        verbose: without effect.
-        timeout: of the group; None for torch's default.
-        init_method: of torch; None for ``env://``.
-        dist_init_required: False to insist that there is a group already.
-        config: without effect.
-        rank: of this process, where the environment does not say so.
-        world_size: likewise.
+        dist_backend: torch backend; None for gloo without a GPU, and "cpu:gloo,cuda:nccl" with one.
+        auto_mpi_discovery: if RANK is not set, read ranks from the variables of Open MPI, MPICH or SLURM.
+        distributed_port: port of the first rank, used if MASTER_PORT is not set.
+        verbose: no effect.
+        timeout: timeout of the process group; None for torch's default.
+        init_method: ``init_method`` of ``torch.distributed.init_process_group``; None for ``env://``.
+        dist_init_required: False to raise instead of creating a group.
+        config: no effect.
+        rank: rank of this process, if the environment does not give it; -1 otherwise.
+        world_size: number of ranks, if the environment does not give it; -1 otherwise.
 
     Raises:
-        RuntimeError: there is no group, and none is to be made; or a launcher says too little.
+        RuntimeError: no group exists and ``dist_init_required`` is False, or the launcher's variables do not name the
+            first rank's host.
     """
     if dist.is_initialized():
-        # Whoever made it knows better; asked twice, as scripts and trainers do, it is the same one.
+        # Keep an existing group: a script and its trainer may both call this function.
         return
     if dist_init_required is False:
         raise RuntimeError(
@@ -67,31 +68,31 @@ def init_distributed(
     if auto_mpi_discovery and "RANK" not in os.environ:
         os.environ.update(_discovered(os.environ, distributed_port))
     if init_method is None and rank < 0 and "RANK" not in os.environ:
-        return  # alone
-    # torchrun names a port; under MPI and SLURM nobody does.
+        return  # no launcher: a world of one rank
+    # torchrun sets MASTER_PORT. MPI and SLURM do not.
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
-        # What is agreed on between ranks goes by the CPU.
+        # Ranks exchange small integers in CPU tensors, which NCCL cannot send.
         backend = "cpu:gloo,cuda:nccl"
-    # Before the group: NCCL makes its first communicator on the device that is current.
+    # Set the device before the group is created: NCCL creates its first communicator on the current device.
     if torch.cuda.is_available() and (local := os.environ.get("LOCAL_RANK")) is not None:
         torch.cuda.set_device(int(local))
-    # gloo connects each rank with every other one.
+    # gloo opens a socket to every other rank, so the limit on open files must allow that many.
     allow_files(max(world_size, int(os.environ.get("WORLD_SIZE") or 0)))
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def require_no_model_parallelism(mpu: Any) -> None:
-    """Raise if ranks share a model.
+    """Raise if tensor or model parallelism splits the model over several ranks.
 
     Args:
-        mpu: an object such as Megatron's, or None.
+        mpu: Megatron-style object that describes the parallel groups; or None.
 
     Raises:
-        ValueError: it has more than one model-parallel rank.
+        ValueError: ``mpu`` reports a model-parallel size above 1.
     """
-    # The two names under which Megatron's objects have it.
+    # Megatron's objects report the model-parallel size under one of these two names.
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
         ask = getattr(mpu, name, None)
         if ask is not None and (size := ask()) > 1:
@@ -102,19 +103,28 @@ def require_no_model_parallelism(mpu: Any) -> None:
 
 
 def _discovered(environment: Mapping[str, str], port: int) -> dict[str, str]:
-    """torchrun's variables from another launcher's; none if there is none.
+    """Return torchrun's variables, translated from those of another launcher.
+
+    Args:
+        environment: environment variables of this process.
+        port: port of the first rank, used if MASTER_PORT is not set.
+
+    Returns:
+        Values of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if known, LOCAL_RANK and LOCAL_WORLD_SIZE. Empty if
+        no other launcher started at least 2 ranks.
 
     Raises:
-        RuntimeError: the launcher does not say where the first rank is.
+        RuntimeError: the launcher's variables do not name the first rank's host.
     """
     for launcher, (rank, size, local, local_size) in _LAUNCHERS.items():
-        # One process under SLURM is somebody's shell, and no job of ranks.
+        # A SLURM job of one task is usually an interactive shell and no distributed job.
         if rank not in environment or int(environment.get(size, "1")) < 2:
             continue
         found = {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
         if local in environment:
             found["LOCAL_RANK"] = environment[local]
-        # SLURM may write "8(x2),4" for nodes that differ; then hosts tell.
+        # SLURM writes "8(x2),4" if nodes have different numbers of tasks. LOCAL_WORLD_SIZE then stays unset, and zeropp
+        # groups ranks by their host names.
         if environment.get(local_size, "").isdigit():
             found["LOCAL_WORLD_SIZE"] = environment[local_size]
         if "MASTER_ADDR" not in environment:
@@ -125,7 +135,8 @@ def _discovered(environment: Mapping[str, str], port: int) -> dict[str, str]:
 
 
 def _first_host(launcher: str, environment: Mapping[str, str]) -> str:
-    # Written as "node[01-04]"; SLURM's own program spells it out.
+    """Return the name of the first rank's host from SLURM's list of nodes; raise if there is no such list."""
+    # SLURM writes the list of nodes as "node[01-04]". scontrol expands it to host names.
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if nodes:
         names = subprocess.run(

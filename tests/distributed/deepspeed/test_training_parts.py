@@ -49,7 +49,7 @@ def test_data_are_dealt_out(drop_last: bool) -> None:
 
 
 def test_an_empty_loader_does_not_repeat_for_ever() -> None:
-    with pytest.raises(RuntimeError, match="the loader gives nothing"):
+    with pytest.raises(RuntimeError, match="the loader yields no batch"):
         next(RepeatingLoader([]))
 
 
