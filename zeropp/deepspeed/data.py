@@ -60,7 +60,7 @@ class RepeatingLoader(Generic[_T]):
             told.set_epoch(self._epoch)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # TypeError if the loader has no length
+        return len(self.loader)  # type: ignore[arg-type]  # raises as the loader's own would
 
 
 def make_loader(

@@ -1,9 +1,11 @@
-"""The parts of DeepSpeed's API that act in models which plain zeropp calls build or wrap; see `zeropp._extensions`.
+"""DeepSpeed's attributes on parameters and modules, also of models that are wrapped by plain zeropp calls.
 
-Scripts decide by DeepSpeed's attributes which parameters to gather. Parameters in stage 3, and parameters that
-``zero.Init`` builds, carry ``ds_id``, ``ds_shape``, ``ds_numel``,
-``ds_status``, ``ds_tensor``, ``ds_persist``, ``ds_active_sub_modules`` (a set that stays empty) and
-``partition_numel()``. Modules carry ``ds_external_parameters()``.
+Scripts look at DeepSpeed's attributes to decide which parameters to gather. Parameters of a model in stage 3, and
+parameters built inside ``zero.Init``, have ``ds_id``, ``ds_shape``, ``ds_numel``, ``ds_status``, ``ds_tensor``,
+``ds_persist``, ``ds_active_sub_modules`` (a set that zeropp leaves empty) and ``partition_numel()``. Modules of a model
+in stage 3 have ``ds_external_parameters()``.
+
+The core calls this module through the hooks of `zeropp._extensions`.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ __all__ = ["EXTENSION", "ZeroParamStatus", "add_to_model", "add_to_piece", "remo
 
 
 class ZeroParamStatus(Enum):
-    """A parameter's ``ds_status``."""
+    """Values of a parameter's ``ds_status``: AVAILABLE if the parameter has its full values, else NOT_AVAILABLE."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
-    # Nobody sees this here: who asks for a weight under way waits for it.
+    # Member of DeepSpeed's enum. zeropp never sets it.
     INFLIGHT = 3
 
 
@@ -45,12 +47,13 @@ _ids = itertools.count()
 
 
 class DsTensor(ABC):
-    """A parameter's ``ds_tensor``: this rank's elements, in the order of memory; maybe none.
+    """A parameter's ``ds_tensor``: this rank's elements of the parameter, [ds_numel] in memory order.
 
-    Whatever a tensor has is asked of :attr:`data`.
+    The object is no tensor. Attributes that this class lacks are looked up on the tensor :attr:`data`. A rank may have
+    no elements of a parameter; then ``ds_numel`` is 0.
 
     Attributes:
-        status: that of the part, which is always there.
+        status: always AVAILABLE, because a rank never gives up its own elements.
     """
 
     status = ZeroParamStatus.AVAILABLE
@@ -58,25 +61,26 @@ class DsTensor(ABC):
     @property
     @abstractmethod
     def ds_numel(self) -> int:
-        """The number of elements."""
+        """Number of elements of the parameter on this rank."""
 
     @abstractmethod
     def values(self) -> Tensor:
-        """The part itself, [ds_numel]."""
+        """Return this rank's elements as a tensor, [ds_numel]."""
 
     def partition_numel(self) -> int:
-        """:attr:`ds_numel`, by the name of the parameter's method."""
+        """Return :attr:`ds_numel`; the parameter has a method of this name, too."""
         return self.ds_numel
 
     @property
     def data(self) -> Tensor:
-        """The part itself, [ds_numel].
+        """This rank's elements as a tensor, [ds_numel].
 
-        Given a tensor, nothing changes: the part stays where it is, and memory is given back by
-        ``optimizer.offload_states()``.
+        Assigning a tensor with equal values changes nothing. DeepSpeed's scripts assign a copy on the CPU to free
+        device memory; here ``optimizer.offload_states()`` does that.
 
         Raises:
-            RuntimeError: its model is gone; or other values are given, which the whole elsewhere would not have.
+            RuntimeError: the model was deleted; or other values are assigned, because the full parameter kept elsewhere
+                would not change with them.
         """
         return self.values()
 
@@ -89,27 +93,31 @@ class DsTensor(ABC):
                 "zeropp.zero.GatheredParameters(parameters, modifier_rank=0)"
             )
 
-    # Last: only what this class has not is a tensor's.
+    # Python calls __getattr__ only for names that this class does not define.
     def __getattr__(self, name: str) -> Any:
         return getattr(self.values(), name)
 
 
 class LocalPart(DsTensor):
-    """A parameter's part of its main weights."""
+    """This rank's elements of a managed parameter, as a view of its main weights."""
 
     def __init__(self, engine: Engine, parameter: nn.Parameter) -> None:
-        # Weakly, both: a parameter must keep no engine alive, nor itself. See [Note: ownership].
+        # Weak references: the parameter owns this object, so it must keep neither the engine nor the parameter alive.
+        # See [Note: ownership].
         self._engine = weakref.ref(engine)
         self._parameter = weakref.ref(parameter)
 
     @property
     def ds_numel(self) -> int:
-        """See :class:`DsTensor`."""
+        """Number of elements of the parameter in this rank's shard."""
         _, own = self._place()
         return 0 if own is None else own.stop - own.start
 
     def values(self) -> Tensor:
-        """See :class:`DsTensor`; of frozen weights in codes, those, uint8 [blocks, 256]."""
+        """Return this rank's elements, a view of the shard, [ds_numel].
+
+        For frozen weights stored quantized, return their codes instead, uint8 [blocks, 256].
+        """
         buffer, own = self._place()
         if own is None:
             return torch.empty(0, dtype=buffer.main_dtype, device=buffer.device)
@@ -120,60 +128,70 @@ class LocalPart(DsTensor):
         return buffer.shard[own.offset : own.offset + own.stop - own.start]
 
     def _place(self) -> tuple[FlatBuffer, Fragment | None]:
-        """The buffer that the parameter is in by now, and the range of it that is here."""
+        """Return the parameter's flat buffer, and the range of the parameter in this rank's shard or None."""
         engine = self._engine()
         parameter = self._parameter()
         if engine is None or parameter is None:
-            raise RuntimeError("what held the values of this ds_tensor is gone: its model was dropped")
-        # The host may be stepping it.
+            raise RuntimeError("the engine that held the values of this ds_tensor is gone: its model was dropped")
+        # A delayed optimizer step on the host may still be writing to the shard.
         engine.wait_for_step()
         buffer, index = engine.unit_of[id(parameter)].place_of(parameter)
-        # At most one: a rank's slice is one range, and so is a parameter.
+        # At most one fragment: a rank's slice is one range of the buffer, and so is a parameter.
         return buffer, next((found for found in buffer.fragments() if found.slot == index), None)
 
 
 class LocalPiece(DsTensor):
-    """A built parameter's part: of its row, or of what its values would give."""
+    """This rank's elements of a parameter built in ``zero.Init``, before an engine manages the parameter."""
 
     def __init__(self, piece: Piece, parameter: nn.Parameter) -> None:
-        # Weakly: the parameter owns all of it.
+        # Weak references, because the parameter owns this object and the piece.
         self._piece = weakref.ref(piece)
         self._parameter = weakref.ref(parameter)
 
     @property
     def ds_numel(self) -> int:
-        """See :class:`DsTensor`."""
+        """Number of elements of the parameter in this rank's piece."""
         return self.values().numel()
 
     def values(self) -> Tensor:
-        """See :class:`DsTensor`."""
+        """Return this rank's elements, [ds_numel]."""
         piece = self._piece()
         parameter = self._parameter()
         if piece is None or parameter is None:
-            raise RuntimeError("what this ds_tensor was a part of is gone: ask the parameter for the one it has now")
+            raise RuntimeError(
+                "this ds_tensor is outdated: its parameter was wrapped or deleted since; read parameter.ds_tensor again"
+            )
         return piece.local_values(parameter)
 
 
 class _External:
-    """A module's ``ds_external_parameters``."""
+    """The method ``ds_external_parameters`` of one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Weakly: it lies in the module's own dict.
+        # A weak reference, because the module's own dict holds this object.
         self._module = weakref.ref(module)
 
     def __call__(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters registered with the module, with names as ``named_parameters()`` gives them."""
+        """Return (name, parameter) for each external parameter registered with the module.
+
+        Names are ``external.0``, ``external.1`` and so on.
+        """
         module = self._module()
         found = external_parameters(module) if module is not None else ()
         return [(f"external.{number}", parameter) for number, parameter in enumerate(found)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _External:
-        # Of a copy that is not wrapped; weak references cannot be copied along.
+        # A weak reference cannot be deep-copied. A copied module is not wrapped and needs no object of its own.
         return self
 
 
 def add_to_model(model: nn.Module, engine: Engine) -> None:
-    """Give the attributes to the parameters and modules of a model in stage 3."""
+    """Add DeepSpeed's attributes to all parameters and modules of a model.
+
+    Args:
+        model: model in stage 3.
+        engine: engine that manages it.
+    """
     for unit in engine.units:
         for parameter in unit.parameters:
             _add(parameter, LocalPart(engine, parameter), ZeroParamStatus.AVAILABLE, persistent=unit.persistent)
@@ -181,30 +199,38 @@ def add_to_model(model: nn.Module, engine: Engine) -> None:
 
 
 def add_to_piece(parameter: nn.Parameter, piece: Piece) -> None:
-    """Give the attributes to a parameter that ``zero.Init`` builds, or renew them."""
-    # Also where it is small and whole: DeepSpeed's is in pieces until it is gathered, and scripts ask for that.
+    """Add DeepSpeed's attributes to a parameter built in ``zero.Init``, or replace them.
+
+    Args:
+        parameter: parameter with its full shape.
+        piece: this rank's piece of the parameter.
+    """
+    # A small parameter is kept whole, but is NOT_AVAILABLE until it is gathered: DeepSpeed partitions each parameter,
+    # and scripts rely on that status.
     status = ZeroParamStatus.AVAILABLE if piece.is_gathered else ZeroParamStatus.NOT_AVAILABLE
     _add(parameter, LocalPiece(piece, parameter), status, persistent=False)
 
 
 def remove(parameter: nn.Parameter) -> None:
-    """Remove the attributes: scripts gather every parameter that has them."""
+    """Remove DeepSpeed's attributes from a parameter, because scripts gather every parameter that has them."""
     for name in [name for name in parameter.__dict__ if name.startswith("ds_") or name == "partition_numel"]:
         del parameter.__dict__[name]
 
 
 def _add(parameter: nn.Parameter, part: DsTensor, status: ZeroParamStatus, *, persistent: bool) -> None:
-    """Give a parameter ``ds_id``, ``ds_shape``, ``ds_tensor`` and kin; anew, all but ``ds_id`` are replaced.
+    """Set DeepSpeed's attributes on a parameter. A second call replaces all of them except ``ds_id``.
 
     Args:
-        parameter: with the shape that it has when it is whole.
-        part: this rank's.
-        status: of the parameter, while it is not released.
-        persistent: it stays whole between uses.
+        parameter: parameter with its full shape.
+        part: this rank's elements.
+        status: ``ds_status`` of the parameter while its values are not released.
+        persistent: True if the parameter stays gathered between uses.
     """
-    # Kept under a name of ours: it must be the same for good, and is no sign that somebody has partitioned this.
+    # The number is stored under a private name, so that it survives remove() and ds_id never changes. ``ds_id`` itself
+    # cannot stay: scripts take it as the sign of a partitioned parameter.
     number = parameter.__dict__.setdefault("_zeropp_number", next(_ids))
-    # While it is released its class answers NOT_AVAILABLE in place of this; see :attr:`_DeepSpeed.released`.
+    # While the parameter is released, a property of its class returns NOT_AVAILABLE instead of this ``ds_status``: see
+    # :attr:`_DeepSpeed.released`.
     parameter.__dict__.update(
         ds_id=number,
         ds_shape=parameter.shape,
@@ -218,8 +244,11 @@ def _add(parameter: nn.Parameter, part: DsTensor, status: ZeroParamStatus, *, pe
 
 
 class _DeepSpeed(Extension):
+    """Hooks that add DeepSpeed's attributes to models of the core and let the core read DeepSpeed's checkpoints."""
+
     def __init__(self) -> None:
-        # A property takes precedence over the value in a parameter's own dict, which holds while it is not released.
+        # Released parameters have a subclass with these class attributes. A property takes precedence over the value in
+        # the parameter's own dict.
         self.released = {"ds_status": property(lambda parameter: ZeroParamStatus.NOT_AVAILABLE)}
         self.checkpoint_formats = ("a folder of DeepSpeed (latest, or *_optim_states.pt)",)
 
@@ -233,7 +262,7 @@ class _DeepSpeed(Extension):
         remove(parameter)
 
     def read_checkpoint(self, path: Path, group_keys: frozenset[str] | None) -> tuple[Path, Any, Any] | None:
-        # Imported here: a program that trains reads no checkpoints of DeepSpeed, most often.
+        # Imported only here, because most programs read no checkpoints of DeepSpeed.
         from zeropp.deepspeed.zero_checkpoints import ZeroFolder, zero_folder
 
         folder = zero_folder(path)

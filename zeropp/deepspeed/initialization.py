@@ -1,4 +1,4 @@
-"""``initialize``: from a model and a configuration to an engine that trains, by DeepSpeed's call."""
+"""``initialize``: make an engine that trains a model from a configuration, with the arguments of DeepSpeed's call."""
 
 from __future__ import annotations
 
@@ -45,40 +45,40 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
-    """Partition a model, and put everything that trains it behind one engine. Collective.
+    """Partition a model and return an engine for it, with optimizer, data loader and scheduler. Collective.
 
     Arguments and results are those of ``deepspeed.initialize``.
 
     Args:
-        args: a namespace or dict; of it ``deepspeed_config``, in place of ``config``, and ``device_rank``, the GPU's
-            number on its node; negative for where the model is.
-        model: to partition in place; rank 0's values become everyone's. It goes to this rank's GPU, if there is one.
-        optimizer: elementwise, over parameters of the model; or what makes one of parameters. None for that of the
-            configuration, or for inference if there is none there, either.
-        model_parameters: that are trained, tensors or groups, where the optimizer is made here; None for all that
-            require gradients.
-        training_data: a data set, of which a loader is made.
-        lr_scheduler: of the optimizer, stepped by the engine; or what makes one of it. None for the configuration's.
-        distributed_port: of the first rank, where no launcher names one.
-        mpu: an object with ``get_data_parallel_group()``, over which the model is partitioned.
-        dist_init_required: False to insist on a process group that is there already.
-        collate_fn: makes a batch of samples.
+        args: namespace or dict; read are ``deepspeed_config`` (instead of ``config``), ``local_rank``, and
+            ``device_rank``: the index of this rank's GPU, or negative to leave the model on its device.
+        model: model to partition in place, with rank 0's values. The model moves to this rank's GPU, if there is one.
+        optimizer: elementwise optimizer over parameters of the model, or a function from parameters to an optimizer.
+            None for the configuration's optimizer; the engine is for inference if the configuration has none.
+        model_parameters: tensors or parameter groups to train, if ``optimizer`` is not an optimizer yet; None for all
+            parameters that require gradients.
+        training_data: data set for the returned data loader.
+        lr_scheduler: scheduler to step, or a function from the optimizer to one; None for the configuration's.
+        distributed_port: port of the first rank, if no launcher sets one.
+        mpu: object whose ``get_data_parallel_group()`` returns the process group to partition over.
+        dist_init_required: False to raise if no default process group exists.
+        collate_fn: function from a list of samples to a batch.
         config: a dict, the path of a JSON file, or base64 of JSON.
         mesh_param: refused; give a group by ``mpu``.
-        config_params: an older name of ``config``.
+        config_params: older name of ``config``.
 
     Returns:
-        The engine; its ``ZeroOptimizer``, or None; the loader, or None; the scheduler, or None.
+        The engine, its ``ZeroOptimizer`` (None for inference), the data loader or None, and the scheduler or None.
 
     Raises:
-        ConfigError, TypeError, ValueError: something cannot be used; on every rank.
+        ConfigError, TypeError, ValueError: an argument or the configuration cannot be used; on every rank.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if mesh_param is not None:
         raise ValueError("mesh_param is not in zeropp, which partitions over one group of ranks; give it by mpu")
     loaded, given = _read_config(_chosen_config(args, config, config_params))
-    # Before anything is asked of ranks; a wrong file is an error without them.
+    # After the configuration was read, so that a wrong file raises without waiting for other ranks.
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     local_rank = _align_local_rank(args)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
@@ -95,10 +95,19 @@ def initialize(
 def _wrap(
     loaded: Config, model: nn.Module, inner: Optimizer | None, group: Group, args: Any
 ) -> tuple[ZeroOptimizer | None, Core]:
-    """Partition the model; its optimizer, unless it is for inference, and what gathers and reduces."""
-    # The engine has made what these name; whoever wraps the model refuses what it cannot make.
+    """Partition the model, and return its `ZeroOptimizer` (None for inference) and its core engine.
+
+    Args:
+        loaded: checked configuration.
+        model: model to partition in place.
+        inner: optimizer to wrap; None for inference.
+        group: process group to partition over; None for all ranks.
+        args: ``args`` of :func:`initialize`.
+    """
+    # Optimizer and scheduler are made by this module. ZeroOptimizer refuses a configuration with these blocks, because
+    # ZeroOptimizer itself would ignore them.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
-    # A model that was built in pieces knows where it is going to train.
+    # A model built in zero.Init stores the device that it trains on, so that device is used.
     device = None if built_for(list(model.parameters())) is not None else _device(args)
     if inner is None:
         wrapped = None
@@ -112,15 +121,15 @@ def _wrap(
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The configuration that was given, in one of three places."""
+    """Return the configuration from the one argument that gives it; raise ConfigError if none or several do."""
     named = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": _argument(args, "deepspeed_config"),
-        # The project's name before it was DeepSpeed, which still reads it.
+        # DeepScale is DeepSpeed's former name. DeepSpeed reads this argument as well.
         "args.deepscale_config": _argument(args, "deepscale_config"),
     }
-    # Two of them may say different things, and either would be a guess.
+    # Two configurations may contradict each other, so more than one is refused.
     found = {name: value for name, value in named.items() if value is not None}
     if not found:
         raise ConfigError(
@@ -133,10 +142,10 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _align_local_rank(args: Any) -> int:
-    """This process's number on its node, which ``args`` has afterwards, too.
+    """Return this process's rank on its node, and store it in ``args.local_rank`` if ``args`` has that entry.
 
     Raises:
-        ValueError: ``args`` has another one than the launcher's variable.
+        ValueError: ``args.local_rank`` and the environment variable LOCAL_RANK differ.
     """
     given = _argument(args, "local_rank")
     known = os.environ.get("LOCAL_RANK")
@@ -146,7 +155,7 @@ def _align_local_rank(args: Any) -> int:
         raise ValueError(
             f"args.local_rank is {given}, and LOCAL_RANK in the environment {known}; leave one of them out"
         )
-    # Scripts ask it for the first rank of a node, and torchrun passes no such argument.
+    # Scripts read args.local_rank to find the first rank of a node, and torchrun passes no such argument.
     if isinstance(args, MutableMapping) and "local_rank" in args:
         args["local_rank"] = int(known)
     elif hasattr(args, "local_rank"):
@@ -155,22 +164,24 @@ def _align_local_rank(args: Any) -> int:
 
 
 def _argument(args: Any, name: str) -> Any:
-    # OpenRLHF and others pass a dict where the rest of the world has a namespace.
+    """Return an entry of ``args``, or None if ``args`` has no such entry."""
+    # Most scripts pass a namespace; some, such as OpenRLHF, pass a dict.
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 
 def _read_config(source: Any) -> tuple[Config, dict[str, Any]]:
-    """The configuration, checked, and as a plain dict."""
+    """Return the checked configuration, and the same configuration as a plain dict."""
     loaded = load_config(source)
-    # Scripts look into it for keys of their own, as trainers leave them.
+    # Return the user's own entries, because scripts look up keys of their own in engine.config.
     if isinstance(source, Mapping):
         return loaded, dict(source)
-    # Comments and base64 have been read by then; what is not set is not in it.
+    # A file may have comments, and a string may be base64, so the dict is made from the parsed configuration.
     return loaded, json.loads(loaded.model_dump_json(exclude_unset=True, by_alias=True))
 
 
 def _warn_of_no_clipping(loaded: Config, given: Mapping[str, Any]) -> None:
-    # In a file's place `given` is what was loaded. "auto" has been named before.
+    """Warn once if gradient_clipping is not set, because DeepSpeed's default then clips and zeropp's does not."""
+    # A value of "auto" is in ``given`` only. load_config has already warned about it.
     if "gradient_clipping" not in loaded.model_fields_set | given.keys():
         notify_once(
             "gradient_clipping is not set, so gradients are not clipped; DeepSpeed clips them to a norm of 1.0 then, "
@@ -179,6 +190,7 @@ def _warn_of_no_clipping(loaded: Config, given: Mapping[str, Any]) -> None:
 
 
 def _group(mpu: Any) -> Group:
+    """Return the data-parallel process group of ``mpu``; None, for all ranks, if ``mpu`` is None."""
     if mpu is None:
         return None
     require_no_model_parallelism(mpu)
@@ -186,32 +198,36 @@ def _group(mpu: Any) -> Group:
 
 
 def _device(args: Any) -> torch.device | None:
-    """This rank's GPU; None for where the model is, as with a negative ``device_rank``."""
+    """Return this rank's GPU; None to leave the model on its device: without a GPU, or if ``device_rank`` < 0."""
     if not torch.cuda.is_available():
         return None
-    # Lightning says so by this name; launchers by the variable.
+    # Lightning passes the GPU's index as args.device_rank; launchers set LOCAL_RANK.
     number = _argument(args, "device_rank")
     if number is None:
         number = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
-    # A trainer may be told to stay on the CPU of a machine that has GPUs.
+    # A negative index keeps the model on the CPU of a machine that has GPUs.
     return torch.device("cuda", int(number)) if int(number) >= 0 else None
 
 
 def _make_optimizer(
     loaded: Config, model: nn.Module, optimizer: Any, model_parameters: Params | None
 ) -> Optimizer | None:
+    """Return the optimizer to wrap: given, made by a given function, or made from the configuration.
+
+    Return None, for inference, if neither an optimizer nor a configuration of one is given.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if optimizer is None and loaded.optimizer is None:
         return None
     if isinstance(model_parameters, Tensor):
         raise TypeError("model_parameters is a Tensor; expected several, in a list, or parameter groups")
-    # Frozen ones would be slices without gradients; a group of those that are unfrozen later can be added.
+    # Frozen parameters are left out. A parameter that is unfrozen later can be added with add_param_group.
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     params: Any = list(trained if model_parameters is None else model_parameters)
     if not params:
         raise ValueError(
-            "there is an optimizer to make, and no parameter for it: none was given, or none of the model requires "
+            "there is no parameter to make an optimizer for: none was given, or none of the model requires "
             "gradients. An engine without an optimizer freezes its model until destroy(), as Accelerate's "
             "free_memory() calls it; or call model.requires_grad_()"
         )
@@ -222,19 +238,22 @@ def _make_optimizer(
                 "one of parameters, or None"
             )
         return optimizer(params)  # type: ignore[no-any-return]
-    assert loaded.optimizer is not None  # asked above
+    assert loaded.optimizer is not None  # checked above
     return make_optimizer(loaded.optimizer, params)
 
 
 def _make_scheduler(loaded: Config, optimizer: ZeroOptimizer | None, given: Any) -> Any:
+    """Return the scheduler: given, made by a given function, or made from the configuration; None without any."""
     if given is None:
         if loaded.scheduler is None or optimizer is None:
             return None
         return make_scheduler(loaded.scheduler, optimizer)
-    # A scheduler has step(); a class or function that makes one has not, or not as an object's.
+    # A scheduler object has step(). A function that makes a scheduler does not; a class has step(), but is a type.
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
         given = given(optimizer)
-    # Now, and not at the end of the first window.
+    # Raise here. Otherwise the error would only come at the end of the first accumulation window.
     if not hasattr(given, "step"):
-        raise TypeError(f"lr_scheduler is or made {given!r}, a {type(given).__name__}; expected an object with step()")
+        raise TypeError(
+            f"lr_scheduler is or returned {given!r}, a {type(given).__name__}; expected an object with step()"
+        )
     return given

@@ -1,4 +1,4 @@
-"""Leaf modules by a call: modules whose parameters are fetched as one, as DeepSpeed's users mark them."""
+"""DeepSpeed's calls that mark leaf modules: modules whose parameters, with all submodules, are gathered as one unit."""
 
 from __future__ import annotations
 
@@ -24,29 +24,44 @@ __all__ = [
 
 
 CONFIGURED = "by the configuration"
-"""A mark that a configuration has made: for :func:`z3_leaf_module` alone, until another one takes its place."""
+"""Mark of a module that the configuration makes a leaf.
+
+Only :func:`z3_leaf_module` reads this mark. The division into units reads the configuration instead, so an old mark has
+no effect on a later wrapping.
+"""
 
 
 def mark_configured(model: nn.Module, leaf: LeafModuleConfig) -> None:
-    """Let :func:`z3_leaf_module` know what a configuration makes leaves, and forget what the one before did."""
+    """Mark the leaf modules of a configuration, so that :func:`z3_leaf_module` returns True for them.
+
+    Marks of an earlier configuration are removed. Marks made by :func:`set_z3_leaf_module` stay.
+
+    Args:
+        model: wrapped model.
+        leaf: the configuration's ``leaf_module`` block.
+    """
     for module in model.modules():
         if module.__dict__.get(LEAF_AS) == CONFIGURED:
             del module.__dict__[LEAF_AS]
     ends = tuple(leaf.name_suffixes)
     named = [module for path, module in model.named_modules() if path in leaf.names or (ends and path.endswith(ends))]
     for module in [*_of_classes(model, leaf.classes), *named]:
-        # A mark that a call has made stays as it is: a later configuration takes back only marks like this one.
+        # setdefault keeps the mark True of a call. A later configuration removes only marks with the value CONFIGURED.
         module.__dict__.setdefault(LEAF_AS, CONFIGURED)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make one module a leaf, or take that back. On every rank, before the model is wrapped.
+    """Make one module a leaf, or undo that. Call it on every rank, before the model is wrapped.
+
+    Args:
+        model: module to mark.
+        flag: True to make the module a leaf, False to undo that.
 
     Raises:
-        RuntimeError: it is wrapped already, and cut into units.
+        RuntimeError: the module is part of a wrapped model, whose units cannot change any more.
     """
-    # Units do not change any more; a mark that nobody reads would be taken for one that acts.
-    # Models that were built in zero.Init are in pieces, and not in units yet.
+    # After wrapping a mark would have no effect, so it is refused. Parameters built in zero.Init have a Piece as their
+    # handler and no Engine: they are not divided into units yet.
     if any(isinstance(handler_of(parameter), Engine) for parameter in model.parameters()):
         raise RuntimeError(
             f"a {type(model).__name__} was made a leaf module after the model was wrapped, when it had been cut into "
@@ -59,37 +74,38 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Tell whether a call, or the configuration of ``zeropp.initialize``, has made this very module a leaf."""
+    """Return True if a call or the configuration of ``zeropp.initialize`` made this module itself a leaf."""
     return bool(model.__dict__.get(LEAF_AS, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules for which :func:`z3_leaf_module` is true."""
+    """Return all modules of ``model`` for which :func:`z3_leaf_module` is True, in the order of ``model.modules()``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make every module of some classes a leaf. On every rank, before the model is wrapped.
+    """Make every module of the given classes a leaf. Call it on every rank, before the model is wrapped.
 
-    Experts that not every rank comes to, say, whose class is then fetched as a whole.
+    Example: a mixture-of-experts block, of which different ranks may call different experts. As a leaf, all its experts
+    are gathered together, so all ranks issue the same collectives.
 
     Args:
-        model: to look in.
-        leaf_module_classes: classes, which count those that derive from them; or names of classes, which do not.
-        raise_if_not_found: whether it is an error if there is none of them.
+        model: model to search.
+        leaf_module_classes: classes, which match subclasses as well; or names of classes, which match exactly.
+        raise_if_not_found: True to raise if no module matches.
 
     Returns:
-        The modules.
+        The modules that were marked.
 
     Raises:
-        TypeError: a class is something else.
-        ValueError: the model has none of them.
-        RuntimeError: see :func:`set_z3_leaf_module`.
+        TypeError: an entry of ``leaf_module_classes`` is neither a class nor a string.
+        ValueError: no module matches, and ``raise_if_not_found`` is True.
+        RuntimeError: the model is already wrapped.
     """
     found = _of_classes(model, leaf_module_classes)
-    # A name that nothing has is a typing error, mostly, and shows as a hang.
+    # A name without a match is usually misspelled. Without this error the unmarked modules could make ranks hang.
     if not found and raise_if_not_found:
         raise ValueError(f"a {type(model).__name__} has no modules of classes {list(leaf_module_classes)}")
     for module in found:
@@ -98,7 +114,7 @@ def set_z3_leaf_modules(
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Take :func:`set_z3_leaf_modules` back."""
+    """Undo :func:`set_z3_leaf_modules` for modules of the given classes, and return these modules."""
     found = _of_classes(model, leaf_module_classes)
     for module in found:
         set_z3_leaf_module(module, False)
@@ -108,10 +124,19 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[n
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make modules leaves by their qualified names; returns them, and names that the model has not.
+    """Make modules leaves by their qualified names. Call it on every rank, before the model is wrapped.
+
+    Args:
+        model: model to search.
+        module_names: names as in ``model.named_modules()``.
+        raise_if_not_found: True to raise if the model lacks one of the names.
+
+    Returns:
+        The modules that were marked, and the names that the model lacks.
 
     Raises:
-        ValueError: it has one of them not.
+        ValueError: the model lacks one of the names, and ``raise_if_not_found`` is True.
+        RuntimeError: the model is already wrapped.
     """
     named = dict(model.named_modules())
     missing = [name for name in module_names if name not in named]
@@ -126,10 +151,19 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make modules leaves whose qualified names end so; returns them, and suffixes that no name has.
+    """Make modules leaves by the ends of their qualified names. Call it on every rank, before the model is wrapped.
+
+    Args:
+        model: model to search.
+        module_name_suffixes: ends of names as in ``model.named_modules()``.
+        raise_if_not_found: True to raise if one of the suffixes matches no module.
+
+    Returns:
+        The modules that were marked, and the suffixes that match no module.
 
     Raises:
-        ValueError: no name ends with one of them.
+        ValueError: one of the suffixes matches no module, and ``raise_if_not_found`` is True.
+        RuntimeError: the model is already wrapped.
     """
     named = dict(model.named_modules())
     missing = [suffix for suffix in module_name_suffixes if not any(name.endswith(suffix) for name in named)]
@@ -142,6 +176,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules of ``model`` that match one of the classes or class names; see `set_z3_leaf_modules`."""
     wrong = [each for each in classes if not isinstance(each, str | type)]
     if wrong:
         raise TypeError(f"leaf_module_classes has {wrong}; expected classes of modules, or their names")
@@ -149,8 +184,9 @@ def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> l
 
 
 def _is_a(module: nn.Module, given: type[nn.Module] | str) -> bool:
+    """Return True if a module is an instance of a class, or if its class has exactly the given name."""
     if isinstance(given, type):
         return isinstance(module, given)
     cls = type(module)
-    # A name means that very class: whoever writes one sees no others that derive from it.
+    # A name matches only the class itself: a user who writes a name does not expect subclasses with other names.
     return given in (cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")

@@ -1,15 +1,19 @@
-"""Access to weights between passes that DeepSpeed's scripts have beyond the core's: more reads, and edits.
+"""Reads and edits of weights between passes that DeepSpeed's scripts make and the core alone does not allow.
 
-The guard (`zeropp.params.guard`) lets weights of stages 0 to 2 be read. Behind an engine with :class:`ReadableWeights`
-so are small parameters of stage 3, and ``state_dict()`` takes no other rank where every rank caches the weights. Edits
-are kept of weights that no step changes and that every rank holds in full: frozen ones, and those of a model that
-nobody trains, such as an average of another model's weights. These are edited as in plain torch, each rank its own.
+The guard (`zeropp.params.guard`) allows reading weights between passes in stages 0 to 2. An engine with
+:class:`ReadableWeights` allows more:
 
-[Note: edits of frozen weights] Frozen weights may be edited, too, where every rank has them whole: nothing else writes
-to them. An edit changes what this rank computes with, and its part of the main weights. So all ranks have to make it,
-or main weights would be of both kinds. Each rank keeps a number that follows from its edits. Collective calls that read
-or save weights compare it, in the exchange that they begin with, and a step does by the hash of what was issued; a rank
-alone that merges an adapter, to save it from there, meets neither.
+- Persistent parameters of stage 3 can be read as well.
+- ``state_dict()`` needs no other rank if this rank caches all of the module's weights.
+- Frozen weights can be edited in stages 0 to 2. All weights of a model without an optimizer are frozen.
+
+[Note: edits of frozen weights] In stages 0 to 2 every rank has full frozen weights, and no optimizer step writes to
+them, so scripts may edit them in place as in plain torch. An edit is local: it changes the weights that this rank
+computes with, and this rank's part of the main weights. All ranks must make the same edit; otherwise the main weights
+would be a mix of edited and unedited parts. To detect a missing edit, each rank updates a checksum with every edit.
+Collective calls that read or save weights compare the checksums in their first exchange, and the step sync compares the
+hash of issued collectives, which includes edits. A single rank may still merge an adapter and save its own copy,
+because that calls neither.
 """
 
 from __future__ import annotations
@@ -29,13 +33,13 @@ __all__ = ["ReadableWeights"]
 
 @dataclass(frozen=True)
 class Edits:
-    """The place that edits go to: rows of the same elements in one order. See :class:`zeropp.params.guard.EditTarget`.
+    """Copies an edit of cached weights into this rank's main weights; a `zeropp.params.guard.EditTarget`.
 
     Attributes:
-        cached: that is shown, [n].
-        main: this rank's part of the weights that it was made of, [m]; the same memory where that is possible.
-        start: of that part in ``cached``.
-        note: told of each edit, by the first element and the one behind the last.
+        cached: flat buffer that the user's edits write to, [n].
+        main: this rank's shard of the main weights, [m]; may be a view of ``cached``.
+        start: position of ``main``'s first element in ``cached``.
+        note: function called for each edit with the edited range of ``cached``: first element, and last element + 1.
     """
 
     cached: Tensor
@@ -44,7 +48,11 @@ class Edits:
     note: Callable[[int, int], None]
 
     def take_edit(self, written: Tensor) -> None:
-        """A view of what is cached has been written to."""
+        """Copy an edit into the main weights.
+
+        Args:
+            written: view of ``cached`` that the user has written to.
+        """
         if not written.numel():
             return
         begin = int(written.storage_offset() - self.cached.storage_offset())
@@ -55,40 +63,51 @@ class Edits:
         last = min(end, self.start + self.main.numel())
         if first < last and self.main.untyped_storage().data_ptr() != self.cached.untyped_storage().data_ptr():
             main, cached = self.main[first - self.start : last - self.start], self.cached[first:last]
-            # What has not been edited keeps the bits that the cached weight was rounded from.
+            # Copy only elements that differ: unedited elements keep the main weight from which the cached weight was
+            # rounded.
             main.copy_(torch.where(main.to(cached.dtype) == cached, main, cached.to(main.dtype)))
 
     def replace(self, weights: Tensor, new: Tensor) -> None:
-        """Give cached weights new values in their place; what ``parameter.data = new`` does to a plain parameter."""
+        """Copy new values into cached weights, when the user assigns ``parameter.data = new``.
+
+        Args:
+            weights: view of ``cached`` that the user sees as the parameter's data.
+            new: assigned tensor, of the same shape.
+
+        Raises:
+            RuntimeError: ``new`` has another shape.
+        """
         if new.shape != weights.shape:
             raise RuntimeError(
                 f"parameter.data was set to a tensor of shape {tuple(new.shape)}, and the parameter, whose memory "
                 f"zeropp manages, has {tuple(weights.shape)}; give one of its shape"
             )
-        # After ``parameter.data += x`` it is these very values.
+        # ``parameter.data += x`` assigns the edited view itself, which needs no copy.
         if new.data_ptr() != weights.data_ptr() or new.stride() != weights.stride():
             show(torch.Tensor.copy_, (weights, new), {})
 
 
-_EDIT = 5  # a kind in the hash of what is issued, beside those of collectives
+_EDIT = 5  # kind of an edit in the hash of issued collectives; kinds of collectives are other numbers
 
 
 class ReadableWeights:
-    """See :class:`zeropp.params.guard.WeightReader`.
+    """Allows the reads and edits of weights that DeepSpeed's scripts make; a `zeropp.params.guard.WeightReader`.
 
     Attributes:
-        alone: ``state_dict()`` takes no other rank, whatever is not here; of a stand-in's scripts.
+        alone: True if ``state_dict()`` never communicates, even if this rank lacks some weights. The stand-in for
+            ``deepspeed`` sets it, because scripts written for DeepSpeed call ``state_dict()`` on one rank.
     """
 
     alone = False
 
     def edits(self, parameter: nn.Parameter) -> Edits | None:
-        """The places that edits of a frozen weight go to (PEFT's ``merge_and_unload()``), in stages 0 to 2; else None.
+        """Return the target of edits of a frozen weight (as by PEFT's ``merge_and_unload()``); None if edits are refused.
 
-        An edit is this rank's own, and is meant to be made on every rank: see [Note: edits of frozen weights].
+        Edits are refused in stage 3, for trainable parameters, and while the weights are offloaded. An edit is local
+        and must be made on every rank: see [Note: edits of frozen weights].
         """
         engine = handler_of(parameter)
-        # By the stage, so that it is on one rank as on many. A step would write over edits of what is trained.
+        # The stage decides, and not the number of ranks, so that a script behaves alike on one rank and on many.
         if not isinstance(engine, Engine) or not engine.mode.stays_whole:
             return None
         unit = engine.unit_of[id(parameter)]
@@ -99,7 +118,7 @@ class ReadableWeights:
 
         def note(begin: int, end: int) -> None:
             engine.note_issued(_EDIT, unit.index, begin ^ end)
-            # Not hash(), which other builds of Python may have otherwise.
+            # crc32 and not hash(), whose values may differ between builds of Python.
             engine.agreement.edits = zlib.crc32(f"{unit.index} {begin} {end}".encode(), engine.agreement.edits)
 
         return Edits(buffer.flat, buffer.shard, start, note)

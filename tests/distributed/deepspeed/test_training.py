@@ -301,7 +301,7 @@ def refused(what: str) -> str:
         ("none", "initialize() got no configuration"),
         ("model", "model is a NoneType; expected a torch.nn.Module"),
         ("optimizer", "optimizer is a str; expected a torch.optim.Optimizer, a function"),
-        ("scheduler", "lr_scheduler is or made 3, a int; expected an object with step()"),
+        ("scheduler", "lr_scheduler is or returned 3, a int; expected an object with step()"),
         ("mesh", "mesh_param is not in zeropp"),
     ],
 )
