@@ -1,6 +1,7 @@
-"""Optimizers and schedulers that the JSON names.
+"""Optimizers and schedulers made from the ``optimizer`` and ``scheduler`` blocks of a JSON configuration.
 
-Two optimizers are not in torch: Lion, and Adam without bias correction. They treat every element by itself.
+This module defines two optimizers that torch lacks: Lion, and Adam without bias correction. Both are elementwise, so
+each rank can step its own slices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ __all__ = ["Lion", "UncorrectedAdam", "make_optimizer", "make_scheduler"]
 
 
 def _check_numbers(name: str, betas: tuple[float, float], **others: float) -> None:
-    """Refuse settings out of range; ``others`` are to be at least 0."""
+    """Raise ValueError unless ``betas`` are in [0, 1) and all ``others`` are at least 0.
+
+    Args:
+        name: optimizer's name, for the error.
+        betas: decay rates of the averages.
+        **others: further settings by name.
+    """
     if min(others.values()) < 0 or not all(0 <= beta < 1 for beta in betas):
         given = ", ".join(f"{key} {value}" for key, value in others.items())
         *most, last = others
@@ -38,15 +45,19 @@ def _check_numbers(name: str, betas: tuple[float, float], **others: float) -> No
 
 
 class Lion(Optimizer):
-    """Steps each weight by the learning rate, up or down, by the sign of an average of gradients.
+    """The Lion optimizer: Algorithm 2 of Chen et al., arXiv:2302.06675.
 
-    Algorithm 2 of Chen et al., arXiv:2302.06675.
+    With the gradient g, the average m and the weight w, a step is::
+
+        w = w * (1 - lr * weight_decay)
+        w = w - lr * sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g
 
     Args:
-        params: tensors, or groups.
-        lr: of each step; a third to a tenth of AdamW's.
-        betas: weights of the past in what is stepped by, and in what is kept.
-        weight_decay: decoupled.
+        params: tensors, or parameter groups.
+        lr: learning rate; a third to a tenth of AdamW's is usual.
+        betas: beta1 and beta2, each from 0 to below 1.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError: a number is out of range.
@@ -64,7 +75,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See :meth:`torch.optim.Optimizer.step`."""
+        """Step all parameters that have a gradient, and return the loss of ``closure`` or None."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             stepping, keeping = group["betas"]
@@ -75,28 +86,29 @@ class Lion(Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
                 average = state["exp_avg"]
-                # In place and element by element, so that the halves of a slice step as the whole does.
+                # Only elementwise operations, so that stepping a parameter in slices gives the same result.
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 direction = torch.lerp(parameter.grad, average, stepping).sign_()
                 parameter.add_(direction * -group["lr"])
-                # After the step: the sign is of the older average and this gradient.
+                # The average is updated last, because the step uses the average of earlier gradients.
                 average.lerp_(parameter.grad, 1 - keeping)
         return loss
 
 
 class UncorrectedAdam(Optimizer):
-    """Adam whose averages are taken as they are, without the correction for their start at zero.
+    """Adam without bias correction, as DeepSpeed's Adam with ``bias_correction`` false and in BERT's recipes.
 
-    Algorithm 1 of Kingma and Ba, arXiv:1412.6980, with m and v in place of their corrected values, as DeepSpeed's Adam
-    with ``bias_correction`` false and BERT's recipes. The first step is (1 - beta1) / sqrt(1 - beta2) times as long.
+    Algorithm 1 of Kingma and Ba, arXiv:1412.6980, but with m and v instead of their bias-corrected values. The first
+    step is ``(1 - beta1) / sqrt(1 - beta2)`` times as long as Adam's.
 
     Args:
-        params: tensors, or groups.
-        lr: of each step.
-        betas: weights of the past in the averages of gradients and of their squares.
-        eps: added to the root of the second average.
-        weight_decay: share of the weights that is taken off.
-        decoupled: take it off the weights, as AdamW does; otherwise it is added to gradients.
+        params: tensors, or parameter groups.
+        lr: learning rate.
+        betas: decay rates of the averages of gradients and of squared gradients, each from 0 to below 1.
+        eps: number added to the square root of v.
+        weight_decay: weight decay.
+        decoupled: True to decay the weights themselves, as AdamW does; False to add the decay to gradients, as Adam
+            does.
 
     Raises:
         ValueError: a number is out of range.
@@ -118,7 +130,7 @@ class UncorrectedAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See :meth:`torch.optim.Optimizer.step`."""
+        """Step all parameters that have a gradient, and return the loss of ``closure`` or None."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -132,7 +144,7 @@ class UncorrectedAdam(Optimizer):
                 if group["decoupled"]:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 else:
-                    # Not in place: the user may look at gradients after the step.
+                    # Not in place, because the user may read the gradients after the step.
                     gradient = gradient.add(parameter, alpha=group["weight_decay"])
                 average, square = state["exp_avg"], state["exp_avg_sq"]
                 average.lerp_(gradient, 1 - beta1)
@@ -141,12 +153,13 @@ class UncorrectedAdam(Optimizer):
         return loss
 
 
-# Arguments of DeepSpeed's own Adam, and what holds without them.
+# Arguments that only DeepSpeed's own Adam takes, with their defaults.
 _FLAGS = {
     "adam_w_mode": True, "torch_adam": False, "bias_correction": True, "fp32_optimizer_states": True,
     "set_grad_none": True,
 }  # fmt: skip
-# Whose moments are of whole matrices or of messages that zeropp has its own way to make smaller.
+# Optimizer names in lower case -> reason or remedy. zeropp refuses optimizers that need whole parameters, that compress
+# gradients in their own way, or that only the user's code can make.
 _REFUSED = {
     "lamb": "its steps need norms of whole parameters, and a rank has parts of them; use AdamW",
     "fusedlamb": "its steps need norms of whole parameters, and a rank has parts of them; use AdamW",
@@ -158,28 +171,29 @@ _REFUSED = {
     "muadamw": "make mup's optimizer in your code and pass it in",
     "musgd": "make mup's optimizer in your code and pass it in",
 }
-# Of torch's schedulers, those whose arguments a JSON file can hold.
+# torch schedulers whose arguments can be written in JSON, for error messages.
 _TORCH_SCHEDULERS = (
     "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR",
     "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
 )  # fmt: skip
-# torch's step then changes weights under autograd, which refuses that for any parameter.
+# Argument of torch optimizers that is refused if true: the step would modify weights while autograd records, and
+# autograd raises for an in-place change of a parameter.
 _FAILS = "differentiable"
 
 
 def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> Optimizer:
-    """The optimizer that the ``optimizer`` block names, by torch's fused step where there is one.
+    """Return the optimizer that the ``optimizer`` block describes, with torch's fused step if the class has one.
 
-    ``Adam`` is AdamW, as in DeepSpeed, unless ``adam_w_mode`` is false; both decay by 0 where ``weight_decay`` is not
-    given, unless ``torch_adam`` asks for torch's own defaults. ``Lion`` is zeropp's, and so is either Adam with
-    ``bias_correction`` false; other names are torch's.
+    As in DeepSpeed, ``Adam`` means AdamW unless ``adam_w_mode`` is false. The weight decay of both is 0 by default;
+    with ``torch_adam`` true, torch's defaults hold. ``Lion`` is :class:`Lion`. Adam and AdamW with ``bias_correction``
+    false are :class:`UncorrectedAdam`. All other names are torch's classes, in upper or lower case.
 
     Args:
-        block: a type and its arguments.
-        params: tensors, or groups.
+        block: type and arguments of the optimizer.
+        params: tensors, or parameter groups.
 
     Raises:
-        ConfigError: no such optimizer, one that cannot step parts of parameters, or other arguments than it takes.
+        ConfigError: the type is unknown, its step needs whole parameters, or it does not take the arguments.
     """
     name = str(block.type)
     given = dict(block.params)
@@ -189,14 +203,15 @@ def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[d
     if (why := _REFUSED.get(name.lower())) is not None:
         raise ConfigError(f"optimizer.type {name!r} is not in zeropp: {why}")
     made: type[Optimizer]
-    # In DeepSpeed these are its own, in any letters; whatever else is named is torch's, in torch's.
+    # Names are compared in lower case, because configurations have both "AdamW" and "adamw".
     if name.lower() in ("adam", "adamw"):
         made = _adam(name, given)
     elif name.lower() == "lion":
         made = Lion
     else:
         made = _find(name)
-    # torch chooses it by itself only where it thinks it safe, which on CPUs is never; one pass, and clipping for free.
+    # torch does not enable its fused step by itself. The fused step reads and writes each state once, and applies the
+    # clipping factor in the same kernel.
     if "fused" in inspect.signature(made).parameters and not ({"fused", "foreach", "differentiable"} & set(given)):
         given["fused"] = True
     optimizer: Optimizer = _call("optimizer", name, made, params, given)
@@ -204,18 +219,18 @@ def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[d
 
 
 def make_scheduler(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """The scheduler that the ``scheduler`` block names: one of DeepSpeed's five, or torch's.
+    """Return the scheduler that the ``scheduler`` block describes: one of DeepSpeed's five, or one of torch's.
 
     Args:
-        block: a type and its arguments.
-        optimizer: whose rates it sets.
+        block: type and arguments of the scheduler.
+        optimizer: optimizer whose learning rates the scheduler sets.
 
     Raises:
-        ConfigError: no such scheduler, or other arguments than it takes.
+        ConfigError: the type is unknown, or it does not take the arguments.
     """
     name = str(block.type)
     _require_resolved("scheduler", block)
-    # DeepSpeed's names first: torch may come to have one of them with other arguments.
+    # DeepSpeed's names come first, because torch may add a scheduler of the same name with other arguments.
     made = SCHEDULERS.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not (inspect.isclass(made) and issubclass(made, LRScheduler)):
         raise ConfigError(_unknown_type("scheduler", name, [*SCHEDULERS, *_TORCH_SCHEDULERS]))
@@ -224,17 +239,22 @@ def make_scheduler(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
 
 
 def _adam(name: str, given: dict[str, Any]) -> type[Optimizer]:
-    """Adam or AdamW, with DeepSpeed's own arguments taken out of what is given."""
+    """Return the class for ``Adam`` or ``AdamW``, and turn DeepSpeed's own arguments into those of the class.
+
+    Args:
+        name: "Adam" or "AdamW", in upper or lower case.
+        given: arguments of the optimizer; changed in place.
+    """
     flags = {**_FLAGS, **_fitted("optimizer", {key: given.pop(key) for key in _FLAGS if key in given}, _FLAGS)}
     decoupled = flags["adam_w_mode"] or name.lower() == "adamw"
-    # Gradients are always forgotten, so set_grad_none has nothing to do.
+    # set_grad_none is ignored: zero_grad() always sets gradients to None.
     if not flags["fp32_optimizer_states"]:
         raise ConfigError(
             "optimizer.params.fp32_optimizer_states: false is not in zeropp, whose states have the type of the main "
             "weights; remove it, or set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states for states "
             "in 16 bits"
         )
-    # The fused Adam of DeepSpeed decays by 0 unless it is told to, torch's AdamW by a hundredth.
+    # The default weight decay is 0 in DeepSpeed's fused Adam, and 0.01 in torch's AdamW.
     if not flags["torch_adam"]:
         given.setdefault("weight_decay", 0.0)
     if flags["bias_correction"]:
@@ -248,8 +268,8 @@ def _adam(name: str, given: dict[str, Any]) -> type[Optimizer]:
 
 
 def _find(name: str) -> type[Optimizer]:
-    """torch's optimizer of a name, in letters of either case."""
-    # Not by getattr of the name as it is: files have "sgd" and "SGD".
+    """Return torch's optimizer class of a given name, ignoring case; raise ConfigError if it cannot be used."""
+    # getattr would need the exact spelling, and configurations have both "sgd" and "SGD".
     classes = {
         key.lower(): each
         for key, each in vars(torch.optim).items()
@@ -267,21 +287,29 @@ def _find(name: str) -> type[Optimizer]:
 
 
 def _unknown_type(key: str, name: str, known: Sequence[str]) -> str:
+    """Return the error for an unknown type, with the most similar known name.
+
+    Args:
+        key: "optimizer" or "scheduler".
+        name: type in the configuration.
+        known: types that are supported.
+    """
     meant = meant_type(name)
     if meant not in known:
         small = {each.lower(): each for each in known}
-        # The class alone: a path such as torch.optim is like no name.
+        # Compare the class name only: with a path such as "torch.optim." no name would be similar.
         near = difflib.get_close_matches(name.rpartition(".")[2].lower(), small, n=1, cutoff=0.8)
         guess = f"did you mean {small[near[0]]!r}? Else " if near else ""
         return f"{key}.type {name!r} is unknown; {guess}set one of {', '.join(known)}"
     told = f'{key}.type {name!r} is unknown; set "{meant}"'
     if meant == "Adam":
-        # The default of DeepSpeed's classes FusedAdam and DeepSpeedCPUAdam, too.
+        # The user wrote one of DeepSpeed's classes, FusedAdam or DeepSpeedCPUAdam, which also decay as AdamW.
         told += " (weight decay is that of AdamW, as in DeepSpeed, unless optimizer.params.adam_w_mode is false)"
     return told
 
 
 def _require_resolved(key: str, block: OptimizerConfig | SchedulerConfig) -> None:
+    """Raise ConfigError if a block has no type, or if an argument still has the value "auto"."""
     if block.type is None:
         raise ConfigError(f"{key}.type is missing; name one, or leave the {key} block out")
     if block.unresolved:
@@ -291,12 +319,24 @@ def _require_resolved(key: str, block: OptimizerConfig | SchedulerConfig) -> Non
 
 
 def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) -> Any:
-    # Before the call, whose own words would name Python's frames and none of the file's keys.
+    """Return ``made(first, **given)`` after checking the arguments.
+
+    Args:
+        key: "optimizer" or "scheduler", for errors.
+        name: type in the configuration, for errors.
+        made: class to call.
+        first: first argument of the class: parameters, or an optimizer.
+        given: arguments from the configuration.
+
+    Raises:
+        ConfigError: arguments are unknown, missing, of wrong types or out of range.
+    """
+    # Checked before the call: Python's own error would not name the keys of the configuration.
     parameters = list(inspect.signature(made).parameters.values())[1:]
     accepted = {each.name for each in parameters}
     if unknown := sorted(set(given) - accepted):
         accepted.discard(_FAILS)
-        # DeepSpeed's own arguments have been handled and removed before this.
+        # _adam has taken DeepSpeed's own arguments out of ``given``, but the error lists them as accepted.
         accepted |= {"adam_w_mode", "bias_correction", "torch_adam"} if name.lower() in ("adam", "adamw") else set()
         hints = [f"; {each}: {told}" for each in unknown if (told := _hint(key, each, accepted))]
         raise ConfigError(
@@ -318,21 +358,29 @@ def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) 
 
 
 def _described(made: Any, argument: str) -> str:
-    """The first sentence about an argument in the docstring of its class; empty where there is none."""
+    """Return ": " and the first sentence about an argument in the class's docstring; empty if there is none."""
     text = inspect.getdoc(made) or ""
     found = re.search(rf"^ *{argument}\b[^:\n]*: (.+?)\.\s", text, re.MULTILINE | re.DOTALL)
     return f": {' '.join(found[1].split())}" if found else ""
 
 
 def _takes_numbers_alone(parameter: inspect.Parameter) -> bool:
+    """Return True if the annotation of a parameter allows only numbers, None, or one number per group."""
     kind = parameter.annotation
-    # Annotations are strings in zeropp's own files, and types in some of torch's.
+    # Annotations are strings in zeropp's files, because of ``from __future__ import annotations``, but types in some of
+    # torch's files.
     named = kind.__name__ if isinstance(kind, type) else str(kind)
     return {"None", "int", "float", "PerGroup"}.issuperset(named.split(" | "))
 
 
 def _hint(key: str, argument: str, accepted: set[str]) -> str:
-    """A remedy for an argument of another name, unless this optimizer or scheduler takes no such thing."""
+    """Return a remedy for an unknown argument; empty if none is known.
+
+    Args:
+        key: "optimizer" or "scheduler".
+        argument: unknown argument in the configuration.
+        accepted: names of the arguments that the optimizer or scheduler takes.
+    """
     path = (key, "params", argument)
     inside, _, target = place(path).rpartition(".")
     if inside == f"{key}.params" and target not in accepted:
@@ -344,19 +392,27 @@ def _hint(key: str, argument: str, accepted: set[str]) -> str:
 def _fitted(
     key: str, given: Mapping[str, Any], defaults: Mapping[str, Any], numbers: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Arguments of the types that their defaults have; those in ``numbers`` must be numbers, also without one.
+    """Return the given arguments after checking that each has the type of its default.
+
+    The strings "true" and "false" become booleans, if the default is a boolean.
+
+    Args:
+        key: "optimizer" or "scheduler". A scheduler may get a list of numbers for any argument.
+        given: arguments from the configuration.
+        defaults: default of each argument that the class takes.
+        numbers: names of arguments that must be numbers even though their default gives no type.
 
     Raises:
-        ConfigError: some are of other types; with all of them.
+        ConfigError: arguments have wrong types; the error lists all of them.
     """
     fitted = dict(given)
     wrong = []
     for name, value in given.items():
         default = defaults.get(name)
         if isinstance(default, bool) and isinstance(value, str):
-            # A string of any letters would be true.
+            # Without this conversion the string "false" would count as True.
             value = fitted[name] = {"true": True, "false": False}.get(value.lower(), value)
-        # A scheduler takes a list of numbers, too: one for each parameter group.
+        # A scheduler's argument may be a list with one number for each parameter group.
         expected = _expected(value, default) or (
             "a number" if name in numbers and value is not None and not _is_number(value) else ""
         )
@@ -368,7 +424,10 @@ def _fitted(
 
 
 def _expected(value: object, default: object) -> str:
-    """The kind of value that an argument takes, by its default; empty where `value` is one, or where nothing tells."""
+    """Return a description of the expected type, taken from the default; empty if ``value`` has that type.
+
+    The result is also empty if the default gives no type, such as None or a string.
+    """
     if isinstance(default, bool):
         return "" if isinstance(value, bool) or value in (0, 1) else f"true or false (default {value_text(default)})"
     if isinstance(default, int | float):
@@ -379,8 +438,10 @@ def _expected(value: object, default: object) -> str:
 
 
 def _is_number(value: object) -> bool:
+    """Return True for an int or a float, but not for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_numbers(value: object) -> TypeGuard[list[Any]]:
+    """Return True for a list of numbers."""
     return isinstance(value, list) and all(map(_is_number, value))

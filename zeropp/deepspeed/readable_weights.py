@@ -101,10 +101,10 @@ class ReadableWeights:
     alone = False
 
     def edits(self, parameter: nn.Parameter) -> Edits | None:
-        """Return the target of edits of a frozen weight (as by PEFT's ``merge_and_unload()``); None if edits are refused.
+        """Return the target of in-place edits of a frozen weight; None if edits are refused.
 
-        Edits are refused in stage 3, for trainable parameters, and while the weights are offloaded. An edit is local
-        and must be made on every rank: see [Note: edits of frozen weights].
+        PEFT's ``merge_and_unload()`` makes such edits. Edits are refused in stage 3, for trainable parameters and for
+        offloaded weights. An edit is local and must be made on every rank: see [Note: edits of frozen weights].
         """
         engine = handler_of(parameter)
         # The stage decides, and not the number of ranks, so that a script behaves alike on one rank and on many.

@@ -1,4 +1,4 @@
-"""The parts of DeepSpeed that the stand-in lacks, by name, with the reasons."""
+"""Names of DeepSpeed that the stand-in package lacks, with the reasons, and the errors that using them raises."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["MODULES", "NO_EXPERTS", "NO_KERNELS", "NO_PIPELINES", "RefusingFinde
 
 _SEE = "see docs/migrating.md of zeropp"
 _PARALLEL = "zeropp partitions over data-parallel ranks, and splits no layer, sequence or expert over them"
-NO_EXPERTS = f"{_PARALLEL}; mixtures of experts of transformers train as they are"
+NO_EXPERTS = f"{_PARALLEL}; the mixture-of-experts models of transformers train without changes"
 NO_PIPELINES = f"pipelines are not in zeropp: {_PARALLEL}"
-NO_KERNELS = "zeropp has no inference kernels; zeropp.initialize without an optimizer makes an engine that only runs"
+NO_KERNELS = "zeropp has no inference kernels; zeropp.initialize without an optimizer makes an engine for inference"
 
-# Module, with all below it -> why it is not there.
+# Module -> reason why the stand-in lacks it and all its submodules.
 MODULES = {
-    "deepspeed.autotuning": "zeropp.plan says which settings fit, and measures nothing",
+    "deepspeed.autotuning": "zeropp.plan computes which settings fit into memory, and measures nothing",
     "deepspeed.checkpoint.constants": "DeepSpeed's own files are read by engine.load_checkpoint and zero_to_fp32",
     "deepspeed.compile": "zeropp gathers in hooks, outside of compiled graphs; engine.compile() compiles the model",
     "deepspeed.compression": "zeropp does not prune or quantize models",
     "deepspeed.datastates": "zeropp.checkpoint saves asynchronously",
     "deepspeed.elasticity": "checkpoints of zeropp load on any number of ranks; torchrun restarts them",
-    "deepspeed.env_report": "nothing is compiled; python -m torch.utils.collect_env says what there is",
+    "deepspeed.env_report": "zeropp compiles nothing; python -m torch.utils.collect_env reports the environment",
     "deepspeed.inference": NO_KERNELS,
     "deepspeed.linear": "use peft for adapters, and zero_quantized_nontrainable_weights for frozen weights in int8",
     "deepspeed.model_implementations": NO_KERNELS,
@@ -50,15 +50,19 @@ MODULES = {
 
 
 class RefusingFinder(importlib.abc.MetaPathFinder):
-    """Says why, where a module below ``deepspeed`` is imported that is not there. Asked after all others."""
+    """Import finder that raises an error with the reason when a missing submodule of ``deepspeed`` is imported.
+
+    It is the last entry of ``sys.meta_path``, so Python only calls it if no other finder has found the module.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Nothing of other packages; of this one, an error.
+        """Return None for modules outside of ``deepspeed``; raise for submodules of it.
 
         Raises:
-            ModuleNotFoundError: always, below ``deepspeed``; scripts that can do without catch it as any ImportError.
+            ModuleNotFoundError: ``fullname`` is below ``deepspeed``. The error is an ImportError, which scripts with a
+                fallback already catch.
         """
         if not fullname.startswith("deepspeed."):
             return None
@@ -68,39 +72,46 @@ class RefusingFinder(importlib.abc.MetaPathFinder):
 
     @classmethod
     def stand(cls) -> None:
-        """Be asked, once."""
+        """Append a finder to ``sys.meta_path``, unless one is there."""
         if not any(isinstance(each, cls) for each in sys.meta_path):
             sys.meta_path.append(cls())
 
 
 def refused(name: str, why: str = _PARALLEL) -> type[Any]:
-    """A class in the place of what is not there: it can be imported and compared with, and raises when it is called.
+    """Return a placeholder class for a class or function that the stand-in lacks.
+
+    The placeholder can be imported and used in ``isinstance``, which is always False. Calling it raises RuntimeError.
 
     Args:
-        name: dotted, below ``deepspeed``.
-        why: and what to do.
+        name: dotted name below ``deepspeed``.
+        why: reason and remedy for the error.
     """
 
     def refuse(cls: type[Any], *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"deepspeed.{name} is not in zeropp's stand-in for DeepSpeed: {why}; {_SEE}")
 
-    # Scripts ask isinstance of such classes, to which the answer is no.
+    # A class, and not a function, because scripts use such names in isinstance().
     return type(name.rpartition(".")[2], (), {"__new__": refuse, "__doc__": f"Refused: {why}."})
 
 
 def refuse_attribute(module: str, name: str) -> NoReturn:
-    """Say why a package below ``deepspeed`` has not got something, where it is asked for as an attribute.
+    """Raise the error for a missing attribute of a module of the stand-in.
+
+    Args:
+        module: dotted name of the module.
+        name: missing attribute.
 
     Raises:
-        AttributeError: always.
+        AttributeError: always, with the reason.
     """
-    # As of any module: hasattr() is how scripts find out.
+    # AttributeError, so that a script's hasattr() returns False.
     raise AttributeError(
         f"{module}.{name} is not in zeropp's stand-in for DeepSpeed: {_reason(f'{module}.{name}')}; {_SEE}"
     )
 
 
 def _reason(fullname: str) -> str:
-    # The nearest: modules below a refused one are refused for its reason.
+    """Return the reason why a dotted name is missing: that of the module itself, or of its nearest known parent."""
+    # MODULES is sorted by name, so the last match is the nearest parent.
     known = [why for module, why in MODULES.items() if f"{fullname}.".startswith(f"{module}.")]
-    return known[-1] if known else "no script was known to use it"
+    return known[-1] if known else "no script that uses it was known"

@@ -1,7 +1,8 @@
-"""The five learning rate schedules that DeepSpeed's JSON names, as torch schedulers.
+"""The five learning rate schedules that DeepSpeed's JSON configuration can name, as torch schedulers.
 
-They count iterations from -1, which is how things are before the first step; `step()` after the first optimizer step
-makes it iteration 0. So the first two steps of a schedule are taken with the rate that it begins with, as in DeepSpeed.
+A new schedule is at iteration -1, and the first optimizer step uses the rates of iteration -1. The schedule's `step()`
+then goes to iteration 0. A warm-up has its start rate at both iterations, so the first two optimizer steps use the
+start rate, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,66 +18,69 @@ from torch.optim.lr_scheduler import LRScheduler
 __all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
 PerGroup = float | Sequence[float]
-"""A number for all parameter groups, or one for each."""
+"""One number for all parameter groups, or a sequence with one number for each."""
 
 
 class _Schedule(LRScheduler):
-    """A schedule whose rates follow from the number of an iteration.
+    """Base class of schedules whose rates depend only on the number of the iteration.
 
     Args:
-        optimizer: whose groups get the rates.
-        last_batch_iteration: to go on from; -1 begins.
+        optimizer: optimizer whose parameter groups get the rates.
+        last_batch_iteration: iteration to continue from; -1 starts a new schedule.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
         for group in optimizer.param_groups:
-            # torch asks for it where a schedule goes on.
+            # torch requires this entry if a schedule continues from an earlier iteration.
             group.setdefault("initial_lr", group["lr"])
         super().__init__(optimizer, last_batch_iteration)
 
     @property
     def last_batch_iteration(self) -> int:
-        """The iteration whose rates are set."""
-        # torch's own numbers begin with 0 when a schedule is made.
+        """The current iteration, whose rates the optimizer has; -1 for a new schedule."""
+        # torch's last_epoch is 0 for a new schedule.
         return int(self.last_epoch) - 1
 
     @abstractmethod
     def rates(self, iteration: int) -> list[float]:
-        """The rate of each group at an iteration, from -1 on."""
+        """Return the learning rate of each parameter group at an iteration >= -1."""
 
     def get_lr(self) -> list[Any]:
-        """Rates of the groups at this iteration."""
+        """Return the learning rate of each parameter group at the current iteration."""
         return self.rates(self.last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
         """Go to the next iteration, or to a given one."""
         if epoch is not None:
-            self.last_epoch = epoch  # one more is added to it below
+            self.last_epoch = epoch  # super().step() adds 1
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the iteration, as DeepSpeed's schedules have it; all else is the configuration's."""
+        """Return the current iteration under DeepSpeed's key; all other settings come from the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a number; rates stay, since optimizers have saved theirs."""
+        """Continue from a saved iteration. The optimizer's rates stay, because its own state dict restores them."""
         self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
         self._last_lr = list(self.rates(self.last_batch_iteration))
 
 
 class LRRangeTest(_Schedule):
-    """Rates that grow from a least one, to find out which are too large (Smith, arXiv:1803.09820).
+    """Learning rate range test: rates that grow from a minimum, to find the largest usable one.
+
+    See Smith, arXiv:1803.09820. With n = (iteration + 1) / lr_range_test_step_size, the rate is
+    ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * n)``.
 
     Args:
-        optimizer: whose groups get the rates.
-        lr_range_test_min_lr: the first rate.
-        lr_range_test_step_size: iterations in which a rate grows by ``lr_range_test_step_rate`` times the first.
-        lr_range_test_step_rate: see there.
-        lr_range_test_staircase: grow at once at the end of so many iterations.
-        last_batch_iteration: to go on from; -1 begins.
+        optimizer: optimizer whose parameter groups get the rates.
+        lr_range_test_min_lr: first rate.
+        lr_range_test_step_size: iterations in which n grows by 1.
+        lr_range_test_step_rate: growth of the rate for each 1 of n, as a multiple of the first rate.
+        lr_range_test_staircase: True to round n down, so that the rate grows in steps.
+        last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, or a list is not as long as that of the groups.
+        ValueError: a number is out of range, or a list has not one number for each parameter group.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class LRRangeTest(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """See :class:`_Schedule`."""
+        """Return the learning rate of each parameter group at an iteration >= -1."""
         steps = (iteration + 1) / self.step_size
         if self.staircase:
             steps = math.floor(steps)
@@ -103,27 +107,28 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """One rise and fall of the rate, and its decay afterwards; momentum falls and rises (Smith, arXiv:1803.09820).
+    """One-cycle schedule: the rate rises and falls once and then decays; momentum moves the opposite way.
+
+    See Smith, arXiv:1803.09820. After the cycle, n counts intervals of ``decay_step_size`` iterations.
 
     Args:
         optimizer: whose groups get rates and momentum.
         cycle_min_lr: rate at both ends of the cycle.
-        cycle_max_lr: rate in the middle.
-        decay_lr_rate: after the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * n)`` after n times
-            ``decay_step_size`` iterations.
+        cycle_max_lr: rate in the middle of the cycle.
+        decay_lr_rate: decay of the rate after the cycle, which is ``cycle_min_lr / (1 + decay_lr_rate * n)``.
         cycle_first_step_size: iterations of the rise.
-        cycle_second_step_size: of the fall; None for as many.
-        cycle_first_stair_count: in so many stairs; 0 for none.
-        cycle_second_stair_count: likewise for the fall; None for as many.
-        decay_step_size: iterations; 0 leaves out the decay.
-        cycle_momentum: whether to change the first of an Adam's ``betas``; those of other optimizers stay.
+        cycle_second_step_size: iterations of the fall; None for as many as the rise.
+        cycle_first_stair_count: number of stairs of the rise; 0 for a continuous rise.
+        cycle_second_stair_count: number of stairs of the fall; None for as many as the rise.
+        decay_step_size: iterations in which n grows by 1; 0 for no decay.
+        cycle_momentum: True to change the first of the optimizer's ``betas``. No effect if some group has no ``betas``.
         cycle_min_mom: momentum in the middle of the cycle.
-        cycle_max_mom: at both ends.
-        decay_mom_rate: after the cycle it is ``cycle_max_mom * (1 + decay_mom_rate * n)``.
-        last_batch_iteration: to go on from; -1 begins.
+        cycle_max_mom: momentum at both ends of the cycle.
+        decay_mom_rate: growth of momentum after the cycle, which is ``cycle_max_mom * (1 + decay_mom_rate * n)``.
+        last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, or a list is not as long as that of the groups.
+        ValueError: a number is out of range, or a list has not one number for each parameter group.
     """
 
     def __init__(
@@ -160,27 +165,27 @@ class OneCycle(_Schedule):
         self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        # Of the others DeepSpeed says that it leaves them, too.
+        # DeepSpeed also leaves optimizers without betas unchanged.
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """See :class:`_Schedule`."""
-        # One cycle, and then the decay: it does not begin again.
+        """Return the learning rate of each parameter group at an iteration >= -1."""
+        # The cycle is not repeated: after it only the decay follows.
         if iteration >= self.total_size:
             return [least / (1 + self.decay_lr_rate * self._decays(iteration)) for least in self.min_lrs]
         height = self._height(iteration)
         return [least + (most - least) * height for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def momentums(self, iteration: int) -> list[float]:
-        """The momentum of each group at an iteration."""
+        """Return the momentum of each parameter group at an iteration >= -1."""
         if iteration >= self.total_size:
             return [most * (1 + self.decay_mom_rate * self._decays(iteration)) for most in self.max_moms]
         height = self._height(iteration)
         return [most - (most - least) * height for least, most in zip(self.min_moms, self.max_moms, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The ``betas`` of each group; None where they stay."""
+        """Return the ``betas`` of each parameter group; None if this schedule does not change them."""
         return [group["betas"] for group in self.optimizer.param_groups] if self.cycle_momentum else None
 
     def step(self, epoch: int | None = None) -> None:
@@ -192,32 +197,34 @@ class OneCycle(_Schedule):
                 group["betas"] = (momentum, *group["betas"][1:])
 
     def _decays(self, iteration: int) -> float:
+        """Return n, the decay intervals since the end of the cycle; 0 without decay."""
         return (iteration - self.total_size + 1) / self.decay_size if self.decay_size else 0.0
 
     def _height(self, iteration: int) -> float:
-        """The height in the cycle, from 0 to 1."""
-        # The step before the first one, -1, is at the bottom.
+        """Return the height in the cycle: 0 at both ends, 1 in the middle."""
+        # Iteration -1 is at the bottom.
         done = (iteration + 1) % self.total_size
         rises = done <= self.first_size
         left, size = (done, self.first_size) if rises else (self.total_size - done, self.total_size - self.first_size)
         stairs = self.first_stairs if rises else self.second_stairs
-        # By whole numbers first: a quotient just below a stair would come out one lower.
+        # Multiply before dividing: left / size may be rounded down, and floor() would then give one stair less.
         return math.floor(left * stairs / size) / stairs if stairs else left / size
 
 
 class WarmupLR(_Schedule):
-    """Rates that rise to the largest one, and stay there.
+    """Warm-up: rates rise from a minimum to a maximum and stay there.
 
     Args:
-        optimizer: whose groups get the rates.
-        warmup_min_lr: to begin with.
-        warmup_max_lr: at the end; None for the groups' own rates.
-        warmup_num_steps: iterations in between; at least 2 are taken.
-        warmup_type: in equal steps, or steps that grow smaller, by the logarithm of the iteration.
-        last_batch_iteration: to go on from; -1 begins.
+        optimizer: optimizer whose parameter groups get the rates.
+        warmup_min_lr: rate at the start.
+        warmup_max_lr: rate at the end of the warm-up; None for the rates that the parameter groups have.
+        warmup_num_steps: iterations of the warm-up; 1 counts as 2.
+        warmup_type: "linear" for equal steps, or "log" for steps that follow the logarithm of the iteration.
+        last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, a list is not as long as that of the groups, or the type is unknown.
+        ValueError: a number is out of range, a list has not one number for each parameter group, or
+            ``warmup_type`` is unknown.
     """
 
     def __init__(
@@ -237,29 +244,30 @@ class WarmupLR(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """See :class:`_Schedule`."""
+        """Return the learning rate of each parameter group at an iteration >= -1."""
         part = self.warmup.part(iteration) if iteration < self.warmup.steps else self.after(iteration)
         return [least + (most - least) * part for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def after(self, iteration: int) -> float:
-        """The part of the way from the least to the largest rate behind the warm-up."""
+        """Return the factor f after the warm-up, where the rate is ``min + f * (max - min)``: always 1."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """Rates that rise to the largest one, and fall in a straight line to the least.
+    """Warm-up and linear decay: rates rise from a minimum to a maximum, and then fall linearly to the minimum.
 
     Args:
-        optimizer: whose groups get the rates.
+        optimizer: optimizer whose parameter groups get the rates.
         total_num_steps: iterations until the end of the fall.
-        warmup_min_lr: to begin and to end with.
-        warmup_max_lr: at the end of the warm-up; None for the groups' own rates.
-        warmup_num_steps: iterations of the warm-up; at least 2 are taken.
-        warmup_type: in equal steps, or steps that grow smaller, by the logarithm of the iteration.
-        last_batch_iteration: to go on from; -1 begins.
+        warmup_min_lr: rate at the start and at the end.
+        warmup_max_lr: rate at the end of the warm-up; None for the rates that the parameter groups have.
+        warmup_num_steps: iterations of the warm-up; 1 counts as 2.
+        warmup_type: "linear" for equal steps, or "log" for steps that follow the logarithm of the iteration.
+        last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, a list is not as long as that of the groups, or the type is unknown.
+        ValueError: a number is out of range, a list has not one number for each parameter group, or
+            ``warmup_type`` is unknown.
     """
 
     def __init__(
@@ -276,22 +284,24 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def after(self, iteration: int) -> float:
-        """See :class:`WarmupLR`."""
-        # Behind the end it stays at the least rate; the line would go on below it.
+        """Return the factor f after the warm-up, where the rate is ``min + f * (max - min)``: falls from 1 to 0."""
+        # max(0.0, ...): after the last iteration the line would fall below the minimum.
         return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup.steps))
 
 
 class WarmupCosineLR(_Schedule):
-    """The groups' own rates times a factor, which rises to 1 and falls by half a wave of the cosine.
+    """Warm-up and cosine decay: the parameter groups' initial rates times a factor.
+
+    The factor rises from ``warmup_min_ratio`` to 1, and then falls to ``cos_min_ratio`` along half a cosine wave.
 
     Args:
-        optimizer: whose groups get the rates.
+        optimizer: optimizer whose parameter groups get the rates.
         total_num_steps: iterations until the end of the fall.
-        warmup_min_ratio: factor to begin with.
-        warmup_num_steps: iterations of the warm-up; at least 2 are taken.
-        cos_min_ratio: factor at the end, and behind it.
-        warmup_type: in equal steps, or steps that grow smaller, by the logarithm of the iteration.
-        last_batch_iteration: to go on from; -1 begins.
+        warmup_min_ratio: factor at the start.
+        warmup_num_steps: iterations of the warm-up; 1 counts as 2.
+        cos_min_ratio: factor at the end of the fall and after it.
+        warmup_type: "linear" for equal steps, or "log" for steps that follow the logarithm of the iteration.
+        last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
         ValueError: a number is out of range, or the type is unknown.
@@ -314,39 +324,55 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
-        """See :class:`_Schedule`."""
+        """Return the learning rate of each parameter group at an iteration >= -1."""
         return [float(base) * self.get_lr_ratio(iteration) for base in self.base_lrs]
 
     def get_lr_ratio(self, iteration: int | None = None) -> float:
-        """The factor at an iteration, by default at this one."""
+        """Return the factor on the initial rates at an iteration; None for the current iteration."""
         iteration = self.last_batch_iteration if iteration is None else iteration
         if iteration < self.warmup.steps:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup.part(iteration)
         done = (iteration - self.warmup.steps + 1) / max(1, self.total_num_steps - self.warmup.steps)
-        # Behind the end it stays there; the cosine would rise again.
+        # min(1.0, done): after the last iteration the cosine would rise again.
         wave = (1 + math.cos(math.pi * min(1.0, done))) / 2
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * wave)
 
 
 class _Warmup:
-    """The part of a warm-up that is over at an iteration."""
+    """Progress of a warm-up.
+
+    Attributes:
+        steps: iterations of the warm-up, at least 2.
+        linear: True for linear progress, False for logarithmic progress.
+    """
 
     def __init__(self, steps: int, kind: str) -> None:
         count = _count("warmup_num_steps", steps)
         if kind not in ("log", "linear"):
             raise ValueError(f'warmup_type is {kind!r}; expected "log" or "linear"')
-        self.steps = max(2, count)  # the logarithm of 1 is 0, by which nothing can be divided
+        self.steps = max(2, count)  # part() divides by log(steps), which is 0 for 1
         self.linear = kind == "linear"
 
     def part(self, iteration: int) -> float:
+        """Return the progress at an iteration below ``steps``, from 0 to below 1 (logarithmic: to 1)."""
         if iteration < 0:
-            # Before the first step, which the logarithm of 0 says nothing of.
+            # log(iteration + 1) does not exist for -1.
             return 0.0
         return iteration / self.steps if self.linear else math.log(iteration + 1) / math.log(self.steps)
 
 
 def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:
-    # Kept as a list of each schedule's own: the JSON's would be shared with the configuration.
+    """Return one number for each parameter group, in a new list.
+
+    Args:
+        optimizer: optimizer with the parameter groups.
+        name: name of the argument, for errors.
+        value: one number, or a sequence of numbers.
+
+    Raises:
+        ValueError: ``value`` is a string, or has not one number for each group.
+    """
+    # A new list, because a list from the JSON belongs to the configuration.
     groups = len(optimizer.param_groups)
     if isinstance(value, str):
         raise ValueError(f"{name} is {value!r}; expected a number, or a list with one for each parameter group")
@@ -358,9 +384,13 @@ def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:
 
 
 def _count(name: str, value: object) -> int:
-    """A number of iterations; JSON's 1e4 is a float."""
+    """Return a number of iterations as an int; a float such as JSON's 1e4 is accepted if it is a whole number.
+
+    Raises:
+        ValueError: ``value`` is not a whole number above 0.
+    """
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    # True is an int, too.
+    # bool is a subclass of int, and is refused.
     if not isinstance(whole, int) or isinstance(whole, bool) or whole <= 0:
         raise ValueError(f"{name} is {value!r}; expected a whole number above 0")
     return whole
@@ -369,4 +399,4 @@ def _count(name: str, value: object) -> int:
 SCHEDULERS: dict[str, type[LRScheduler]] = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""By the names that the JSON has for them."""
+"""Name in the JSON configuration -> class of the schedule."""

@@ -1,12 +1,13 @@
-"""The path of the stand-in for the ``deepspeed`` package, with which unmodified scripts run on zeropp.
+"""Functions that put the stand-in for ``deepspeed`` on Python's path, so that unmodified scripts run on zeropp.
 
-The folder ``stand_in`` holds a package ``deepspeed``, and the metadata by which package managers know it. It is found
-when it is on Python's path: :func:`install` puts it there for this process and those that it starts, and
+The folder ``stand_in`` holds a package ``deepspeed`` and the metadata that ``importlib.metadata`` reads. Python finds
+the package only if the folder is on Python's path. There are two ways to put the folder there:
 
-    python -m zeropp.compat.deepspeed torchrun --nproc-per-node 8 train.py
+- :func:`install` changes the path of this process and of processes that this process starts.
+- ``python -m zeropp.compat.deepspeed torchrun --nproc-per-node 8 train.py`` runs a whole command with the changed path.
+  Launchers (``accelerate launch``) and workers that start by themselves (Ray) need this way.
 
-for a whole command, which is the way for launchers (``accelerate launch``) and workers that begin by themselves (Ray).
-It is never on the path by itself, and refuses to stand before DeepSpeed where that is installed.
+Both refuse to hide an installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from pathlib import Path
 
 __all__ = ["STAND_IN", "VERSION", "environment", "install", "require_alone", "require_first"]
 
-# Python's options for a module, a text or its standard input, joined to others or to what they name: -um, -mpkg, -.
+# Options that make Python run a module (-m), a text (-c) or standard input (-), also joined with other options or with
+# their value: -um, -mpkg.
 _JOINED = re.compile(r"-[bBdEhiOqRsSuvVx]*[cm].*|-")
-# A folder that is no package: what is on the path has to hold the package, and may not be it.
+# Folder for Python's path; it contains the package ``deepspeed``.
 STAND_IN = str(Path(__file__).resolve().parent / "stand_in")
-# Whose calls these are, as libraries ask for; the folder with its metadata has the same one in its name.
+# DeepSpeed version whose calls the stand-in offers; libraries compare it. The metadata folder's name has it, too.
 VERSION = "0.19.8"
-# What looks for the package once, as it is imported, and remembers the answer.
+# Libraries that look for ``deepspeed`` only once, when they are imported.
 _TOO_LATE = ("accelerate", "transformers", "trl")
 
 
 def install() -> None:
-    """Let ``import deepspeed`` find the stand-in, here and in processes that this one starts; called again, do nothing.
+    """Let ``import deepspeed`` find the stand-in, in this process and in processes that it starts.
+
+    A second call does nothing.
 
     Raises:
-        RuntimeError: DeepSpeed is installed, or imported; or so is a library that looks for it only as it is imported.
+        RuntimeError: DeepSpeed is installed or imported, or an imported library has already looked for DeepSpeed.
     """
     if STAND_IN in sys.path:
         return
@@ -47,22 +51,22 @@ def install() -> None:
             "deepspeed then; call install() before the first import of them, or start the script by "
             "`python -m zeropp.compat.deepspeed python SCRIPT`"
         )
-    # First: nothing else of that name may come before it, not even a folder in the working directory.
+    # First on the path, so that no other ``deepspeed`` comes before it, such as a folder in the working directory.
     sys.path.insert(0, STAND_IN)
     os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment variables, with the stand-in on ``PYTHONPATH``: for one to be started."""
+    """Return environment variables for a new process: those of this process, with the stand-in on ``PYTHONPATH``."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != STAND_IN]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([STAND_IN, *paths])}
 
 
 def require_alone() -> None:
-    """Refuse to stand where DeepSpeed itself is.
+    """Raise if the stand-in would hide the real DeepSpeed.
 
     Raises:
-        RuntimeError: it is installed, or imported.
+        RuntimeError: DeepSpeed is installed or imported.
     """
     others = [
         each.version
@@ -73,7 +77,7 @@ def require_alone() -> None:
     if loaded is not None and not Path(loaded).resolve().is_relative_to(STAND_IN):
         others.append(f"at {loaded}")
     if others:
-        # Half of a script would get one of them, and half the other.
+        # With both packages on the path, a script could import some modules from one and some from the other.
         raise RuntimeError(
             f"DeepSpeed is installed ({', '.join(others)}), and zeropp's stand-in would hide it; use an environment "
             "without it (pip uninstall deepspeed), or zeropp.initialize in your script"
@@ -81,21 +85,26 @@ def require_alone() -> None:
 
 
 def require_first(command: Sequence[str]) -> None:
-    """Refuse a command whose Python would find another ``deepspeed`` before what is on ``PYTHONPATH``.
+    """Raise if the Python of a command would find another ``deepspeed`` before the stand-in on ``PYTHONPATH``.
+
+    Args:
+        command: the command and its arguments.
 
     Raises:
-        RuntimeError: one lies beside a script of the command; or in the working directory, where that comes first.
+        RuntimeError: a ``deepspeed`` module lies in the script's folder, or in the working directory of a command that
+            Python searches first.
     """
-    # The first is the script, whose folder Python looks in; others are arguments, such as a configuration in Python.
+    # The first .py file is the script: Python searches its folder before PYTHONPATH. Later ones are its arguments.
     script = next((each for each in command if each.endswith(".py")), None)
     before = list(command if script is None else command[: command.index(script)])
-    # The real one, where the script is a link to a file elsewhere.
+    # resolve(), because Python searches the folder of the real file if the script is a symbolic link.
     folders = [] if script is None else [Path(script).resolve().parent]
-    # A module or a text is looked for in the working directory; it may be a launcher, whose argument the script is.
+    # With -m, -c or standard input Python searches the working directory first. The module may be a launcher that gets
+    # the script as an argument.
     by_name = not {"-c", "-m", "--module"}.isdisjoint(before) or any(map(_JOINED.fullmatch, _options(before)))
     folders += [Path()] if by_name else []
     for found in (folder / name for folder in folders for name in ("deepspeed.py", "deepspeed/__init__.py")):
-        # Behind a module it is an argument, most likely: a script of that name would find itself.
+        # A script named deepspeed.py after ``-m module`` is most likely an argument of the module, so it is allowed.
         named = by_name and script is not None and found.resolve() == Path(script).resolve()
         if found.exists() and not named:
             raise RuntimeError(
@@ -105,6 +114,9 @@ def require_first(command: Sequence[str]) -> None:
 
 
 def _options(command: Sequence[str]) -> list[str]:
-    """The options after Python in a command, up to the first other word: launchers have options of their own."""
+    """Return Python's own options in a command: the words after ``python`` that start with "-", up to the first other.
+
+    Options before ``python`` belong to a launcher.
+    """
     behind = itertools.dropwhile(lambda each: not Path(each).name.startswith("python"), command)
     return list(itertools.takewhile(lambda each: each.startswith("-"), itertools.islice(behind, 1, None)))

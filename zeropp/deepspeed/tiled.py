@@ -1,4 +1,4 @@
-"""``TiledLinear``: a large linear layer in tiles, each of which is fetched, used and released alone."""
+"""``TiledLinear``: a large linear layer divided into tiles that are gathered, used and freed one after another."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ __all__ = ["TiledLinear"]
 
 
 class TiledLinear(nn.Module):
-    """``torch.nn.Linear`` as ``out_splits`` x ``in_splits`` smaller ones, whose weights are never there all at once.
+    """A ``torch.nn.Linear`` made of ``out_splits * in_splits`` smaller linear layers, called tiles.
 
-    A tile is a unit of its own where zeropp wraps the model, if it is no smaller than ``unit_min_blocks`` asks for.
-    Use as few as will do: each is a gather, and smaller products.
+    In a wrapped model each tile is a unit of its own, so the full weight is never gathered at once. A tile smaller than
+    ``unit_min_blocks`` is joined with others into one unit. Use as few tiles as memory allows: each tile costs one
+    gather and makes the matrix products smaller.
 
     Args:
-        in_features, out_features, bias: as of ``torch.nn.Linear``.
-        in_splits, out_splits: tiles along the input and the output; features that cannot be dealt out evenly go to the
-            first of them.
-        input_is_already_split: inputs are sequences of ``in_splits`` tensors.
-        combine_out_splits: outputs are one tensor; else a list of ``out_splits``.
-        linear_cls: makes a tile of (in_features, out_features, bias=..., **kwargs).
-        init_linear: whose weights to begin with.
-        **kwargs: of ``linear_cls``.
+        in_features, out_features, bias: arguments of ``torch.nn.Linear``.
+        in_splits, out_splits: number of tiles along the input and along the output. If features cannot be divided
+            evenly, the first tiles get one more.
+        input_is_already_split: True if inputs are sequences of ``in_splits`` tensors.
+        combine_out_splits: True to return one tensor; False to return a list of ``out_splits`` tensors.
+        linear_cls: class of the tiles, called with (in_features, out_features, bias=..., **kwargs).
+        init_linear: linear layer whose weights are copied; None to keep the initialization of ``linear_cls``.
+        **kwargs: further arguments of ``linear_cls``.
 
     Raises:
-        RuntimeError: more tiles than features, or fewer than one.
+        RuntimeError: there are more tiles than features, or fewer than 1, or ``init_linear`` does not fit.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self._columns = _sizes(in_features, in_splits, "in")
         self._rows = _sizes(out_features, out_splits, "out")
-        # Where each begins, and the last ends: what DeepSpeed's has by these names.
+        # DeepSpeed's attributes: the first feature of each tile, and the end of the last tile.
         self.in_parts, self.out_parts = ([0, *accumulate(sizes)] for sizes in (self._columns, self._rows))
-        # The bias is added once: by the last tile of each row.
+        # Only the last tile of each row has a bias, so that the bias is added once to the sum over tiles.
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(columns, rows, bias=bias and number == in_splits - 1, **kwargs)
@@ -69,16 +70,24 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """[..., in_features] to [..., out_features]; see ``input_is_already_split`` and ``combine_out_splits``.
+        """Apply the linear layer.
+
+        Args:
+            input_: tensor [..., in_features]; with ``input_is_already_split`` a sequence of ``in_splits`` tensors,
+                split along the last dimension.
+
+        Returns:
+            Tensor [..., out_features]; with ``combine_out_splits`` False a list of ``out_splits`` tensors, split along
+            the last dimension.
 
         Raises:
-            RuntimeError: the input comes in another number of parts.
+            RuntimeError: the input sequence does not have ``in_splits`` tensors.
         """
         if self.input_is_already_split:
             inputs: Sequence[Tensor] = list(input_)
         else:
             assert isinstance(input_, Tensor)
-            # Views: a copy of the input would cost what tiles save.
+            # split() makes views. A copy of the input would cost memory that the tiles are meant to save.
             inputs = input_.split(self._columns, dim=-1)
         if len(inputs) != self.in_splits:
             raise RuntimeError(f"TiledLinear of {self.in_splits} in_splits was given {len(inputs)} inputs")
@@ -93,10 +102,13 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take a linear layer's weights, before the model is wrapped.
+        """Copy the weights of a linear layer into the tiles. Call it before the model is wrapped.
+
+        Args:
+            other: linear layer of the same shape.
 
         Raises:
-            RuntimeError: it has another shape, or one has a bias and the other has not.
+            RuntimeError: ``other`` has another shape, or only one of the two layers has a bias.
         """
         if tuple(other.weight.shape) != (self.out_features, self.in_features) or (other.bias is None) == self.use_bias:
             raise RuntimeError(
@@ -113,13 +125,21 @@ class TiledLinear(nn.Module):
 
 
 def _tensor(tile: nn.Module, name: str) -> Tensor:
+    """Return a tile's parameter, typed as a tensor."""
     found: Tensor = getattr(tile, name)
     return found
 
 
 def _sizes(features: int, splits: int, which: str) -> list[int]:
+    """Return the number of features of each tile.
+
+    Args:
+        features: number of features to divide.
+        splits: number of tiles.
+        which: "in" or "out", for the error.
+    """
     if not 1 <= splits <= features:
         raise RuntimeError(f"{which}_splits is {splits}; expected 1 to {features}, the {which}_features")
-    # As DeepSpeed deals them out, so that tiles of its checkpoints have the same shapes.
+    # Divide as DeepSpeed does, so that tiles have the shapes of the tiles in DeepSpeed's checkpoints.
     each, more = divmod(features, splits)
     return [each + (number < more) for number in range(splits)]

@@ -1,4 +1,4 @@
-"""Inference with a partitioned model: gathers, offload and codecs, and nothing that trains (ZeRO-Inference)."""
+"""ZeRO-Inference: partition a model that is not trained. Gathers, offload and codecs work; there are no gradients."""
 
 from __future__ import annotations
 
@@ -21,42 +21,50 @@ from zeropp.setup.build import build_engine
 
 __all__ = ["thaw", "wrap_for_inference"]
 
-# Parameters that an engine has frozen for its time. Weakly: one that knew its module would keep the engine for good.
+# Engine -> parameters that wrap_for_inference has frozen. The references are weak: a parameter may refer to its module,
+# the module owns the engine, and then the engine would never be freed.
 _frozen: weakref.WeakKeyDictionary[Core, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
 class _Nobody(Listener):
-    """Listens to an engine whose gradients nobody steps."""
+    """Listener of an engine without an optimizer; ignores all calls of the engine."""
 
     accumulation_type = CalledWindows
 
 
 def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Core:
-    """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
+    """Partition a model for inference and freeze all its parameters. Collective.
 
     Args:
-        model: to partition in place; rank 0's values become everyone's.
-        config: of which partitioning, ``offload_param``, ``bf16`` or ``fp16``, and what encodes weights have an effect.
-        group: ranks to partition over; None for all.
-        device: to compute on; None for the model's.
+        model: model to partition in place, with rank 0's values.
+        config: configuration. Only partitioning, ``offload_param``, ``bf16`` or ``fp16``, and quantization of weights
+            have an effect.
+        group: process group to partition over; None for all ranks.
+        device: device to compute on; None for the model's device.
+
+    Returns:
+        The engine, which the model's modules own.
 
     Raises:
-        ConfigError, TypeError, ValueError: configuration, model or group cannot be used.
+        ConfigError, TypeError, ValueError: configuration, model or group cannot be used. The parameters' requires_grad
+            is restored.
     """
     if config.steps_on_host:
-        # Scripts that train and evaluate have one file for both, from which transformers takes the optimizer alone, and
-        # TRL's reference models have the file of stage 2 with the stage set to 0.
+        # A notice and no error: scripts use one configuration for training and evaluation. transformers removes only
+        # the optimizer block for evaluation. TRL reuses a stage 2 configuration with stage 0 for its reference model.
         notify_once("offload_optimizer has no effect: there is no optimizer, so nothing is stepped")
     zero = config.zero.model_copy(update={"offload_optimizer": None})
     config = config.model_copy(update={"zero_optimization": zero})
     require_supported(config)
-    # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
+    # Freeze all parameters. A trainable parameter would get fp32 main weights and a gradient buffer, which inference
+    # never uses.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Of another engine for inference before this one, where nobody has chosen since.
+    # If no parameter requires gradients, an earlier engine for inference may have frozen them; take over its list.
     frozen = trained or _frozen_before(model)
     model.requires_grad_(False)
     try:
-        # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
+        # The engine keeps only a weak reference to its listener, so this one is freed at once. An engine without a
+        # listener lets the model be wrapped again, for training.
         plan = partial(plan_space, settings=config, states=lambda: 0)
         engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], plan)
     except BaseException:
@@ -67,27 +75,38 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
 
 
 def _frozen_before(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that engines which have evaluated the model have frozen."""
+    """Return the parameters that earlier engines of :func:`wrap_for_inference` have frozen in this model."""
     engines = {handler for handler in map(handler_of, model.parameters()) if isinstance(handler, Core)}
     return [parameter for engine in engines for ref in _frozen.get(engine, ()) if (parameter := ref()) is not None]
 
 
 def thaw(engine: Core, model: nn.Module) -> None:
-    """Let what :func:`wrap_for_inference` has frozen be trainable again, unless somebody has chosen what is."""
+    """Unfreeze the parameters that :func:`wrap_for_inference` has frozen.
+
+    If the user has made some parameters trainable since, nothing is changed. A notice is given if frozen parameters
+    remain.
+
+    Args:
+        engine: engine of :func:`wrap_for_inference`; other engines have frozen nothing.
+        model: its model.
+    """
     frozen = [parameter for ref in _frozen.pop(engine, ()) if (parameter := ref()) is not None]
-    # As peft does, which freezes all and adds what is trained.
+    # Trainable parameters at this point come from the user's code. peft, for example, freezes all parameters and adds
+    # trainable ones.
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _unfreeze(frozen)
     elif not all(parameter.requires_grad for parameter in frozen):
         notify_once(
-            "parameters that were frozen to evaluate stay so, since others have been made trainable meanwhile; call "
-            "requires_grad_() of what is to be trained, too",
+            "parameters that were frozen for inference stay frozen, since others have been made trainable meanwhile; "
+            "call requires_grad_() on each parameter that is to be trained",
             first=engine.comm.rank == 0,
         )
 
 
 def _unfreeze(parameters: list[nn.Parameter]) -> None:
-    # Cleaning up, after an error perhaps, which another one would hide. A KeyError is of a wrap that failed half-way.
+    """Set requires_grad on parameters, without raising."""
+    # This cleanup may run while another error is handled, and an error here would hide that one. A KeyError comes from a
+    # model whose wrapping failed half-way.
     with contextlib.suppress(RuntimeError, KeyError):
         for parameter in parameters:
             parameter.requires_grad_(True)
