@@ -105,8 +105,8 @@ def thaw(engine: Core, model: nn.Module) -> None:
 
 def _unfreeze(parameters: list[nn.Parameter]) -> None:
     """Set requires_grad on parameters, without raising."""
-    # This cleanup may run while another error is handled, and an error here would hide that one. A KeyError comes from a
-    # model whose wrapping failed half-way.
+    # This cleanup may run while another error is handled, and an error here would hide that one. A KeyError comes from
+    # a model whose wrapping failed half-way.
     with contextlib.suppress(RuntimeError, KeyError):
         for parameter in parameters:
             parameter.requires_grad_(True)
