@@ -1,4 +1,4 @@
-"""Old import paths of :mod:`zeropp.deepspeed`, for scripts that have them.
+"""Older import paths of :mod:`zeropp.deepspeed`, kept for scripts that use them.
 
-Knows names alone. Start with ``deepspeed/__init__.py``, and find the code in ``zeropp/deepspeed``.
+This package only re-exports names: see ``deepspeed/__init__.py``. The code is in ``zeropp/deepspeed``.
 """

@@ -683,7 +683,10 @@ class Engine(nn.Module):
         return self.save_16bit_model(save_dir, save_filename)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return the model's ``state_dict()`` with full tensors on every rank, optionally without frozen parameters."""
+        """Return the model's ``state_dict()`` with full tensors on every rank. Collective.
+
+        ``exclude_frozen_parameters`` leaves out frozen parameters.
+        """
         # Without duplicates removed: a tied parameter is in the state dict under each of its names.
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
@@ -768,7 +771,7 @@ class Engine(nn.Module):
         return root, names[0]
 
     def _checkpoint_path(self, own_root: str, tag: str | int | None) -> Path | None:
-        """Return the path of the checkpoint to load, or None if ``latest`` is missing; equal on all ranks. Collective."""
+        """Return the path of the checkpoint to load, equal on all ranks; None if ``latest`` is missing. Collective."""
         engine = engine_of(self.module)
         # Only the first rank reads ``latest``: a network file system may show other ranks an older one.
         own = str(tag) if tag is not None else None

@@ -1,8 +1,8 @@
-"""The second result of ``initialize``: a `ZeroOptimizer` that answers what scripts ask DeepSpeed's optimizers.
+"""The optimizer that ``initialize`` returns: a `ZeroOptimizer` with further attributes of DeepSpeed's optimizers.
 
-Some scripts take DeepSpeed's hooks off a model through ``optimizer.parameter_offload``, and put them back, to
-generate inside ``GatheredParameters``. zeropp's hooks do nothing there, so all calls of :class:`ParameterOffload`
-are harmless.
+To generate inside ``GatheredParameters``, some scripts remove DeepSpeed's hooks through ``optimizer.parameter_offload``
+and install them again afterwards. zeropp's hooks do nothing inside ``GatheredParameters``, so they can stay, and the
+methods of :class:`ParameterOffload` do nothing.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ __all__ = ["CalledWindows", "ParameterOffload", "TrainingOptimizer"]
 
 
 class _Coordinator:
-    """``param_coordinator``: an order of gathers that is known, and nothing to forget."""
+    """Placeholder for DeepSpeed's ``param_coordinator``, which stores the order of gathers."""
 
     def is_invalid_trace(self) -> bool:
-        """False: what is known of the order holds."""
+        """Return False: the stored order of gathers is valid."""
         return False
 
     def _invalidate_trace(self) -> None:
-        """Nothing: whoever parts from a known order is noticed."""
+        """Do nothing. zeropp itself detects that a pass no longer follows the learned order."""
 
 
 class ParameterOffload:
-    """Has the names of DeepSpeed's, and no hooks.
+    """Placeholder for DeepSpeed's ``parameter_offload``, with the same names and without hooks.
 
     Attributes:
         module: the model.
-        forward_hooks, backward_hooks: empty lists, which may be assigned.
-        param_coordinator: says that its order is known.
+        forward_hooks, backward_hooks: empty lists; scripts may assign them.
+        param_coordinator: placeholder that reports a valid order of gathers.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # Assigned by those scripts, too, and so no properties.
+        # Plain attributes and no properties, because scripts assign to them.
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self.param_coordinator = _Coordinator()
 
     def _register_deepspeed_module(self, module: nn.Module, count: list[int] | None = None) -> None:
-        """Nothing: hooks have never been away."""
+        """Do nothing. Scripts call this method to install hooks again, and zeropp's hooks were never removed."""
 
     def _register_hooks_recursively(self, module: nn.Module, count: list[int] | None = None) -> None:
-        """Nothing, as :meth:`_register_deepspeed_module`, by its older name."""
+        """Do nothing; this is the older name of :meth:`_register_deepspeed_module`."""
 
     def get_param_coordinator(self, training: bool = True) -> _Coordinator:
-        """:attr:`param_coordinator`."""
+        """Return :attr:`param_coordinator`."""
         return self.param_coordinator
 
 
 class LossScaler:
-    """``optimizer.loss_scaler``: where the loss scale of float16 is, by DeepSpeed's names; to read."""
+    """``optimizer.loss_scaler``: read-only view of the float16 loss scale under DeepSpeed's names."""
 
     def __init__(self, optimizer: TrainingOptimizer) -> None:
         self._optimizer = optimizer
 
     @property
     def cur_scale(self) -> float:
-        """The factor that the next loss gets; 1 but in float16."""
+        """Factor on the next loss; 1 unless fp16 is enabled."""
         return self._optimizer.loss_scale
 
     loss_scale = cur_scale
 
     @property
     def cur_iter(self) -> int:
-        """Steps that a dynamic scale has seen, skipped ones included."""
-        # The last step may not be decided yet, and then it is not counted.
+        """Number of optimizer steps with a dynamic loss scale, including skipped steps."""
+        # A step is only counted once its step sync is read, which may not have happened for the last step.
         self._optimizer.step_result.wait_for_result()
         return self._optimizer.engine.loss_scale.iterations
 
@@ -86,52 +86,56 @@ class LossScaler:
 
     @property
     def scale_window(self) -> int:
-        """The configuration's ``fp16.loss_scale_window``."""
+        """Configuration value ``fp16.loss_scale_window``."""
         return self._optimizer.config.loss_scaling.loss_scale_window
 
     @property
     def min_scale(self) -> float:
-        """The configuration's ``fp16.min_loss_scale``."""
+        """Configuration value ``fp16.min_loss_scale``."""
         return self._optimizer.config.loss_scaling.min_loss_scale
 
 
 class CalledWindows(GradAccumulation):
-    """Windows of DeepSpeed's engine: it counts calls of its ``step()``, or its caller says where a window ends.
+    """Accumulation windows of DeepSpeed's engine, which count calls of ``engine.step()`` instead of micro-batches.
 
-    Until the engine's ``step()`` is called for the first time, and where every step acts, the rule of
-    :class:`ZeroOptimizer` holds.
+    The caller may also set the window ends itself, with ``engine.set_gradient_accumulation_boundary()``. Until the
+    first call of ``engine.step()`` or of that method, the rule of :class:`ZeroOptimizer` holds: count micro-batches.
+
+    Args:
+        steps: micro-batches of a window, gradient_accumulation_steps.
+        managed: False if every ``step()`` steps the optimizer.
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
         super().__init__(steps, managed=managed)
         self._counts_calls = False
-        # Calls of the engine's step() in this window.
+        # Number of engine.step() calls in this window.
         self._calls = 0
-        # The last word of set_gradient_accumulation_boundary().
+        # Argument of the last set_gradient_accumulation_boundary() call; None before the first call.
         self._forced: bool | None = None
 
     @property
     def at_boundary(self) -> bool:
-        """True if the engine's next ``step()`` ends the window."""
+        """True if the next ``engine.step()`` steps the optimizer."""
         if self._forced is not None:
             return self._forced
         return not self.managed or self._calls + 1 >= self.steps
 
     @property
     def unfinished(self) -> bool:
-        """True if gradients are not those that the engine's next optimizer step takes."""
-        # Between a step() and the backward that follows, more is to come.
+        """True if the gradients are not yet the complete sum that the next optimizer step uses."""
+        # After an engine.step() that only counted, at least one more backward adds to the gradients.
         return self.ignores_zero_grad or not self.at_boundary if self._counts_calls else super().unfinished
 
     @property
     def closing(self) -> bool:
-        """True if the running or next backward is the last before an optimizer step."""
+        """True if the running or next backward is the last one before an optimizer step."""
         if self._counts_calls and (self.managed or self._forced is not None):
             return self.at_boundary
         return super().closing
 
     def note_engine_step(self) -> bool:
-        """Tell whether a call of the engine's ``step()`` ends the window; one that does not is counted."""
+        """Return True if this ``engine.step()`` call steps the optimizer; otherwise count the call."""
         self._counts_calls = True
         if self.at_boundary:
             return True
@@ -140,12 +144,12 @@ class CalledWindows(GradAccumulation):
         return False
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Let the engine's ``step()`` end the window or not, from here on, as its caller says."""
+        """Set whether the following ``engine.step()`` calls step the optimizer."""
         self._forced = is_boundary
         self._counts_calls = True
 
     def warning(self) -> str | None:
-        """A warning for the caller of the optimizer's own ``step()``, where it did nothing; else None."""
+        """Return a warning if the caller's ``optimizer.step()`` did nothing; None otherwise."""
         if self._counts_calls and self.ignores_zero_grad:
             return (
                 "step() of the optimizer did nothing: engine.step() counts the micro-batches of a window here, and "
@@ -154,10 +158,13 @@ class CalledWindows(GradAccumulation):
         return super().warning()
 
     def resize(self, steps: int) -> None:
-        """Let windows have another number of micro-batches from here on; every rank decides alike.
+        """Change the number of micro-batches of a window. Every rank must make the same call.
+
+        Args:
+            steps: new number of micro-batches.
 
         Raises:
-            RuntimeError: in the middle of a window, whose gradients were divided by the older number.
+            RuntimeError: a window has begun, so its gradients are divided by the present number.
         """
         if self.count:
             raise RuntimeError(
@@ -168,18 +175,17 @@ class CalledWindows(GradAccumulation):
         self._calls = 0
 
     def restart(self) -> None:
-        """A step was taken or skipped, or gradients were discarded."""
+        """Start a new window. Called after an optimizer step, taken or skipped, and when gradients are discarded."""
         super().restart()
         self._calls = 0
 
 
 class TrainingOptimizer(ZeroOptimizer):
-    """As :class:`zeropp.ZeroOptimizer`, with more names.
+    """A :class:`zeropp.ZeroOptimizer` with further attributes of DeepSpeed's optimizers.
 
     Attributes:
-        parameter_offload: has no hooks to take off; see `zeropp.deepspeed.training_optimizer`.
-        loss_scaler: where the loss scale is.
-        custom_loss_scaler: False: GradScaler and the like are left out, since float16 is scaled here.
+        parameter_offload: placeholder without hooks; see `zeropp.deepspeed.training_optimizer`.
+        custom_loss_scaler: False, because zeropp scales the loss itself; scripts then use no scaler of their own.
     """
 
     config: Config
@@ -188,18 +194,20 @@ class TrainingOptimizer(ZeroOptimizer):
     accumulation_type = CalledWindows
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """As for :class:`zeropp.ZeroOptimizer`."""
+        """Wrap ``optimizer``; the arguments are those of :class:`zeropp.ZeroOptimizer`."""
         super().__init__(optimizer, model, *args, **kwargs)
         self.parameter_offload = ParameterOffload(model)
 
-    # Made when it is asked for: it refers to this, which must go when nothing else does.
+    # A new object for each access. A stored one would refer back to the optimizer, and this reference cycle would keep
+    # the optimizer alive until the garbage collector runs.
     @property
     def loss_scaler(self) -> LossScaler:
+        """Read-only view of the float16 loss scale."""
         return LossScaler(self)
 
     @property
     def cur_scale(self) -> float:
-        """``loss_scale``, by an older name."""
+        """Older name of ``loss_scale``."""
         return self.loss_scale
 
     @property
@@ -209,46 +217,47 @@ class TrainingOptimizer(ZeroOptimizer):
 
     @property
     def clip_grad(self) -> float:
-        """The norm that gradients are clipped to; 0 for none."""
+        """Largest norm of gradients after clipping; 0 for no clipping."""
         return self.config.gradient_clipping
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """``grad_norm``, by the name that Megatron-DeepSpeed reads."""
+        """Value of ``grad_norm``; Megatron-DeepSpeed reads this name."""
         return self.grad_norm
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """This rank's main weights, flat: a view for each unit's buffer, where DeepSpeed has one for each sub-group."""
-        # The host may be stepping them.
+        """This rank's main weights: one 1-D shard for each trainable flat buffer. DeepSpeed has one per sub-group."""
+        # A step on the host may still be writing to the shards.
         self.engine.wait_for_step()
         return [buffer.shard for buffer in self.engine.trainable_buffers]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """The same, as the optimizer of stages 1 and 2 calls it."""
+        """Value of :attr:`fp32_partitioned_groups_flat`; DeepSpeed's name in stages 1 and 2."""
         return self.fp32_partitioned_groups_flat
 
     def get_lr(self) -> Any:
-        """The first group's learning rate."""
+        """Return the learning rate of the first parameter group."""
         return self.inner.param_groups[0]["lr"]
 
     def set_lr(self, lr: float) -> None:
-        """Give every group this learning rate."""
+        """Set the learning rate of all parameter groups."""
         for group in self.inner.param_groups:
             group["lr"] = lr
 
     def refresh_fp32_params(self) -> None:
-        """Nothing: what is loaded or edited goes to main weights first, and weights follow them."""
+        """Do nothing. In zeropp loads and edits change main weights first, so they never need to be renewed."""
 
     def _get_norm_groups(self) -> list[Tensor]:
-        """Norms whose own norm is that of all gradients, before clipping; here one. Collective, before ``step()``."""
+        """Return a list with one scalar: the norm of all gradients before clipping. Collective, before ``step()``.
+
+        DeepSpeed returns one norm per parameter group, and callers combine the list into the total norm.
+        """
         return [torch.tensor(math.hypot(*self.grad_norms().values()))]
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """Nothing: groups of the wrapped optimizer always have the main weights. DeepSpeed's have them between this and
-        :meth:`_clear_fp32_optimizer_param_groups`.
-        """
+        """Do nothing. DeepSpeed puts main weights into the parameter groups here; in zeropp they are always there."""
 
     def _clear_fp32_optimizer_param_groups(self) -> None:
-        """Nothing, as :meth:`_set_fp32_optimizer_param_groups`."""
+        """Do nothing. DeepSpeed removes main weights from the parameter groups here; in zeropp they stay."""

@@ -1,7 +1,11 @@
-"""Folders that DeepSpeed's ``save_checkpoint`` wrote in ZeRO stages 1, 2 and 3: weights, optimizer states, counters.
+"""Reader of checkpoints that DeepSpeed's ``save_checkpoint`` wrote in ZeRO stages 1, 2 and 3.
 
-Stages 1 and 2 cut each parameter group, as one row, into as many partitions as there were ranks. Stage 3 cuts each
-parameter, and a rank's file has its parts of all of them in a row, group by group. DeepSpeed is not needed.
+The reader finds weights, optimizer states and counters without DeepSpeed. The stages store them in different ways:
+
+- Stages 1 and 2 concatenate the parameters of each parameter group into one row, and cut the row into one partition
+  for each rank.
+- Stage 3 cuts each parameter into one part for each rank. A rank's file has a row with its parts of all parameters,
+  group by group.
 """
 
 from __future__ import annotations
@@ -23,20 +27,24 @@ __all__ = ["PACKAGES", "RunValues", "ZeroFolder", "model_files", "read_run_value
 
 
 PACKAGES = ("deepspeed", "numpy")
-"""Packages whose classes stand in DeepSpeed's files: its loss scaler and the like, and arrays in users' states."""
+"""Packages whose classes DeepSpeed's files may refer to: its loss scaler, for example, and users' numpy arrays."""
 _LATEST = "latest"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 def zero_folder(place: Path, tag: str | None = None) -> Path | None:
-    """The folder of one checkpoint of DeepSpeed's: ``place`` itself, or what a tag or ``latest`` in it names.
+    """Return the folder of one checkpoint of DeepSpeed.
+
+    Args:
+        place: the folder itself, or the directory that contains it.
+        tag: name of the folder in ``place``; None for ``place`` itself or the name in the file ``latest``.
 
     Returns:
-        None if ``place`` is no such folder.
+        The folder, which has files ``*_optim_states.pt``; None if there is no such folder.
 
     Raises:
-        CheckpointError: the tag, or what ``latest`` names, is not there.
+        CheckpointError: the folder named by ``tag`` or ``latest`` does not exist.
     """
     if tag is None and place.is_dir() and _numbered(place, _OPTIM):
         return place
@@ -44,7 +52,7 @@ def zero_folder(place: Path, tag: str | None = None) -> Path | None:
         if not (place / _LATEST).is_file():
             return None
         tag = (place / _LATEST).read_bytes()[:1000].decode(errors="replace").strip()
-        # Series of checkpoints of zeropp have a file of that name, too, of JSON.
+        # zeropp's own series of checkpoints has a file ``latest``, too, which holds JSON.
         if tag.startswith("{"):
             return None
     folder = place / tag
@@ -54,7 +62,15 @@ def zero_folder(place: Path, tag: str | None = None) -> Path | None:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Files of a pattern by rank."""
+    """Return the files of a folder whose names match a pattern, sorted by rank.
+
+    Args:
+        folder: folder of a checkpoint.
+        pattern: regular expression with the data-parallel rank as group 1 and the model-parallel rank as group 2.
+
+    Raises:
+        CheckpointError: a rank's file is missing, or a file is of a model-parallel rank above 0.
+    """
     found = {}
     for each in folder.iterdir():
         match = pattern.fullmatch(each.name)
@@ -72,18 +88,25 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Files ``*_model_states.pt`` of a checkpoint, by rank."""
+    """Return the files ``*_model_states.pt`` of a checkpoint's folder, sorted by rank."""
     return _numbered(folder, _MODEL)
 
 
 def optim_files(folder: Path) -> list[Path]:
-    """Files ``*_optim_states.pt`` of a checkpoint, by rank."""
+    """Return the files ``*_optim_states.pt`` of a checkpoint's folder, sorted by rank."""
     return _numbered(folder, _OPTIM)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of elements of a row, in one file."""
+    """A contiguous run of elements in one file.
+
+    Attributes:
+        file: index of the file in `ZeroFolder.files`.
+        begin: position of the first element in the file, in bytes.
+        count: number of elements.
+        dtype: dtype of the elements.
+    """
 
     file: int
     begin: int
@@ -92,17 +115,20 @@ class _Piece:
 
 
 class ZeroFolder:
-    """One checkpoint of DeepSpeed's.
+    """The contents of one checkpoint of DeepSpeed: places of all tensors in its files. No values are read.
+
+    Args:
+        folder: folder of the checkpoint, as :func:`zero_folder` returns it.
 
     Attributes:
-        folder: that it is in.
-        files: with their sizes.
-        named: tensors under zeropp's names, and further names of tied ones.
-        stage: of ZeRO; 1 for the optimizer that DeepSpeed has for bfloat16, which does not say.
-        frozen: parameters that were not trained.
+        folder: folder of the checkpoint.
+        files: the files, with names and sizes in bytes.
+        named: tensors under the names that zeropp's checkpoints use, and aliases of tied parameters.
+        stage: ZeRO stage; 1 if the files do not store a stage, as with DeepSpeed's bfloat16 optimizer.
+        frozen: names of parameters that were not trained.
 
     Raises:
-        CheckpointError: files are missing, damaged, contradict each other, or name what is not known.
+        CheckpointError: files are missing, damaged, contradict each other, or refer to unknown classes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,19 +155,22 @@ class ZeroFolder:
             ) from error
 
     def _add(self, path: Path) -> int:
+        """Add a file to :attr:`files` and return its index."""
         self.files.append(FileEntry(name=path.name, nbytes=path.stat().st_size, sums=""))
         return len(self.files) - 1
 
     def _read(self, path: Path) -> Any:
+        """Return the dict that a file holds, with the place of each tensor instead of its values."""
         found = read_torch_file(path, PACKAGES)
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__}, expected a dict")
         return found
 
     def _find(self) -> None:
+        """Find the stage, and all weights and buffers."""
         own = self._states[0]
         stage = own.get("zero_stage")
-        # An enumeration that is not here, by the number it was made of.
+        # The stage is stored as a member of an enum that is not importable here; args[0] is its value.
         stage = stage.args[0] if isinstance(stage, Record) else (stage or 1)
         self.stage = int(stage)
         count = own.get("partition_count", len(self._optims))
@@ -159,7 +188,7 @@ class ZeroFolder:
         self._trained = [name for group in self._shapes for name in group]
         self.frozen -= set(self._trained)
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        # In place of the module's own entries, which have the rounded weights that were computed with.
+        # Main weights replace the module's own entries, which are weights in the compute dtype.
         for name, entry in self._rows([state[key] for state in self._states]):
             self.named.tensors[MODEL + name] = entry
         for name, there in dict(model.get("shared_params") or {}).items():
@@ -168,17 +197,18 @@ class ZeroFolder:
                 self.named.aliases[name] = there
 
     def _add_module(self) -> None:
+        """Add the module's state dict: buffers in all stages, and parameters in stages 1 and 2."""
         number, model = self._models[0]
         for name, value in model["module"].items():
             is_buffer = name in model["buffer_names"]
-            # Stage 3 leaves parameters there without elements.
+            # In stage 3 the module's parameters are saved without elements.
             if isinstance(value, TorchFileTensor) and (self.stage < 3 or is_buffer):
                 self.named.tensors[MODEL + name] = entry_of(value, number, name)
                 if not is_buffer:
                     self.frozen.add(name)
 
     def _add_frozen(self) -> None:
-        """Parameters that were not trained: whole in stage 2, cut as trained ones are in stage 3."""
+        """Add frozen parameters: whole tensors in stages 1 and 2, one part for each rank in stage 3."""
         for name, shape in dict(self._models[0][1].get("frozen_param_shapes") or {}).items():
             self.frozen.add(name)
             if self.stage < 3:
@@ -192,10 +222,10 @@ class ZeroFolder:
             self.named.tensors[MODEL + name] = _joined(name, tuple(shape), pieces)
 
     def _rows(self, rows: Sequence[Sequence[TorchFileTensor]]) -> Iterator[tuple[str, TensorEntry]]:
-        """Each trained parameter, of what every rank has in rows: one for each group.
+        """Yield name and places of each trained parameter, from rows of main weights or of one optimizer state.
 
         Args:
-            rows: of each rank.
+            rows: for each rank, its rows: one for each parameter group.
         """
         numbers = [number for number, _ in self._optims]
         if self.stage == 3:
@@ -210,21 +240,25 @@ class ZeroFolder:
                 begin = end
 
     def _of_parts(self, rows: list[list[_Piece]]) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield name and places of each trained parameter in stage 3; ``rows`` are the pieces of each rank's row."""
         world = len(rows)
         begin = 0
         for group in self._shapes:
             for name, shape in group.items():
-                # Stage 3 pads each parameter until all ranks have the same number of its elements.
+                # Stage 3 pads each parameter to a multiple of the number of ranks: part = ceil(numel / world).
                 part = -(-torch.Size(shape).numel() // world)
                 pieces = [piece for row in rows for piece in _cut(row, begin, begin + part)]
                 yield name, _joined(name, shape, pieces)
                 begin += part
 
     def add_optimizer(self, known: Iterable[str]) -> None:
-        """Add the states of trained parameters, and the settings of their groups.
+        """Add optimizer states of trained parameters, and the settings of their parameter groups, to :attr:`named`.
 
         Args:
-            known: names of settings that the optimizer has.
+            known: names of settings that the optimizer's groups have; other saved settings are dropped.
+
+        Raises:
+            CheckpointError: the saved states do not have the form of Adam's.
         """
         try:
             self._add_optimizer(list(known))
@@ -235,15 +269,16 @@ class ZeroFolder:
             ) from error
 
     def _add_optimizer(self, known: list[str]) -> None:
+        """Do the work of :meth:`add_optimizer`, without turning errors into CheckpointError."""
         bases = [state.get("optimizer_state_dict", state.get("base_optimizer_state")) for state in self._states]
-        # Of older checkpoints of stages 1 and 2 a list, without the settings.
+        # Older checkpoints of stages 1 and 2 have a list of states and no settings.
         settings = [] if isinstance(bases[0], list) else bases[0]["param_groups"]
         by_row = [list(_by_row(base)) for base in bases]
         steps = {}
         for index, state in enumerate(by_row[0]):
             group: Mapping[str, Any] = next((each for each in settings if index in each["params"]), {})
             steps[index] = state.get("step", group.get("step", self._states[0].get("base_optimizer_state_step")))
-        # A state of one number, such as the count of steps, has no shape.
+        # Only states with one value per element have a shape. A step count has none.
         rowwise = (
             [k for k, v in by_row[0][0].items() if isinstance(v, TorchFileTensor) and v.shape] if by_row[0] else []
         )
@@ -260,6 +295,7 @@ class ZeroFolder:
             self.named.add_group(names, {k: v for k, v in each.items() if not isinstance(v, TorchFileTensor)}, known)
 
     def _add_step(self, name: str, step: object) -> None:
+        """Add the step count of a parameter, stored as a tensor or as a number; None adds nothing."""
         if isinstance(step, TorchFileTensor):
             self.named.add_state(name, "step", entry_of(step, self._optims[0][0], f"{STATE}{name}.step"))
         elif step is not None:
@@ -267,7 +303,7 @@ class ZeroFolder:
 
 
 def _by_row(base: Any) -> Iterator[Mapping[str, Any]]:
-    """States of each row, in the order of rows."""
+    """Yield the optimizer states of each row, in the order of rows."""
     if isinstance(base, list):
         yield from base
     else:
@@ -275,18 +311,20 @@ def _by_row(base: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _numel(stored: TorchFileTensor) -> int:
+    """Return the number of elements of a row; raise ValueError if the tensor is not 1-D and contiguous."""
     if len(stored.shape) != 1 or (stored.shape[0] > 1 and stored.strides[0] != 1):
         raise ValueError(f"a row is of shape {stored.shape} and strides {stored.strides}")
     return stored.shape[0]
 
 
 def _pieces(number: int, rows: Iterable[TorchFileTensor]) -> Iterator[_Piece]:
+    """Yield one piece for each row of the file with index ``number``."""
     for row in rows:
         yield _Piece(number, row.begin, _numel(row), row.dtype)
 
 
 def _cut(pieces: Iterable[_Piece], begin: int, end: int) -> Iterator[_Piece]:
-    """The pieces of a range of what pieces make up, one behind the other."""
+    """Yield the pieces that make up elements ``begin`` to ``end`` of the concatenation of ``pieces``."""
     first = 0
     for piece in pieces:
         low = max(begin, first)
@@ -297,12 +335,21 @@ def _cut(pieces: Iterable[_Piece], begin: int, end: int) -> Iterator[_Piece]:
 
 
 def _joined(name: str, shape: tuple[int, ...], pieces: Iterable[_Piece]) -> TensorEntry:
-    """A tensor of pieces, one behind the other; what they have beyond its elements is padding."""
+    """Return the entry of a tensor whose elements, in row-major order, are the concatenation of pieces.
+
+    Args:
+        name: name of the tensor, for errors.
+        shape: shape of the tensor.
+        pieces: pieces with at least as many elements as the tensor; further elements are padding.
+
+    Raises:
+        ValueError: the pieces have fewer elements than the tensor.
+    """
     numel = torch.Size(shape).numel()
     strides = row_major(shape)
     start = 0
     boxes: list[BoxEntry] = []
-    # A parameter without elements has no piece that tells its dtype.
+    # Default for a parameter without elements, which has no piece with a dtype.
     dtype = torch.float32
     for piece in pieces:
         dtype = piece.dtype
@@ -317,7 +364,7 @@ def _joined(name: str, shape: tuple[int, ...], pieces: Iterable[_Piece]) -> Tens
 
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps")
-# Its own, which are read elsewhere, or say nothing to another engine.
+# Entries that DeepSpeed itself writes; all other entries are the user's ``client_state``.
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
@@ -327,15 +374,16 @@ _OWN = {
 
 @dataclass
 class RunValues:
-    """Plain values of the first rank's file.
+    """Counters, scheduler state and the user's values from the first rank's file of a checkpoint.
 
     Attributes:
-        counts: ``global_steps`` and its like, as far as they are there.
-        lr_scheduler: its ``state_dict()``, or None.
-        skipped_steps: steps that overflowed.
-        loss_scale: a dynamic one, as of :meth:`zeropp.params.gradient.LossScale.state_dict`; None for others.
-        client: what the script gave.
-        left_out: names of the script's values that hold tensors or objects, which are not read.
+        counts: the counters ``global_steps``, ``global_samples`` and ``micro_steps``, as far as they are stored.
+        lr_scheduler: the scheduler's ``state_dict()``; None without one.
+        skipped_steps: number of optimizer steps that were skipped because of an overflow.
+        loss_scale: state of a dynamic loss scale, as in :meth:`zeropp.params.gradient.LossScale.state_dict`; None for a
+            static loss scale or none.
+        client: the user's values, the ``client_state`` of DeepSpeed's ``save_checkpoint``.
+        left_out: names of values that were not read, because they contain tensors or objects.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -347,13 +395,13 @@ class RunValues:
 
 
 def read_run_values(folder: Path) -> RunValues:
-    """Read them.
+    """Return the counters and plain values of one checkpoint of DeepSpeed.
 
     Args:
-        folder: of one checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
-        CheckpointError: the file is damaged, or names what is not known.
+        CheckpointError: the file is damaged, or refers to unknown classes.
     """
     files = model_files(folder)
     found = RunValues()
@@ -367,7 +415,7 @@ def read_run_values(folder: Path) -> RunValues:
     found.skipped_steps = skipped if isinstance(skipped, int) else 0
     found.loss_scale = _loss_scale(folder)
     schedule = saved.get("lr_scheduler")
-    # Of a schedule that is an object of the user's, the state may be anything.
+    # The scheduler may be the user's own object, whose state may contain tensors or objects.
     if isinstance(schedule, dict) and _is_plain(schedule):
         found.lr_scheduler = schedule
     elif schedule is not None:
@@ -383,8 +431,9 @@ def read_run_values(folder: Path) -> RunValues:
 
 
 def _loss_scale(folder: Path) -> dict[str, Any] | None:
-    """The dynamic loss scale of a run in float16: the same in every rank's file."""
-    # Its own attributes -> ours. A static scale has but the first, and is the configuration's.
+    """Return the state of a dynamic loss scale; None if there is none. Every rank's file has the same state."""
+    # DeepSpeed's attribute -> zeropp's key. A static scale has only the first attribute. A static scale is not read,
+    # because the configuration gives it.
     names = {
         "cur_scale": "value",
         "cur_iter": "iterations",
@@ -401,6 +450,7 @@ def _loss_scale(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_plain(value: object) -> bool:
+    """Return True if a value consists of None, strings, bytes, numbers, and containers of these."""
     if isinstance(value, Mapping):
         return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list | tuple | set):

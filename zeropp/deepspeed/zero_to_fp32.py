@@ -1,8 +1,10 @@
-"""DeepSpeed's functions of ``zero_to_fp32``, over its own folders and over checkpoints of zeropp.
+"""DeepSpeed's ``zero_to_fp32`` functions: full float32 weights from a checkpoint of DeepSpeed or of zeropp.
 
-They need no ranks and no DeepSpeed; names and defaults are DeepSpeed's. Also as a command:
-python -m zeropp.checkpoint.zero_to_fp32 runs/first weights --safe_serialization
-and as the script that :func:`write_script` leaves in a folder of checkpoints.
+The functions run in one process without DeepSpeed; their names and defaults are DeepSpeed's. They are also a command:
+
+    python -m zeropp.checkpoint.zero_to_fp32 runs/first weights --safe_serialization
+
+:func:`write_script` writes a script with the same command into a directory of checkpoints.
 """
 
 from __future__ import annotations
@@ -59,7 +61,14 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when ``contiguous()`` is called: dtype and shape that it will have."""
+    """A tensor of a checkpoint whose values are only read when ``contiguous()`` is called.
+
+    Attributes:
+        dtype: dtype of the tensor that ``contiguous()`` returns.
+        shape: shape of the tensor.
+        source: reader of the checkpoint.
+        name: name of the tensor in the checkpoint.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -67,7 +76,7 @@ class LazyTensor:
     name: str
 
     def contiguous(self) -> Tensor:
-        """Its values, on the CPU."""
+        """Read and return the tensor, on the CPU."""
         return self.source.weight(self.name).to(self.dtype).contiguous()
 
 
@@ -77,26 +86,26 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor] | dict[str, LazyTensor]:
-    """Whole weights and buffers of a checkpoint, floating ones in float32.
+    """Return full weights and buffers of a checkpoint; floating-point tensors are in float32.
 
     Args:
-        checkpoint_dir: DeepSpeed's folder with ``latest`` and folders of tags; or a checkpoint of zeropp, or the folder
-            of a :class:`~zeropp.checkpoint.Series`.
-        tag: name of the checkpoint in it; None for the newest.
-        exclude_frozen_parameters: leave out what was not trained. A checkpoint of zeropp says of trained parameters
-            alone what they are, by their optimizer states; buffers are left out with the rest.
-        lazy_mode: give :class:`LazyTensor` in place of tensors.
+        checkpoint_dir: DeepSpeed's directory with ``latest`` and a folder for each tag; or a checkpoint of zeropp; or
+            the directory of a :class:`~zeropp.checkpoint.Series`.
+        tag: name of the checkpoint in the directory; None for the newest.
+        exclude_frozen_parameters: True to leave out frozen parameters. In a checkpoint of zeropp trained parameters are
+            recognized by their optimizer states, so buffers are left out as well.
+        lazy_mode: True to return a :class:`LazyTensor` for each tensor instead of reading it.
 
     Returns:
-        By name; tied ones under each of their names, the same object.
+        Name -> tensor. A tied parameter is in the dict under each of its names, as the same object.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged.
     """
     lazy = _lazy(Path(checkpoint_dir).absolute(), tag, exclude_frozen_parameters)
     if lazy_mode:
         return lazy
-    # Tied names share one lazy tensor, and have to share one in memory.
+    # Names of a tied parameter share one LazyTensor. Read it once, so that the names also share one tensor.
     made: dict[int, Tensor] = {}
     for each in lazy.values():
         if id(each) not in made:
@@ -105,6 +114,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _lazy(root: Path, tag: str | None, trained_only: bool) -> dict[str, LazyTensor]:
+    """Return a LazyTensor for each weight and buffer of a checkpoint, by name, including the names of tied ones."""
     source, left_out = _source(root, tag, trained_only)
     metadata = source.metadata
     kinds = {
@@ -122,9 +132,15 @@ def _lazy(root: Path, tag: str | None, trained_only: bool) -> dict[str, LazyTens
 
 
 def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[TensorReader, set[str]]:
-    """A checkpoint, and names of tensors that are not wanted of it."""
+    """Return the reader of a checkpoint, and the names of its tensors to leave out.
+
+    Args:
+        root: directory given by the user.
+        tag: name of the checkpoint in ``root``; None for the newest.
+        trained_only: True to leave out everything but trained parameters.
+    """
     folder = root if tag is None else root / tag
-    # A training engine names its newest in ``latest``, as DeepSpeed does in folders of its own; a series has steps.
+    # A Series numbers its checkpoints by steps. The training engine and DeepSpeed write the newest tag to ``latest``.
     series = Series(root)
     if tag is None and series.steps():
         folder = series.path(series.latest() or 0)
@@ -140,11 +156,12 @@ def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[TensorRead
             "*_optim_states.pt)"
         )
     zero = ZeroFolder(there)
-    # DeepSpeed's files have no checksums to verify.
+    # "none", because DeepSpeed's files have no checksums to verify.
     return TensorReader(there, metadata_of(zero.files, zero.named), "none"), zero.frozen if trained_only else set()
 
 
 def _untrained(folder: Path, metadata: Metadata) -> set[str]:
+    """Return the names of weights and buffers without optimizer states in a checkpoint of zeropp."""
     stepped = {name.removeprefix(STATE).rpartition(".")[0] for name in metadata.tensors if name.startswith(STATE)}
     if not stepped:
         raise CheckpointError(
@@ -162,22 +179,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write whole float32 weights of a checkpoint to files that need neither zeropp nor DeepSpeed.
+    """Write full float32 weights of a checkpoint to files that can be loaded without zeropp and DeepSpeed.
 
-    Files have their names once all are complete.
+    The files are written under temporary names and renamed when all of them are complete.
 
     Args:
-        checkpoint_dir: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
-        output_dir: gets the files; made if it is not there.
-        max_shard_size: largest size of a file, as bytes or as in "5GB"; None for one file.
-        safe_serialization: write ``model.safetensors``, with one tensor in memory. Tied tensors are written once for
-            each name, since the format has no shared ones, and a plain model loads the file strictly. Otherwise
-            ``pytorch_model.bin``, with one file in memory.
-        tag, exclude_frozen_parameters: as there.
+        checkpoint_dir: directory as for :func:`get_fp32_state_dict_from_zero_checkpoint`.
+        output_dir: directory for the files; created if it does not exist.
+        max_shard_size: largest size of a file, in bytes or as a string such as "5GB"; None for one file.
+        safe_serialization: True to write ``model.safetensors``, with one tensor in memory at a time. The format has no
+            shared tensors, so a tied tensor is written under each of its names. False to write
+            ``pytorch_model.bin``, with the tensors of one file in memory at a time.
+        tag: name of the checkpoint in the directory; None for the newest.
+        exclude_frozen_parameters: True to leave out frozen parameters.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        OSError: files cannot be written.
+        CheckpointError: the checkpoint does not exist or is damaged.
+        OSError: a file cannot be written.
+        ValueError: ``max_shard_size`` is not a size.
     """
     limit = _nbytes(max_shard_size)
     lazy = _lazy(Path(checkpoint_dir).absolute(), tag, exclude_frozen_parameters)
@@ -186,7 +205,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     beside.mkdir(parents=True)
     try:
         (_write_safetensors if safe_serialization else _write_torch)(beside, lazy, limit)
-        # An index, which makes files one, comes last.
+        # Rename the index last: readers take an index as the sign that all files are complete.
         for path in sorted(beside.iterdir(), key=lambda path: path.suffix == ".json"):
             os.replace(path, out / path.name)
         sync_folder(out)
@@ -195,6 +214,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def _nbytes(size: str | int | None) -> int | None:
+    """Return a size in bytes, given in bytes or as a string such as "5GB"; None stays None."""
     if size is None or isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?I?)B?\s*", size.upper())
@@ -204,6 +224,7 @@ def _nbytes(size: str | int | None) -> int | None:
 
 
 def _write_safetensors(folder: Path, lazy: dict[str, LazyTensor], limit: int | None) -> None:
+    """Write all tensors to safetensors files of at most ``limit`` bytes, reading one tensor at a time."""
     files = WholeFiles(folder, {name: (each.dtype, tuple(each.shape)) for name, each in lazy.items()}, limit)
     try:
         for name, each in lazy.items():
@@ -216,6 +237,7 @@ def _write_safetensors(folder: Path, lazy: dict[str, LazyTensor], limit: int | N
 
 
 def _write_torch(folder: Path, lazy: dict[str, LazyTensor], limit: int | None) -> None:
+    """Write all tensors with ``torch.save`` to files of about ``limit`` bytes, reading one file's tensors at a time."""
     groups = list(_grouped(lazy, limit))
     stem, end = TORCH_SINGLE.split(".")
     index: dict[str, str] = {}
@@ -228,15 +250,15 @@ def _write_torch(folder: Path, lazy: dict[str, LazyTensor], limit: int | None) -
             os.fsync(opened.fileno())
         index |= dict.fromkeys(group, file)
     if len(groups) > 1:
-        # A file has a tied tensor once, whatever its names are.
+        # Count a tied tensor once, because a file stores it once.
         total = sum(each.shape.numel() * each.dtype.itemsize for each in {id(e): e for e in lazy.values()}.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
         write_synced(folder / TORCH_INDEX, text.encode())
 
 
 def _grouped(lazy: dict[str, LazyTensor], limit: int | None) -> Iterator[list[str]]:
-    """Names for each file; those of one tensor together."""
-    # torch.save keeps two names of one tensor tied only inside one file.
+    """Yield the names of the tensors of each file."""
+    # All names of a tied tensor go into one file, because torch.save stores a shared tensor once only inside one file.
     names: dict[int, list[str]] = {}
     for name, each in lazy.items():
         names.setdefault(id(each), []).append(name)
@@ -256,18 +278,19 @@ def _grouped(lazy: dict[str, LazyTensor], limit: int | None) -> Iterator[list[st
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Bring a plain model to the CPU and load the float32 weights of a checkpoint into it.
+    """Move a plain model to the CPU and load the float32 weights of a checkpoint into it, not strictly.
 
     Args:
-        model: of plain torch. For one that a ZeroOptimizer manages there are :func:`zeropp.checkpoint.load` and
+        model: model that is not wrapped. Load into a wrapped model with :func:`zeropp.checkpoint.load` or
             :func:`zeropp.checkpoint.load_foreign`.
-        checkpoint_dir, tag: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
+        checkpoint_dir: directory as for :func:`get_fp32_state_dict_from_zero_checkpoint`.
+        tag: name of the checkpoint in the directory; None for the newest.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged.
         ValueError: a ZeroOptimizer manages the model.
     """
     try:
@@ -280,24 +303,30 @@ def load_state_dict_from_zero_checkpoint(
             "load_foreign for a folder of DeepSpeed"
         )
     model = model.cpu()
-    # Not strict, as DeepSpeed's function of this name.
+    # strict=False, as in DeepSpeed's function of this name.
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command, by DeepSpeed's arguments."""
+    """Run the command ``zero_to_fp32.py``, with DeepSpeed's arguments.
+
+    Args:
+        argv: command-line arguments; None for those of the process.
+    """
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py",
         description="Whole float32 weights from a checkpoint, zeropp's or DeepSpeed's, without processes.",
     )
     parser.add_argument("checkpoint_dir", help="the folder that has latest")
-    parser.add_argument("output_dir", help="where the weights go")
-    parser.add_argument("--max_shard_size", default="5GB", help="of a file; default: 5GB")
+    parser.add_argument("output_dir", help="directory for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest size of a file; default: 5GB")
     parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of torch's files")
-    parser.add_argument("-t", "--tag", help="of the checkpoint; default: the one that latest names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="trained ones alone")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted; without effect")
+    parser.add_argument("-t", "--tag", help="name of the checkpoint; default: the one that latest names")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted, but has no effect")
     args = parser.parse_args(argv)
     convert_zero_checkpoint_to_fp32_state_dict(
         args.checkpoint_dir,
@@ -310,14 +339,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_script(folder: Path) -> None:
-    """Leave the script in a folder of checkpoints, where guides to DeepSpeed tell people to look for it."""
+    """Write the script ``zero_to_fp32.py`` into a directory of checkpoints, where DeepSpeed also puts it."""
     path = folder / SCRIPT
     path.write_text(_TEXT)
     make_executable(path)
 
 
 def make_executable(path: str | os.PathLike[str]) -> None:
-    """Let the script be run by its name; a file system without permissions, or without the file, is only logged."""
+    """Set the executable bit of a script; if that fails, only log the error."""
     try:
         os.chmod(path, os.stat(path).st_mode | 0o100)
     except OSError as error:

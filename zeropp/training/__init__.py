@@ -1,6 +1,6 @@
-"""The names of :mod:`zeropp.deepspeed` that scripts import from here.
+"""Public names of :mod:`zeropp.deepspeed`, re-exported for scripts that import ``zeropp.training``.
 
-Knows names alone. Start with ``zeropp/deepspeed/initialization.py``.
+This module has no code of its own. Start reading at ``zeropp/deepspeed/initialization.py``.
 """
 
 import sys
@@ -38,7 +38,7 @@ __all__ = [
 ]
 __all__ += parameter_values.__all__
 
-# Modules that scripts import: `from zeropp.training.checkpointing import checkpoint`.
+# Submodule name -> module, for imports such as `from zeropp.training.checkpointing import checkpoint`.
 _MODULES = {
     "checkpointing": checkpointing,
     "data": data,

@@ -1,4 +1,4 @@
-"""The stand-in for the ``deepspeed`` package, by its old import path; see :mod:`zeropp.deepspeed.stand_in_path`."""
+"""Functions that make ``import deepspeed`` find zeropp's stand-in, re-exported from zeropp.deepspeed.stand_in_path."""
 
 from zeropp.deepspeed.stand_in_path import environment, install
 

@@ -1,4 +1,4 @@
-"""``python -m zeropp.compat.deepspeed CMD...``: run a command with the stand-in on its path."""
+"""``python -m zeropp.compat.deepspeed CMD...``: run a command with the stand-in for ``deepspeed`` on its path."""
 
 from __future__ import annotations
 
