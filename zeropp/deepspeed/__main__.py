@@ -18,7 +18,7 @@ def main(command: list[str]) -> int:
 
     Returns:
         Exit status, if the process was not replaced: 0 for ``--help``; 2 if no command was given or the command cannot
-        be run. The reason is printed to stderr.
+        be run, and the reason is printed to stderr.
     """
     if not command or command[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if command else sys.stderr)

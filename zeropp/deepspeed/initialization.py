@@ -104,8 +104,8 @@ def _wrap(
         group: process group to partition over; None for all ranks.
         args: ``args`` of :func:`initialize`.
     """
-    # Optimizer and scheduler are made by this module. ZeroOptimizer refuses a configuration with these blocks, because
-    # ZeroOptimizer itself would ignore them.
+    # Remove both blocks: this module makes the optimizer and the scheduler, and ZeroOptimizer refuses a configuration
+    # that has these blocks.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
     # A model built in zero.Init stores the device that it trains on, so that device is used.
     device = None if built_for(list(model.parameters())) is not None else _device(args)

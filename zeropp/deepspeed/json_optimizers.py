@@ -261,7 +261,7 @@ def _adam(name: str, given: dict[str, Any]) -> type[Optimizer]:
         return torch.optim.AdamW if decoupled else torch.optim.Adam
     if flags["torch_adam"] or given.pop("amsgrad", False):
         raise ConfigError(
-            "optimizer.params.bias_correction: false goes neither with torch_adam nor with amsgrad; set one of them"
+            "optimizer.params.bias_correction: false goes neither with torch_adam nor with amsgrad; remove one of them"
         )
     given["decoupled"] = decoupled
     return UncorrectedAdam

@@ -80,7 +80,7 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, or a list has not one number for each parameter group.
+        ValueError: a number is out of range, or a list does not have one number for each parameter group.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class OneCycle(_Schedule):
     See Smith, arXiv:1803.09820. After the cycle, n counts intervals of ``decay_step_size`` iterations.
 
     Args:
-        optimizer: whose groups get rates and momentum.
+        optimizer: optimizer whose parameter groups get rates and momentum.
         cycle_min_lr: rate at both ends of the cycle.
         cycle_max_lr: rate in the middle of the cycle.
         decay_lr_rate: decay of the rate after the cycle, which is ``cycle_min_lr / (1 + decay_lr_rate * n)``.
@@ -128,7 +128,7 @@ class OneCycle(_Schedule):
         last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, or a list has not one number for each parameter group.
+        ValueError: a number is out of range, or a list does not have one number for each parameter group.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class WarmupLR(_Schedule):
         last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, a list has not one number for each parameter group, or
+        ValueError: a number is out of range, a list does not have one number for each parameter group, or
             ``warmup_type`` is unknown.
     """
 
@@ -266,7 +266,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: iteration to continue from; -1 starts a new schedule.
 
     Raises:
-        ValueError: a number is out of range, a list has not one number for each parameter group, or
+        ValueError: a number is out of range, a list does not have one number for each parameter group, or
             ``warmup_type`` is unknown.
     """
 
@@ -370,7 +370,7 @@ def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:
         value: one number, or a sequence of numbers.
 
     Raises:
-        ValueError: ``value`` is a string, or has not one number for each group.
+        ValueError: ``value`` is a string, or does not have one number for each group.
     """
     # A new list, because a list from the JSON belongs to the configuration.
     groups = len(optimizer.param_groups)

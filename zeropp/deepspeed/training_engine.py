@@ -47,9 +47,9 @@ _COUNTS = ("global_steps", "global_samples")
 
 @contextlib.contextmanager
 def _together(engine: Core) -> Iterator[None]:
-    """Context manager inside which ``state_dict()`` gathers full values from all ranks.
+    """Context manager inside which ``state_dict()`` returns full values, gathered from all ranks if necessary.
 
-    Under the stand-in for ``deepspeed`` a script's own ``state_dict()`` never communicates; the engine's calls must.
+    Under the stand-in for ``deepspeed`` a script's own ``state_dict()`` call never communicates.
     """
     readable_weights = engine.readable_weights
     if readable_weights is None:
@@ -290,7 +290,7 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager in which backward reduces no gradients; the first backward outside, or the step, does."""
+        """Context manager in which backward keeps gradients local; a later backward or the step reduces them."""
         with self._trained("no_sync").no_sync():
             # step() raises inside the block: it would reduce all gradients at once and so defeat the block.
             before, self._coalescing = self._coalescing, True
@@ -495,10 +495,10 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """End this engine and its optimizer, and keep the model's weights. Collective.
 
-        In stages 0 to 2 the model becomes a plain module again, in its compute dtype. In stage 3, under
-        ``torch_autocast`` and while an average is applied, the model stays partitioned and runs without an optimizer.
-        zeropp's threads and process groups then end when the model is deleted. In both cases the model can be given to
-        ``initialize`` again. A model that stayed partitioned continues from its main weights.
+        If every rank has full weights, as in stages 0 to 2, the model becomes a plain module in its compute dtype.
+        Otherwise, and under ``torch_autocast`` or while an average is applied, the model stays partitioned and runs
+        without an optimizer; zeropp's threads and process groups then end when the model is deleted. In both cases the
+        model can be given to ``initialize`` again. A model that stayed partitioned continues from its main weights.
         """
         if self.core.retired or self.core.closed:  # destroyed before, or taken over by a newer engine
             return
@@ -666,7 +666,9 @@ class Engine(nn.Module):
         if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(found.lr_scheduler)
         if found.left_out:
-            warn_user(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
+            warn_user(
+                f"{str(path)!r} has values that hold tensors or objects and were not read: {', '.join(found.left_out)}"
+            )
         return dict(found.client)
 
     def save_16bit_model(
