@@ -2,7 +2,7 @@
 
 This package imports the core of zeropp, and no module of the core imports this package. ``zeropp/__init__.py`` only
 names its modules, so the core works without it. ``stand_in/`` holds the package that scripts import as ``deepspeed``.
-Start reading at ``initialization.py``.
+Start with ``initialization.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Public names of :mod:`zeropp.deepspeed`, re-exported for scripts that import ``zeropp.training``.
 
-This module has no code of its own. Start reading at ``zeropp/deepspeed/initialization.py``.
+This module has no code of its own. Start with ``zeropp/deepspeed/initialization.py``.
 """
 
 import sys
