@@ -1,12 +1,13 @@
-"""Boxes and parts: the rectangular pieces of tensors that checkpoints store, and their dtypes.
+"""Boxes: the N-dimensional chunks of tensors that checkpoints store, and the dtypes that they may have.
 
-A rank owns ranges of flat buffers. A range of an N-dimensional tensor is at most 2N-1 boxes: rows in part, whole
-rows, rows in part, and so on inward. Boxes say where values belong whatever ranges others cut.
+A rank owns contiguous ranges of flat buffers. A contiguous range of an N-dimensional tensor consists of at most
+2N - 1 boxes: part of a first row, whole rows, part of a last row, with the two partial rows divided again in the same
+way. A box has offsets and sizes in the tensor's own shape, so a rank with another partition can read it.
 
-A :class:`TensorBox` is a box with its values: main weights, optimizer states, bases of differences. Tensors that are
-sharded over few ranks have replicas. Of these a rank saves the range that it would own if they were sharded over all
-ranks: pieces of the last level lie inside those of every other level, so everything is written once, by all ranks
-alike.
+A :class:`TensorBox` is a box and its values: main weights, optimizer states, or cached weights that differences are
+taken to. A tensor that is sharded over fewer ranks than the world has replicas. Each rank saves the range of its
+replica that it would own if the tensor were sharded over all ranks (its piece). Pieces lie inside the slices of every
+other level, so each element is written exactly once, and all ranks write about equally many bytes.
 """
 
 from __future__ import annotations
@@ -53,50 +54,55 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: in each dimension a range, from ``offsets`` on, of ``sizes``."""
+    """A rectangular part of a tensor: the index range [offset, offset + size) in each dimension.
+
+    Attributes:
+        offsets: first index in each dimension.
+        sizes: number of indices in each dimension.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements in the box."""
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The box that two boxes of one tensor have in common, if any."""
+        """Return the overlap of two boxes of the same tensor, or None if they do not overlap."""
         low = tuple(map(max, self.offsets, other.offsets))
         ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + n, b + m) - c for (a, n, b, m), c in zip(ends, low, strict=True))
         return Box(low, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Tell whether the box lies in a tensor of this shape."""
+        """Return True if the box lies inside a tensor of the given shape."""
         rows = zip(self.offsets, self.sizes, shape, strict=True)
         return all(offset >= 0 and size >= 0 and offset + size <= limit for offset, size, limit in rows)
 
     def within(self, other: Box) -> Box:
-        """The same place, counted from another box's first element."""
+        """Return the same box with offsets relative to the first element of ``other``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of this part of a tensor."""
+        """Return the view of a tensor that covers this box."""
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dimension, offset, size)
         return tensor
 
     def first(self, strides: Sequence[int]) -> int:
-        """Place of its first element in memory of these strides."""
+        """Return the memory offset, in elements, of the box's first element in a tensor with the given strides."""
         return sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
 
     def last(self, strides: Sequence[int]) -> int:
-        """Place of its last element, of a box that is not empty."""
+        """Return the memory offset, in elements, of the box's last element; the box must not be empty."""
         rows = zip(self.offsets, self.sizes, strides, strict=True)
         return sum((offset + size - 1) * stride for offset, size, stride in rows)
 
 
 def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of contiguous memory."""
+    """Return the strides, in elements, of a contiguous tensor with the given sizes."""
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.append(strides[-1] * size)
@@ -104,15 +110,20 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that a range of a dense tensor's memory consists of, in the order of memory.
+    """Divide a contiguous range of a dense tensor's memory into boxes, in memory order.
 
     Args:
-        shape: of the tensor.
-        strides: dense, in any order of dimensions; as channels_last and transposed tensors have them.
-        start: first element of the range, in the order of memory.
-        stop: one past its last.
+        shape: shape of the tensor.
+        strides: strides of the tensor in elements. The tensor must be dense, but its dimensions may lie in any order,
+            as in channels_last and transposed tensors.
+        start: first element of the range, counted in memory order.
+        stop: end of the range (exclusive), counted in memory order.
+
+    Returns:
+        At most 2N - 1 boxes for a tensor with N dimensions.
     """
-    # In the order of memory the dimension with the largest stride is the slowest. Of size 1 they may have any stride.
+    # Dimensions from the slowest (largest stride) to the fastest. The stride of a dimension of size 1 has no meaning;
+    # the second key puts such a dimension before a larger one with an equal stride.
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], shape[d] != 1))
     found = []
     for offsets, sizes in _cut([shape[d] for d in order], start, stop):
@@ -125,18 +136,18 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, sto
 
 
 def _cut(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(offsets, sizes) of the boxes of a row-major range."""
+    """Yield (offsets, sizes) of the boxes that make up [start, stop) of a contiguous tensor with the given sizes."""
     if start >= stop:
         return
     if not sizes:
         yield [], []
         return
     row = math.prod(sizes[1:])
-    # The first row that begins in the range, and the last that ends in it.
+    # Rows [first, last) lie completely inside the range.
     first = -(-start // row)
     last = stop // row
     if first > last:
-        # It lies inside one row.
+        # The range lies inside one row and touches neither end of it.
         yield from _rows(sizes, last, start - last * row, stop - last * row)
         return
     if start < first * row:
@@ -147,21 +158,22 @@ def _cut(sizes: list[int], start: int, stop: int) -> Iterator[tuple[list[int], l
 
 
 def _rows(sizes: list[int], row: int, start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (offsets, sizes) of the boxes that make up elements [start, stop) of one row."""
     for offsets, inner in _cut(sizes[1:], start, stop):
         yield [row, *offsets], [1, *inner]
 
 
 def runs(part: Box, whole: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Stretches of memory that a part of a row-major tensor consists of.
+    """Yield the contiguous memory ranges that a box of a contiguous tensor consists of.
 
     Args:
-        part: counted from the tensor's first element.
+        part: the box, with offsets relative to the tensor's first element.
         whole: sizes of the tensor.
 
     Yields:
-        (place in the tensor, place in the part, elements).
+        (first element in the tensor's memory, first element in the contiguous copy of the box, number of elements).
     """
-    # Dimensions that are there in full join the one before them to one stretch.
+    # Trailing dimensions that the box covers completely are contiguous together with the dimension before them.
     depth = len(whole)
     while depth > 0 and part.sizes[depth - 1] == whole[depth - 1]:
         depth -= 1
@@ -186,24 +198,25 @@ def runs(part: Box, whole: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class BoxIndex(Generic[_T]):
-    """Boxes of one tensor, with what belongs to each, for finding those that meet a box.
+    """A search index over boxes of one tensor that finds the boxes which overlap a given box.
 
     Args:
-        shape: of the tensor.
-        boxes: with anything.
+        shape: shape of the tensor.
+        boxes: pairs of a box and a value of any type that belongs to the box.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[tuple[Box, _T]]) -> None:
         self._strides = row_major(shape)
         self._boxes = sorted((each for each in boxes if each[0].numel), key=lambda each: each[0].first(self._strides))
         self._firsts = [box.first(self._strides) for box, _ in self._boxes]
-        # Largest last element up to each: boxes before the first that reaches far enough cannot meet.
+        # _reach[i] is the largest last element of boxes 0 to i. It ascends, so bisection finds the first box that can
+        # overlap; all boxes before it end too early.
         self._reach: list[int] = []
         for box, _ in self._boxes:
             self._reach.append(max(box.last(self._strides), self._reach[-1] if self._reach else -1))
 
     def overlapping(self, wanted: Box) -> Iterator[tuple[Box, Box, _T]]:
-        """(common part, box, what belongs to it) of every box that has elements of ``wanted``."""
+        """Yield (overlap with ``wanted``, box, value of the box) for every box that overlaps ``wanted``."""
         if not wanted.numel:
             return
         begin = bisect.bisect_left(self._reach, wanted.first(self._strides))
@@ -215,12 +228,20 @@ class BoxIndex(Generic[_T]):
 
 
 MODEL, STATE, BASES = "model.", "optimizer.state.", "zeropp.base."
-"""Prefixes of names: values of the model, states of its optimizer, what differences are taken to."""
+"""Prefixes of tensor names in a checkpoint: model parameters and buffers, optimizer states, and cached weights that
+differences are taken to (bases)."""
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a named tensor, and its values on this rank: a view, with the sizes of the box."""
+    """A box of a named tensor, with its values on this rank.
+
+    Attributes:
+        name: name of the tensor in the checkpoint, prefix included.
+        shape: shape of the whole tensor.
+        box: the box.
+        values: tensor with shape ``box.sizes``; usually a view of this rank's memory, which loads write to.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -229,25 +250,43 @@ class TensorBox:
 
 
 def whole(name: str, values: Tensor) -> TensorBox:
-    """All of a tensor as one part."""
+    """Return a :class:`TensorBox` that covers a whole tensor."""
     shape = tuple(values.shape)
     return TensorBox(name, shape, Box((0,) * len(shape), shape), values)
 
 
 def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[TensorBox]:
-    """The boxes of a range of a parameter; ``row`` has its elements from ``start`` on, in the order of memory."""
+    """Yield the boxes of a contiguous range of a parameter, with views of their values.
+
+    Args:
+        name: name of the tensor in the checkpoint.
+        slot: the parameter's shape and strides.
+        start: first element of the range, in the parameter's memory order.
+        row: 1-D contiguous values of the range.
+    """
     for box in boxes_of_range(slot.shape, slot.strides, start, start + row.numel()):
-        # The row is as dense as the parameter, so its strides serve for a part of it, too.
+        # The row keeps the parameter's memory order without gaps, so the parameter's strides are valid in it.
         place = row.storage_offset() + box.first(slot.strides) - start
         yield TensorBox(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
 
 
 Which = Literal["slice", "pieces", "own"]
-"""A part of a buffer: a rank's slice as one, the pieces of the last level in it one by one, or its own piece alone."""
+"""Selection of a rank's elements of a flat buffer at some level: "slice" is the rank's whole slice at that level, not
+cut further; "pieces" is the same slice, cut into ``world / level`` pieces; "own" is only the one of these pieces that
+the rank saves, so that replicas are not saved twice."""
 
 
 def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Slot, Fragment]]:
-    """Parts of parameters in this rank's slice at a level; offsets count from its beginning."""
+    """Yield the parts of parameters that lie in this rank's slice of a flat buffer.
+
+    Args:
+        buffer: the flat buffer.
+        level: number of ranks that the buffer is sharded over.
+        which: the part of the slice to return; see :data:`Which`.
+
+    Yields:
+        (the parameter's slot, its fragment); ``Fragment.offset`` counts elements from the start of the slice.
+    """
     chain = buffer.placement.chain
     rank = buffer.placement.rank
     layout = buffer.layout
@@ -262,21 +301,33 @@ def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Sl
 
 
 def parts_of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, which: Which) -> Iterator[TensorBox]:
-    """Parts of what has one element for each of a buffer's, spread over ``level`` ranks."""
+    """Yield the boxes of a tensor that has one element for each element of this rank's slice of a buffer.
+
+    Args:
+        buffer: the flat buffer.
+        row: 1-D tensor, aligned with this rank's slice at ``level``.
+        level: number of ranks that the buffer is sharded over.
+        prefix: prefix of the names in the checkpoint.
+        which: the part of the slice to return; see :data:`Which`.
+    """
     for slot, each in fragments(buffer, level, which):
         values = row[each.offset : each.offset + each.stop - each.start]
         yield from parts_of_range(prefix + slot.name, slot, each.start, values)
 
 
 def main_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
-    """Main weights, and frozen ones as they are, of this rank's shards."""
+    """Yield the boxes of this rank's shards of main weights and of frozen weights, except those stored as codes."""
     for buffer in engine.buffers:
         if not isinstance(buffer, CodedBuffer):
             yield from parts_of_row(buffer, buffer.shard, buffer.placement.mode.states, MODEL, which)
 
 
 def base_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
-    """Cached weights that differences are taken to, where they are not those that a refresh would make."""
+    """Yield the boxes of this rank's cached weights that a lossy refresh by differences takes its differences to.
+
+    Such cached weights depend on the history of refreshes, so they cannot be recomputed from the main weights. Buffers
+    with ``counts_escapes`` use lossless differences: their cached weights can be recomputed and are left out.
+    """
     for buffer in engine.trainable_buffers:
         base, cached = buffer.base, buffer.placement.mode.cached
         if base is not None and cached is not None and not buffer.counts_escapes:
@@ -284,12 +335,12 @@ def base_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
 
 
 def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], which: Which) -> Iterator[TensorBox]:
-    """Optimizer states of one element for each of a slice's.
+    """Yield the boxes of elementwise optimizer states, such as Adam's moments.
 
     Args:
-        engine: of the model.
-        states: (slice, key, tensor of the slice's shape).
-        which: as in :func:`main_parts`.
+        engine: the model's engine.
+        states: (slice parameter, key of the state, 1-D state tensor with one element per element of the slice).
+        which: the part of this rank's slice to return; see :data:`Which`.
     """
     by_name: dict[str, list[tuple[int, str, Tensor]]] = {}
     for part, key, tensor in states:
@@ -297,7 +348,7 @@ def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], whi
     for buffer in engine.trainable_buffers:
         for slot, each in fragments(buffer, buffer.placement.mode.states, which):
             for first, key, tensor in by_name.get(slot.name, ()):
-                # A rank may have two slices of a parameter: the device steps one, and the host the other.
+                # A parameter may have two slices on one rank: one is stepped on the device, the other on the host.
                 start = max(each.start, first)
                 stop = min(each.stop, first + tensor.numel())
                 if start < stop:
@@ -306,10 +357,10 @@ def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], whi
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, incomplete, or of something else; or it could not be written."""
+    """An error of a checkpoint that is damaged, incomplete or does not fit the model, or that cannot be written."""
 
 
-# As safetensors spells them.
+# Names of dtypes in the safetensors format.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -320,14 +371,14 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> str:
-    """The name of a dtype in safetensors.
+    """Return the safetensors name of a dtype, such as "BF16".
 
     Args:
-        dtype: of a tensor.
-        name: of the tensor, for errors.
+        dtype: dtype of a tensor.
+        name: name of the tensor, for the error message.
 
     Raises:
-        CheckpointError: it has no name for it.
+        CheckpointError: safetensors has no name for the dtype.
     """
     if dtype not in _CODES:
         raise CheckpointError(
@@ -337,7 +388,7 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as uint8 [nbytes], the same memory."""
+    """Return a uint8 view [nbytes] of a contiguous tensor's memory."""
     flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
