@@ -1,7 +1,8 @@
-"""Checkpoints: complete directories that load on any number of ranks, each of which reads and writes its own bytes.
+"""Save and load checkpoints: directories that each rank writes and reads in part, for any number of ranks.
 
-Knows engines and optimizers, tensors as boxes, and files; not how weights are gathered, which saving never does.
-Start with :mod:`~zeropp.checkpoint.boxes`, which makes boxes of a rank's tensors, then `saving` and `load`.
+The package uses engines and optimizers, describes shards of tensors as boxes, and reads and writes files. Saving never
+gathers weights; exporting whole weights does, through `zeropp.access`. Start with :mod:`~zeropp.checkpoint.boxes`,
+which describes a rank's shards as boxes. Continue with `saving` and `load`.
 """
 
 from zeropp.checkpoint.boxes import CheckpointError

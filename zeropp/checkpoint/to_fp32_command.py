@@ -1,4 +1,4 @@
-"""The import path of ``main`` in the scripts that older versions left beside checkpoints."""
+"""Re-export of ``main`` for the conversion scripts that earlier versions wrote into checkpoint directories."""
 
 from zeropp.deepspeed.zero_to_fp32 import main
 

@@ -1,4 +1,7 @@
-"""``zero_to_fp32`` by its old import path, which scripts beside checkpoints have."""
+"""DeepSpeed's ``zero_to_fp32`` functions and command, re-exported from ``zeropp.deepspeed.zero_to_fp32``.
+
+``python -m zeropp.checkpoint.zero_to_fp32`` runs the command. The scripts that are saved beside checkpoints import it.
+"""
 
 from __future__ import annotations
 
