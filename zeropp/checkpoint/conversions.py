@@ -1,7 +1,8 @@
-"""transformers' own mapping between the names and shapes of files and those of its models.
+"""Conversion between the tensors in transformers' files and the parameters of transformers' models, both ways.
 
-Mixtures of experts, for one, have the weights of all experts in one parameter, and files of one tensor an expert. What
-is to be renamed, joined and split is asked of transformers, and tried on tensors without values before any is read.
+A mixture-of-experts model, for example, has one parameter with the weights of all experts, but its files have one
+tensor per expert. transformers' own conversion mapping says which tensors to rename, join and split. Each conversion is
+first run on meta tensors, so that an impossible one fails before any value is read.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from zeropp.checkpoint.tensor_reader import ConvertedTensors, StridedBox, Tensor
 __all__ = ["Outgoing", "convert_source"]
 
 _STORED = "zeropp.stored."
-"""Prefix of names of tensors that others are made of."""
+"""Prefix of the names of stored tensors that only serve as inputs of a conversion."""
 
 
 @dataclass
 class _Group:
-    """Tensors that are converted together.
+    """One conversion: its input tensors and the output tensors that are made of them together.
 
     Attributes:
-        model: of transformers.
-        first: name that the conversion goes by.
-        converter: of transformers; None for one that is only renamed.
-        inputs: the pattern that each fits, and its name.
-        outputs: names of what is made, by those that the converter gives; dtype and shape of each.
+        model: the model, a transformers model if ``converter`` is given.
+        first: name that identifies the conversion.
+        converter: transformers' ``WeightConverter``; None if one tensor is only renamed.
+        inputs: (transformers' name pattern that the input matches, name of the input).
+        outputs: (final name, dtype, shape) of each output, by the name that the converter returns it under.
     """
 
     model: nn.Module
@@ -45,10 +46,14 @@ class _Group:
     outputs: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
     def convert_tensors(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The tensors that the group makes, by the converter's names."""
+        """Return the output tensors, by the converter's names.
+
+        Args:
+            get: returns the values of the input with a given name.
+        """
         if self.converter is None:
             return {self.first: get(self.inputs[0][1])}
-        # It collects what it is given, and is used once.
+        # A converter stores its inputs and can be used only once, so each call uses a copy.
         converter = deepcopy(self.converter)
         for pattern, name in self.inputs:
             converter.add_tensor(self.first, name, pattern, get(name))
@@ -56,10 +61,14 @@ class _Group:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def plan(self, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], rename: Callable[[str], str]) -> None:
-        """Find out what is made, without values.
+        """Set ``outputs`` by running the conversion on meta tensors.
+
+        Args:
+            kinds: dtype and shape of each input, by name.
+            rename: returns the final name of an output, given the converter's name.
 
         Raises:
-            CheckpointError: transformers cannot convert what is there.
+            CheckpointError: transformers cannot convert the inputs.
         """
         try:
             made = self.convert_tensors(lambda name: torch.empty(kinds[name][1], dtype=kinds[name][0], device="meta"))
@@ -73,8 +82,11 @@ class _Group:
 
 
 def _tools(model: nn.Module) -> tuple[Any, list[Any]] | None:
-    """transformers' module of conversions and the mapping of a model, if transformers has made it and has both."""
-    # By name, since importing transformers takes seconds and may not be possible.
+    """Return transformers' conversion module and the mapping for a model.
+
+    None if the model is not a transformers model, or if the installed transformers has no conversions.
+    """
+    # Compare class names instead of importing transformers: the import takes seconds, and transformers may be missing.
     bases = {f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__}
     if "transformers.modeling_utils.PreTrainedModel" not in bases:
         return None
@@ -82,21 +94,24 @@ def _tools(model: nn.Module) -> tuple[Any, list[Any]] | None:
         tools = importlib.import_module("transformers.core_model_loading")
         found = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping
     except ImportError:
-        # Before transformers 5 files had the names of models.
+        # Before version 5 of transformers, files have the model's own names and need no conversion.
         return None
     return tools, found(model)
 
 
 def convert_source(source: TensorReader, model: nn.Module, names: Iterable[str]) -> TensorReader:
-    """The tensors of files of transformers under the names and in the shapes of a model.
+    """Give a source of transformers' files the tensor names and shapes that the model has.
 
     Args:
-        source: of the files.
-        model: of transformers; others are left as they are.
-        names: of all its parameters and buffers, of tied ones each.
+        source: reader of the files; changed in place.
+        model: the model that the tensors are for. For other models than transformers' the source is not changed.
+        names: names of all parameters and buffers of the model, with every name of tied ones.
+
+    Returns:
+        ``source``.
 
     Raises:
-        CheckpointError: transformers cannot convert what is there.
+        CheckpointError: transformers cannot convert the tensors of the files.
     """
     tools = _tools(model)
     if tools is None:
@@ -105,13 +120,15 @@ def convert_source(source: TensorReader, model: nn.Module, names: Iterable[str])
     kinds = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in stored.items()}
     tensors = {key: entry for key, entry in source.metadata.tensors.items() if not key.startswith(MODEL)}
     built: dict[str, ConvertedTensors] = {}
-    # In transformers' order, in which expert 10 follows expert 9: experts are stacked as they come.
+    # transformers' natural order puts expert 10 behind expert 9. The order matters because experts are stacked in the
+    # order in which their tensors are added.
     for group in _incoming(*tools, model, sorted(stored, key=tools[0].dot_natural_key), set(names)):
         if group.converter is None:
             tensors[MODEL + group.first] = stored[group.inputs[0][1]]
             continue
         group.plan(kinds, str)
-        # As boxes of the files, so that each rank reads its own part and none holds the whole.
+        # If the output is only a stack or concatenation, describe it by boxes of the files. Each rank then reads only
+        # its own part instead of building the whole tensor.
         joined = _joined(group, stored)
         if joined is not None:
             tensors[MODEL + group.first] = joined
@@ -127,7 +144,15 @@ def convert_source(source: TensorReader, model: nn.Module, names: Iterable[str])
 
 
 def _incoming(tools: Any, mapping: list[Any], model: nn.Module, keys: list[str], names: set[str]) -> Iterator[_Group]:
-    """As transformers groups the tensors of files; see its ``convert_and_load_state_dict_in_model``."""
+    """Yield the conversions for loading, grouped as transformers' ``convert_and_load_state_dict_in_model`` does.
+
+    Args:
+        tools: transformers' conversion module.
+        mapping: the model's renamings and converters.
+        model: the transformers model.
+        keys: names of the tensors in the files, in transformers' order.
+        names: names of the model's parameters and buffers.
+    """
     renamings = [each for each in mapping if isinstance(each, tools.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, tools.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -136,7 +161,8 @@ def _incoming(tools: Any, mapping: list[Any], model: nn.Module, keys: list[str],
     groups: dict[str, _Group] = {}
     for key in keys:
         name, pattern = tools.rename_source_key(key, renamings, converters, prefix, known)
-        # A renaming that is meant for older files may fit a name that the model has as it is.
+        # A renaming for files of older versions may match a name that the model has as well, and turn it into a name
+        # that the model lacks. Keep the original name then.
         if name not in names and key in names:
             name, pattern = tools.rename_source_key(key, [], [], prefix, known)
         converter = None if pattern is None else by_pattern[pattern]
@@ -145,6 +171,8 @@ def _incoming(tools: Any, mapping: list[Any], model: nn.Module, keys: list[str],
 
 
 def _maker(group: _Group) -> Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]:
+    """Return the ``make`` function of :class:`ConvertedTensors` for a group."""
+
     def make(get: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
         made = group.convert_tensors(lambda name: get(_STORED + name))
         return {MODEL + group.outputs[name][0]: value for name, value in made.items()}
@@ -153,9 +181,14 @@ def _maker(group: _Group) -> Callable[[Callable[[str], Tensor]], Mapping[str, Te
 
 
 def _joined(group: _Group, stored: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """A tensor that is others side by side, which boxes can say: experts stacked, and their rows joined or not.
+    """Return the entry of an output that is only a stack of stored tensors, made of boxes that lie in the files.
 
-    None for any other conversion.
+    Boxes can describe experts stacked along dimension 0, with or without a concatenation along dimension 1. The result
+    is None for every other conversion, for strided or partial inputs, and for inputs with another dtype.
+
+    Args:
+        group: the conversion, planned.
+        stored: entries of the tensors in the files, by name.
     """
     operations = [(type(each).__name__, getattr(each, "dim", None)) for each in group.converter.operations]
     if operations not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
@@ -183,17 +216,19 @@ def _joined(group: _Group, stored: Mapping[str, TensorEntry]) -> TensorEntry | N
 
 
 class Outgoing:
-    """The tensors of a model as files of transformers have them, made one group at a time.
+    """Converter of a model's tensors to the tensors of the files that transformers would save.
+
+    Tensors are given one by one; the outputs of a conversion are made when its last input arrives.
 
     Args:
-        model: of any kind; only transformers' are converted.
-        kinds: dtype and shape of each of its tensors, by name.
+        model: the model. Tensors of other models than transformers' keep their names and shapes.
+        kinds: dtype and shape of each of the model's tensors, by name.
 
     Attributes:
-        kinds: likewise of each tensor of the files.
+        kinds: dtype and shape of each tensor in the files, by name.
 
     Raises:
-        CheckpointError: transformers cannot convert what is there.
+        CheckpointError: transformers cannot convert the model's tensors.
     """
 
     def __init__(self, model: nn.Module, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
@@ -206,13 +241,18 @@ class Outgoing:
             self.kinds |= {name: (dtype, shape) for name, dtype, shape in group.outputs.values()}
 
     def wanted(self, name: str, writes: Callable[[str], bool]) -> bool:
-        """Tell whether a tensor of the model is a part of one for which ``writes`` returns true."""
+        """Return True if a tensor of the model is an input of a file tensor for which ``writes`` returns True.
+
+        Args:
+            name: name of the model's tensor.
+            writes: returns True if this rank writes the file tensor of the given name.
+        """
         return any(writes(made) for made, _, _ in self._group[name].outputs.values())
 
     def give(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Give one tensor of the model; yields what is complete with it, by name.
+        """Add one tensor of the model and yield the file tensors that it completes, with their names.
 
-        ``values`` are kept until then.
+        ``values`` stay in memory until the last input of their conversion is given.
         """
         group = self._group[name]
         there = self._waiting.setdefault(group.first, {})
@@ -223,6 +263,7 @@ class Outgoing:
 
 
 def _plain(model: nn.Module, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[_Group]:
+    """Yield one group per tensor that leaves the tensor as it is."""
     for name, (dtype, shape) in kinds.items():
         yield _Group(model, name, None, [(name, name)], {name: (name, dtype, shape)})
 
@@ -230,11 +271,18 @@ def _plain(model: nn.Module, kinds: Mapping[str, tuple[torch.dtype, tuple[int, .
 def _outgoing(
     tools: Any, model: nn.Module, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> Iterator[_Group]:
-    """As transformers groups the tensors of a model; see its ``revert_weight_conversion``."""
+    """Yield the conversions for saving, grouped as transformers' ``revert_weight_conversion`` does.
+
+    Args:
+        tools: transformers' conversion module.
+        model: the transformers model.
+        kinds: dtype and shape of each of the model's tensors, by name.
+    """
     mapping = getattr(model, "_weight_conversions", None)
     if mapping is None:
         find = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping
-        # A prefix that files may or may not have had is one only where they were read.
+        # transformers did not load this model, so nothing shows if the original files had the prefix that a
+        # PrefixChange removes. Its reverse would add an unwanted prefix.
         mapping = [each for each in find(model, add_legacy=False) if not isinstance(each, tools.PrefixChange)]
     try:
         reverse = [each.reverse_transform() for each in mapping[::-1]]
@@ -253,11 +301,12 @@ def _outgoing(
         converter = None if pattern is None else by_pattern[pattern]
         groups.setdefault(first, _Group(model, first, converter)).inputs.append((pattern or name, name))
     for group in groups.values():
-        # What is only renamed has its name by now.
+        # A tensor that is only renamed got its final name above; renaming it again would be wrong.
         renames = renamings if group.converter is not None else []
         group.plan(kinds, partial(_renamed, tools, renames))
         yield group
 
 
 def _renamed(tools: Any, renamings: list[Any], name: str) -> str:
+    """Return a tensor's name after transformers' renamings."""
     return str(tools.apply_renamings(name, renamings))
