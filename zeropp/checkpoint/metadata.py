@@ -1,12 +1,12 @@
-"""``metadata.json``: the tensors and values of a checkpoint, the place of each part, and the checksums of every file.
+"""``metadata.json``: tensors and values of a checkpoint, the place of each box in its file, and checksums of all files.
 
-It makes a folder a checkpoint, and is written last. Its own checksum comes first in it.
+``metadata.json`` is written last; a folder without it is not a checkpoint. The file starts with a checksum of its text.
 
-Values besides the model's tensors (settings, state_dicts, positions) are JSON and named tensors. Nothing is pickled,
-so nothing runs when a checkpoint is read. JSON has no tuples and no keys but strings; they, and tensors, are objects
-of one key that begins with ``~``.
+Values other than the model's tensors (settings, state dicts, positions of data loaders) are stored as JSON and named
+tensors. Nothing is pickled, so reading a checkpoint runs no code. JSON has no tuples, and its keys are strings; tuples,
+other keys and references to tensors are stored as objects with a single key that begins with ``~``.
 
-Checksums are those of stretches of files: XXH3 where the package xxhash is installed, else zlib's CRC-32.
+A file of tensors has one checksum per stretch (1 MiB): XXH3 if the package xxhash is installed, else zlib's CRC-32.
 """
 
 from __future__ import annotations
@@ -61,31 +61,35 @@ __all__ = [
 
 _Json = Any
 _TENSORS = ("~tensor", "~array", "~scalar")
-# Three levels of JSON for each at most, and what reads it takes 200.
+# Each level of a value takes at most three levels of JSON, and the JSON parser refuses more than 200.
 _DEPTH = 50
-_INTEGER_BITS = 128  # in the state of numpy's usual generator, which data loaders keep
+_INTEGER_BITS = 128  # the state of numpy's default generator, which data loaders save, has integers of 128 bits
 
 
 def encode(value: object, name: str, tensors: dict[str, Tensor]) -> _Json:
-    """JSON that stands for a value.
+    """Encode a value as JSON, with its tensors moved to a separate dict.
 
     Args:
-        value: None, a bool, number, string, tensor, numpy array, or a dict, list or tuple of such.
-        name: of the value, for tensors inside and for errors.
-        tensors: takes the tensors inside, by name; no two have one.
+        value: None, a bool, number, string, tensor or numpy array, or a nested dict, list or tuple of these.
+        name: name of the value; prefix of the names of its tensors, and used in error messages.
+        tensors: dict that receives the tensors inside ``value``, each under a unique name.
+
+    Returns:
+        JSON that :func:`decode` turns back into the value.
 
     Raises:
-        CheckpointError: it is, or has inside, something else, or is nested too deep; with its name.
+        CheckpointError: the value contains an object of another type or is nested too deep; the message names it.
     """
     return _encode(value, name, tensors, 0)
 
 
 def _encode(value: object, name: str, tensors: dict[str, Tensor], depth: int) -> _Json:
+    """Encode a value that lies ``depth`` levels deep in the value given to :func:`encode`."""
     if depth > _DEPTH:
         raise CheckpointError(
             f"{name[:60]}... is nested more than {_DEPTH} deep, or contains itself; give it as tensors, or flatter"
         )
-    # The exact types: a numpy number, an enumeration or a user's int would come back as something else.
+    # Compare exact types: an enum member or another subclass of int would be decoded as a plain int.
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
@@ -118,10 +122,11 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], depth: int) ->
 
 
 def _require_text(value: str, name: str) -> None:
+    """Raise CheckpointError if a string cannot be encoded as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        # Readers of JSON refuse it.
+        # JSON parsers reject a lone surrogate, so the checkpoint could not be read.
         raise CheckpointError(
             f"{name} is {ascii(value)[:60]}, a string with half of a surrogate pair, as of a file's name that is no "
             "UTF-8; give it as list(os.fsencode(...)), or leave it out"
@@ -129,6 +134,7 @@ def _require_text(value: str, name: str) -> None:
 
 
 def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor], depth: int) -> _Json:
+    """Encode a mapping: as a JSON object if its keys allow that, else as a list of (key, value) pairs."""
     pairs = []
     for index, (key, each) in enumerate(value.items()):
         if type(key) not in (str, int, float, bool, tuple) and key is not None:
@@ -136,10 +142,10 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tens
                 f"{name} has the key {_short(key)}, a {type(key).__module__}.{type(key).__qualname__}; expected "
                 "strings, numbers or tuples"
             )
-        # Numbered where the key is no name.
+        # A key that is not a string cannot be part of a tensor's name, so the entry's index is used instead.
         inner = f"{name}.{key}" if isinstance(key, str) else f"{name}.~{index}"
         pairs.append((_encode(key, f"{name}.~{index}.key", tensors, depth + 1), each, inner))
-    # torch's MultiStepLR counts its milestones, and asks them for more than a dict has.
+    # MultiStepLR stores its milestones in a Counter and looks up missing keys, which a dict would refuse.
     tag = "~counter" if isinstance(value, Counter) else "~dict"
     if tag == "~dict" and all(isinstance(key, str) and not key.startswith("~") for key, _, _ in pairs):
         return {key: _encode(each, inner, tensors, depth + 1) for key, each, inner in pairs}
@@ -147,12 +153,13 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tens
 
 
 def _encode_array(value: object, name: str, tensors: dict[str, Tensor]) -> _Json | None:
-    # PyTorch does not need numpy: what is its array has imported it.
+    """Encode a numpy array or scalar; None if the value is neither."""
+    # Do not import numpy, which may not be installed. If the value is a numpy array, numpy has been imported.
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
     if isinstance(value, numpy.ndarray) and type(value) not in (numpy.ndarray, numpy.memmap):
-        # A mask, fields or units would be lost.
+        # Subclasses carry a mask, record fields or units, which would be lost.
         raise CheckpointError(
             f"{name} is an array of class {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
             "cannot keep: it has plain arrays. Give it as one, or leave it out"
@@ -170,9 +177,10 @@ def _encode_array(value: object, name: str, tensors: dict[str, Tensor]) -> _Json
 
 
 def _plain(value: Tensor, name: str) -> Tensor:
-    """A tensor in the form that files can hold."""
+    """Return a detached dense tensor with the same values, or raise CheckpointError if files cannot store it."""
     kind = type(value)
-    # Others have no memory of their own, or mean something else by it; to ask them for it may end the process.
+    # Check the class before data_ptr(): some tensor subclasses have no memory, and calling data_ptr() on them may crash
+    # the process.
     if kind not in (Tensor, nn.Parameter):
         raise _not_plain(name, f"of class {kind.__module__}.{kind.__qualname__}")
     if value.is_nested or value.layout is not torch.strided:
@@ -189,6 +197,7 @@ def _plain(value: Tensor, name: str) -> Tensor:
 
 
 def _not_plain(name: str, what: str) -> CheckpointError:
+    """Return the error for a tensor that files cannot store; ``what`` describes the tensor."""
     return CheckpointError(
         f"{name} is a tensor {what}, which a checkpoint cannot keep: it has plain dense tensors with values. Give it "
         "as one, or leave it out"
@@ -196,7 +205,7 @@ def _not_plain(name: str, what: str) -> CheckpointError:
 
 
 def _keep(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
-    """Add a tensor under its name, or one like it if another has that already."""
+    """Add a tensor to ``tensors`` and return its name: ``name``, with a number appended if that is taken."""
     found, number = name, 1
     while found in tensors:
         number += 1
@@ -206,14 +215,17 @@ def _keep(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decode(value: _Json, tensor: Callable[[str], Tensor]) -> Any:
-    """The values that JSON of :func:`encode` stands for.
+    """Decode a value from the JSON that :func:`encode` returned.
 
     Args:
         value: the JSON.
-        tensor: gives the tensor of a name.
+        tensor: returns the tensor with a given name.
+
+    Returns:
+        The value that was encoded.
 
     Raises:
-        CheckpointError: it is none that :func:`encode` makes.
+        CheckpointError: the JSON has a tag that this version does not know.
     """
     if isinstance(value, list):
         return [decode(each, tensor) for each in value]
@@ -228,7 +240,7 @@ def decode(value: _Json, tensor: Callable[[str], Tensor]) -> Any:
     if tag == "~tensor":
         return tensor(inner)
     if tag == "~utf8":
-        # Such strings are no longer written; checkpoints from before the first release may have them.
+        # encode() does not write this tag, but checkpoints from before the first release may contain it.
         return bytes.fromhex(inner).decode("utf-8", "surrogatepass")
     if tag in ("~array", "~scalar"):
         array = tensor(inner).numpy()
@@ -242,7 +254,7 @@ def decode(value: _Json, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensors_in(value: _Json) -> Iterator[str]:
-    """Names of the tensors that :func:`decode` will ask for."""
+    """Yield the names of the tensors that :func:`decode` looks up for this JSON."""
     if isinstance(value, list):
         for each in value:
             yield from tensors_in(each)
@@ -255,11 +267,11 @@ def tensors_in(value: _Json) -> Iterator[str]:
 
 
 def comparable(value: _Json, tensor: Callable[[str], Tensor]) -> str:
-    """Equal where values are, whatever their tensors are called.
+    """Return a string that is equal for equal values, even if their tensors have different names.
 
     Args:
-        value: JSON of :func:`encode`.
-        tensor: gives the tensor of a name, on the CPU.
+        value: JSON that :func:`encode` returned.
+        tensor: returns the tensor with a given name, on the CPU.
     """
     told = {}
     for name in tensors_in(value):
@@ -269,7 +281,7 @@ def comparable(value: _Json, tensor: Callable[[str], Tensor]) -> str:
 
 
 def _with_names(value: _Json, names: Mapping[str, str]) -> _Json:
-    """JSON of :func:`encode` with other names of its tensors."""
+    """Return the JSON of :func:`encode` with each tensor name replaced by ``names[name]``."""
     if isinstance(value, list):
         return [_with_names(each, names) for each in value]
     if not isinstance(value, dict):
@@ -280,22 +292,23 @@ def _with_names(value: _Json, names: Mapping[str, str]) -> _Json:
 
 
 def _short(value: object) -> str:
+    """Return the repr of a value, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 STRETCH = 1 << 20
-"""Bytes that one checksum covers: what a rank reads of a file is rounded to them."""
+"""Bytes that one checksum covers. A rank that verifies its reads must read whole stretches."""
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """One algorithm.
+    """A checksum algorithm.
 
     Attributes:
-        name: as files say it.
-        width: bytes of a checksum.
-        of_bytes: the checksum of anything that has a buffer.
+        name: name of the algorithm in ``metadata.json``.
+        width: size of a checksum in bytes.
+        of_bytes: function that returns the checksum of an object with the buffer protocol.
     """
 
     name: str
@@ -303,36 +316,36 @@ class Checksums:
     of_bytes: Callable[[Any], int]
 
     def hexdigest(self, data: bytes) -> str:
-        """A checksum in hexadecimal digits."""
+        """Return the checksum of ``data`` in hexadecimal digits."""
         return f"{self.of_bytes(data):0{2 * self.width}x}"
 
     @staticmethod
     def best() -> Checksums:
-        """The faster one that is there."""
+        """Return the fastest algorithm that is installed here."""
         found = _xxhash()
         return found if found is not None else _CRC32
 
     @staticmethod
     def common(names: Iterable[str]) -> Checksums:
-        """The faster one that all ranks have.
+        """Return the fastest algorithm that all ranks have.
 
         Args:
-            names: of :meth:`best` of each, this one's among them.
+            names: name of the algorithm that :meth:`best` returned on each rank, this rank included.
         """
         best = Checksums.best()
         return best if all(name == best.name for name in names) else _CRC32
 
     @staticmethod
     def crc32() -> Checksums:
-        """The one that is always there."""
+        """Return CRC-32, which is always installed."""
         return _CRC32
 
     @staticmethod
     def by_name(name: object) -> Checksums:
-        """The algorithm of that name.
+        """Return the algorithm with the given name.
 
         Raises:
-            CheckpointError: it is not here.
+            CheckpointError: the algorithm is unknown, or its package is not installed.
         """
         if name == _CRC32.name:
             return _CRC32
@@ -350,6 +363,7 @@ _CRC32 = Checksums("crc32", 4, zlib.crc32)
 
 
 def _xxhash() -> Checksums | None:
+    """Return XXH3, or None if the package xxhash is not installed."""
     try:
         module = importlib.import_module("xxhash")
     except ImportError:
@@ -359,10 +373,10 @@ def _xxhash() -> Checksums | None:
 
 METADATA = "metadata.json"
 FORMAT = 1
-"""Version of the format; a reader refuses later ones."""
+"""Version of the checkpoint format. A reader refuses later versions."""
 
 NO_RENAMES = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)
-"""Errors of file systems that cannot rename, and of sandboxes that do not allow it."""
+"""errno values with which ``os.replace`` fails on file systems or in sandboxes that do not support renaming."""
 
 _HEAD = b'{"checksum": "'
 _MIDDLE = b'", "checkpoint": '
@@ -370,31 +384,46 @@ _TAIL = b"}\n"
 
 
 class _Entry(BaseModel):
-    # Strict: a number in quotes is not one, and what is not known was written by something else.
+    """Base class of the records in ``metadata.json``."""
+
+    # strict: do not accept a number in quotes. extra="forbid": unknown keys mean that another program wrote the file.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class FileEntry(_Entry):
-    """One file of tensors: its size in bytes, and a checksum of each stretch of it, packed and in base64."""
+    """One file of tensors.
+
+    Attributes:
+        name: name of the file in the checkpoint's folder.
+        nbytes: size of the file in bytes.
+        sums: checksums of the file's stretches, packed by :meth:`pack`.
+    """
 
     name: str
     nbytes: int
     sums: str
 
     def checksums(self, width: int) -> list[int]:
-        """One for each stretch, of so many bytes each."""
+        """Return the checksum of each stretch; ``width`` is the size of a checksum in bytes, 4 or 8."""
         packed = base64.b64decode(self.sums, validate=True)
         return list(struct.unpack(f"<{len(packed) // width}{ {4: 'I', 8: 'Q'}[width] }", packed))
 
     @staticmethod
     def pack(sums: Iterable[int], width: int) -> str:
-        """As :meth:`checksums` reads it."""
+        """Return checksums as base64 of little-endian integers with ``width`` bytes each."""
         found = list(sums)
         return base64.b64encode(struct.pack(f"<{len(found)}{ {4: 'I', 8: 'Q'}[width] }", *found)).decode()
 
 
 class BoxEntry(_Entry):
-    """The place of a part of a tensor: number of the file, first byte in it, offsets and sizes of the box."""
+    """The place of one box of a tensor.
+
+    Attributes:
+        file: index of the file in :attr:`Metadata.files`.
+        begin: first byte of the box in the file.
+        offsets: first index of the box in each dimension of the tensor.
+        sizes: number of indices of the box in each dimension.
+    """
 
     file: int
     begin: int
@@ -403,12 +432,18 @@ class BoxEntry(_Entry):
 
     @property
     def box(self) -> Box:
-        """The part."""
+        """The box as a :class:`~zeropp.checkpoint.boxes.Box`."""
         return Box(self.offsets, self.sizes)
 
 
 class TensorEntry(_Entry):
-    """One tensor: dtype as safetensors spells it, shape, parts."""
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: safetensors name of the dtype.
+        shape: shape of the whole tensor.
+        boxes: places of the boxes that make up the tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -416,12 +451,18 @@ class TensorEntry(_Entry):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
 class CodedEntry(_Entry):
-    """A tensor that is there in 8-bit codes: dtype, shape and strides of its values."""
+    """A frozen parameter that the checkpoint stores as 8-bit codes and scales.
+
+    Attributes:
+        dtype: safetensors name of the dtype of the decoded values.
+        shape: shape of the parameter.
+        strides: strides of the parameter in elements; the codes follow its memory order.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -429,19 +470,20 @@ class CodedEntry(_Entry):
 
 
 class Metadata(_Entry):
-    """All that a checkpoint says of itself.
+    """The contents of ``metadata.json``.
 
     Attributes:
-        format: version of this format.
-        zeropp, torch: versions of what wrote it.
-        world: ranks that wrote it.
-        algorithm: of checksums.
-        stretch: bytes that one checksum covers; the last of a file may be shorter.
-        files, tensors: what is there.
-        aliases: other names of tensors, of tied parameters.
-        coded: tensors of the model that are there in codes, by name; see `zeropp.checkpoint.tensor_reader`.
-        values: what is no tensor and one for all ranks, by name; see `zeropp.checkpoint.metadata`.
-        ranks: what each rank has for itself, likewise.
+        format: version of the checkpoint format.
+        zeropp, torch: versions of zeropp and torch that wrote the checkpoint.
+        world: number of ranks that wrote the checkpoint; 0 for metadata made of another program's files.
+        algorithm: name of the checksum algorithm.
+        stretch: bytes that one checksum covers; the last stretch of a file may be shorter.
+        files: the files of tensors.
+        tensors: entries of the tensors, by name.
+        aliases: first name of each tied tensor, by its other names; without the prefix "model.".
+        coded: parameters stored as codes and scales, by name; see `zeropp.checkpoint.tensor_reader`.
+        values: values that are the same for all ranks, by name, as JSON of :func:`encode`.
+        ranks: values of each rank, by name, as JSON of :func:`encode`.
     """
 
     format: int
@@ -458,10 +500,10 @@ class Metadata(_Entry):
     ranks: tuple[dict[str, Any], ...]
 
     def write(self, folder: Path) -> None:
-        """Write and sync ``metadata.json`` in ``folder``; it is there whole or not at all.
+        """Write ``metadata.json`` to ``folder`` and sync it to disk. The file appears complete or not at all.
 
         Raises:
-            CheckpointError: it would not load; nothing is written.
+            CheckpointError: the metadata could not be read back; nothing is written.
         """
         body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=True).encode()
         self._check_loads(body)
@@ -471,16 +513,16 @@ class Metadata(_Entry):
 
     @classmethod
     def read(cls, folder: Path) -> Metadata:
-        """Read and check what :meth:`write` wrote.
+        """Read and check the ``metadata.json`` of a folder.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or of a later format.
+            CheckpointError: the file is missing, damaged, or has a later format.
         """
         path = folder / METADATA
         try:
             return cls.parse(path)
         except CheckpointError:
-            # Perhaps it was being written over; then the first copy is whole.
+            # The file may have been cut off while it was overwritten in place. The first copy is complete then.
             if not path.exists() or not written_first(path).exists():
                 raise
             with contextlib.suppress(CheckpointError):
@@ -489,7 +531,11 @@ class Metadata(_Entry):
 
     @classmethod
     def parse(cls, path: Path) -> Metadata:
-        """As :meth:`read`, of one file."""
+        """Read and check one file with the contents of ``metadata.json``.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or has a later format.
+        """
         try:
             text = path.read_bytes()
         except FileNotFoundError:
@@ -507,7 +553,7 @@ class Metadata(_Entry):
             version, algorithm = found["format"], found["algorithm"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        # Before anything else: a later format may have other checksums, too.
+        # Check the version before the checksum, because a later format may use other checksums.
         if isinstance(version, int) and version > FORMAT:
             raise CheckpointError(
                 f"{path} is of format {version}, and this version of zeropp reads formats up to {FORMAT}; read it with "
@@ -524,13 +570,14 @@ class Metadata(_Entry):
         return metadata
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Shape of one of the model's tensors, if it is there."""
+        """Return the shape of a model's parameter or buffer; None if the checkpoint does not have it."""
         entry = self.tensors.get(f"model.{name}") or self.coded.get(name)
         return None if entry is None else entry.shape
 
     def _check_loads(self, body: bytes) -> None:
+        """Raise CheckpointError if the metadata could not be read back or refers to tensors that were not written."""
         try:
-            # What reads it refuses some of what json writes.
+            # json.dumps writes some text that the parser used for reading refuses, such as deep nesting.
             from_json(body)
         except ValueError as error:
             raise CheckpointError(f"the metadata of the checkpoint could not be read again: {error}") from error
@@ -539,9 +586,13 @@ class Metadata(_Entry):
             raise CheckpointError(f"the tensors {lacking[:5]} were not written, and the checkpoint would not load")
 
     def _check_entries(self, path: Path) -> None:
-        """Check what types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
+        """Raise CheckpointError for inconsistent entries.
+
+        File names must stay in the folder, boxes must lie inside their tensors and files and cover each tensor exactly
+        once, and the values that every rank saves must be present.
+        """
         for file in self.files:
-            # A name with folders in it could lead reads, and removals, out of the checkpoint.
+            # With a name such as "../x", reads and removals would touch files outside of the checkpoint.
             if Path(file.name).name != file.name or file.name in ("", ".", "..") or "\0" in file.name:
                 raise CheckpointError(f"{path} names a file {file.name!r}, which is no plain name")
         for name, tensor in self.tensors.items():
@@ -558,16 +609,17 @@ class Metadata(_Entry):
                 raise CheckpointError(
                     f"{path} has {sum(each.box.numel for each in tensor.boxes)} of {tensor.numel} elements of {name!r}"
                 )
-            # So many elements in all, and none twice: then each is there.
+            # The boxes have tensor.numel elements in total. If none overlap, they cover the tensor completely.
             index = BoxIndex(tensor.shape, [(each.box, each) for each in tensor.boxes])
             if any(sum(1 for _ in index.overlapping(each.box)) > 1 for each in tensor.boxes):
                 raise CheckpointError(f"{path} has parts of {name!r} that overlap")
         whole = self.world == len(self.ranks) > 0 and all("random" in rank for rank in self.ranks)
         if not whole or ("groups" in self.values) != ("skipped_steps" in self.values):
-            raise CheckpointError(f"{path} does not have what each of {self.world} ranks, and the optimizer, save")
+            raise CheckpointError(f"{path} lacks values that each of {self.world} ranks, or the optimizer, saves")
 
 
 def _why_none(folder: Path) -> str:
+    """Return the message for a folder without ``metadata.json``."""
     if not folder.exists():
         return f"there is no checkpoint {str(folder)!r}: nothing of that name is there"
     names = sorted(each.name for each in folder.iterdir())[:5] if folder.is_dir() else []
@@ -578,15 +630,19 @@ def _why_none(folder: Path) -> str:
 
 
 def written_first(path: Path) -> Path:
-    """The first copy that :func:`write_synced` writes; readers take it if the file itself is not whole."""
-    # One name, so that what a program leaves that is killed here is written over by the next.
+    """Return the path of the first copy that :func:`write_synced` writes before the file itself.
+
+    Readers use the copy if the file itself is damaged.
+    """
+    # The name is fixed, so a copy that a killed program leaves is overwritten by the next write.
     return path.with_name(f".{path.name}.writing")
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file by way of another name, and see that it is on the disk.
+    """Write a small file atomically and sync it to disk.
 
-    Where files cannot be renamed it is written over, and the first copy goes after that.
+    The data is written to the path of :func:`written_first`, which is then renamed to ``path``. On file systems that
+    cannot rename, ``path`` is overwritten in place while the first copy exists, and the copy is removed afterwards.
     """
     _write_file(written_first(path), data)
     try:
@@ -601,22 +657,26 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def end_write(path: Path, check: Callable[[Path], object]) -> None:
-    """If a file was cut off while it was written over, write it from the first copy.
+    """Complete an in-place write of :func:`write_synced` that was interrupted, using the first copy.
 
     Args:
-        path: of the file.
-        check: raises CheckpointError if a file is not whole.
+        path: the file.
+        check: raises CheckpointError if the file at the given path is damaged.
+
+    Raises:
+        CheckpointError: the file is damaged, and the first copy is damaged or missing.
     """
     try:
         check(path)
     except CheckpointError:
         check(written_first(path))
-        # Over the file alone: the copy is what there is until then.
+        # Do not use write_synced: it would truncate the first copy, the only complete one at this point.
         _write_file(path, written_first(path).read_bytes())
         sync_folder(path.parent)
 
 
 def _write_file(path: Path, data: bytes) -> None:
+    """Create or overwrite a file and sync it to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         done = 0
@@ -628,18 +688,21 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """See that the names in a folder are on the disk."""
+    """Sync a folder to disk, so that the names of its files survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some network file systems sync no folders
+        pass  # some network file systems cannot sync folders
     finally:
         os.close(descriptor)
 
 
 def begins_as_ours(path: Path) -> bool:
-    """Tell whether a file begins as a ``metadata.json`` of zeropp, of this format or a later one, whole or damaged."""
+    """Return True if a file begins like a ``metadata.json`` of zeropp.
+
+    The file may be damaged or have a later format.
+    """
     try:
         with path.open("rb") as file:
             begin = file.read(len(_HEAD) + 40 + len(_MIDDLE))

@@ -293,8 +293,8 @@ def nul(saved: Path) -> None:
 
 UNUSABLE = {
     overlapping: "parts of 'model.head.weight' that overlap",
-    no_ranks: "does not have what each of 1 ranks",
-    no_groups: "and the optimizer, save",
+    no_ranks: "lacks values that each of 1 ranks",
+    no_groups: "or the optimizer, saves",
     nul: "is no plain name",
     truncate: "has .* bytes, and was written with",
     remove: "cannot be read: .*No such file",
