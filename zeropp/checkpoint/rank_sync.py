@@ -1,7 +1,7 @@
-"""Work of all ranks that fails on all if it fails on one; threads for it, and its progress bar.
+"""Work that each rank does locally and that fails on all ranks if it fails on one; its threads and its progress bar.
 
-A :class:`Task` runs in a thread of its own, also when the program's main thread has ended and waits for it.
-:class:`Progress` is told of every byte that is moved, so it is also where work is stopped.
+A :class:`Task` runs in its own thread and finishes even if the program's main thread ends first. :class:`Progress`
+counts the bytes that are read or written. Since every transfer calls it, it is also the place that stops the work.
 """
 
 from __future__ import annotations
@@ -45,15 +45,21 @@ _T = TypeVar("_T")
 
 
 class Task(Generic[_T]):
-    """Work for a thread that a program which ends waits for; begun by :meth:`start`.
+    """A function call in a non-daemon thread, which Python waits for before the program ends.
 
-    Not an executor's: those take no more work once the main thread has ended, and a checkpoint may still be written.
+    An executor would not do: executors refuse work once the main thread has ended, when a checkpoint may still be in
+    progress and need more threads.
+
+    Args:
+        work: the function.
+        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[], _T], name: str) -> None:
         self._results: list[_T] = []
         self._error: BaseException | None = None
-        # And not Thread.join(): in which an error of a signal's handler makes Python take the thread for ended.
+        # An event is used because Thread.join() is not safe here: if a signal handler raises inside join(), Python may
+        # mark the thread as ended while it still runs.
         self._over = threading.Event()
 
         def run() -> None:
@@ -67,26 +73,27 @@ class Task(Generic[_T]):
         self._thread = threading.Thread(target=run, name=name)
 
     def start(self) -> None:
-        """Begin.
+        """Start the thread.
 
         Raises:
-            RuntimeError: the system has no more threads.
+            RuntimeError: the system cannot start another thread.
         """
         self._thread.start()
 
     @property
     def done(self) -> bool:
-        """True if the task is over, well or not."""
+        """True if the function has returned or raised."""
         return self._over.is_set()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until it is over, or ``seconds`` have passed."""
+        """Wait until the function has returned or raised, for at most ``seconds``; None waits without limit."""
         self._over.wait(seconds)
 
     def result(self) -> _T:
-        """The result of a task that is over; its error is raised. Asked for once."""
+        """Wait for the function and return its result, or raise its error. To be called at most once."""
         self._over.wait()
-        # Its traceback has frames that hold this: kept here, it would be a cycle, and stay with all that they hold.
+        # The frames in the error's traceback refer to this task. Keeping the error here would make a reference cycle,
+        # which keeps the frames and all their tensors alive.
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -97,12 +104,15 @@ class Task(Generic[_T]):
 
 
 def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> None:
-    """Let threads share the numbers below ``count``; the first error of one ends all.
+    """Divide ``count`` pieces of work among threads, and wait for all threads. An error in one thread stops the others.
 
     Args:
-        count: pieces of work.
-        work: takes numbers from an iterator until there are none.
-        most: threads.
+        count: number of pieces of work.
+        work: called once in each thread with an iterator over the numbers of the pieces that the thread is to do.
+        most: maximum number of threads.
+
+    Raises:
+        Exception: the error of the first thread that failed, in the order in which the threads were started.
     """
     numbers = iter(range(count))
     lock = threading.Lock()
@@ -134,11 +144,12 @@ def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> 
         for task in tasks:
             task.wait()
     except BaseException:
-        # Ctrl-C: whoever pressed it does not wait for the rest of the work.
+        # For example KeyboardInterrupt: do not start the remaining pieces.
         stop.set()
         raise
     finally:
-        # What is under way is not left behind: it writes to files and tensors that others are about to use.
+        # Wait for pieces in progress also after an error. Otherwise threads would go on writing to files and tensors
+        # that the caller closes or reuses.
         for task in tasks:
             task.wait()
     for task in tasks:
@@ -146,15 +157,15 @@ def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> 
 
 
 AFTER = 2.0
-"""Seconds that something may take without a bar."""
+"""Seconds before a progress bar is shown."""
 
 
 class Progress:
-    """Bytes that are done, of those that are to be done; any thread may tell of them.
+    """A count of the bytes transferred and of the bytes expected, with an optional bar. Its methods are thread-safe.
 
     Args:
-        doing: what is shown in front of the bar.
-        shown: whether there may be one, which is so on the first rank unless the user does without.
+        doing: text in front of the bar.
+        shown: True to show a bar; callers pass True on rank 0 only.
     """
 
     def __init__(self, doing: str = "", shown: bool = False) -> None:
@@ -167,22 +178,22 @@ class Progress:
         self._stopped = False
 
     def stop(self) -> None:
-        """There is no use in the rest: whoever tells of more, on any thread, gets an error and leaves it."""
+        """Stop the work: from now on :meth:`add` raises in every thread that calls it."""
         self._stopped = True
 
     def expect(self, nbytes: int) -> None:
-        """So many more are to be done."""
+        """Add ``nbytes`` to the number of bytes expected."""
         with self._lock:
             self._total += nbytes
 
     def add(self, nbytes: int) -> None:
-        """So many more are done.
+        """Add ``nbytes`` to the number of bytes transferred.
 
         Raises:
-            CheckpointError: it was stopped.
+            CheckpointError: :meth:`stop` was called.
         """
         if self._stopped:
-            raise CheckpointError("it was stopped, since a rank is lost")
+            raise CheckpointError("the work was stopped because a rank is lost")
         with self._lock:
             self._done += nbytes
             if not self._shown or time.monotonic() - self._begin < AFTER:
@@ -193,7 +204,7 @@ class Progress:
             self._show()
 
     def close(self) -> None:
-        """Leave the bar as it is, and begin no other."""
+        """Close the bar in its present state; no bar is shown afterwards."""
         with self._lock:
             self._show()
             self._shown = False
@@ -204,68 +215,75 @@ class Progress:
                     bar.close()
 
     def _show(self) -> None:
+        """Update the bar, if there is one."""
         if self._bar is None:
             return
         try:
             self._bar.total = self._total
-            # Reads are rounded to whole stretches, of which nobody was told.
+            # Reads are rounded up to whole stretches and blocks, so more bytes may be read than were expected.
             self._bar.update(min(self._done, self._total) - self._bar.n)
         except Exception:
-            # Where it would be shown may be closed, and that is no reason to lose a checkpoint.
+            # The output stream may be closed. That must not make the checkpoint fail.
             self._shown = False
             self._bar = None
 
 
 def _new_bar(doing: str, done: int) -> Any:
-    """A bar, or None without tqdm."""
+    """Return a tqdm bar, or None if tqdm is not installed."""
     try:
         kind: Any = importlib.import_module("tqdm").tqdm
     except ImportError:
         return None
-    # Without tqdm's thread, which would stay, and a lock of its own, which may start a process.
+    # monitor_interval = 0 disables tqdm's monitor thread, which would outlive the bar. A plain thread lock replaces
+    # tqdm's default lock, because creating the default one may start a process.
     own = type("Bar", (kind,), {"monitor_interval": 0})
     own.set_lock(threading.RLock())  # type: ignore[attr-defined]  # as tqdm has it
     return own(desc=doing, initial=done, total=done, unit="B", unit_scale=True, mininterval=1.0)
 
 
 _log = logging.getLogger("zeropp")
-_LONGEST = 1.0  # seconds from one exchange of a heartbeat to the next
+_LONGEST = 1.0  # maximum seconds from one heartbeat exchange to the next
 Result = tuple[_T | None, BaseException | None, str | None]
-"""The end of some work: its result, its error, and the error in words, for ranks that are told of it."""
+"""Outcome of some work: (result, error, error as text to send to other ranks); entries that do not apply are None."""
 
 
 def absolute(given: object) -> str:
-    """An absolute path; "" if nothing was given, or no path.
+    """Return ``given`` as an absolute path; "" if ``given`` is empty or not a path.
 
-    Ranks exchange it, and :func:`path_of_rank_0` refuses "" on every rank. A rank that raised alone would leave the
-    others waiting.
+    Ranks exchange these paths, and :func:`path_of_rank_0` then raises on every rank if one is "". If a rank raised
+    here, the other ranks would wait for it in the exchange.
     """
     return str(Path(given).absolute()) if isinstance(given, (str, os.PathLike)) and os.fspath(given) else ""
 
 
 def common_path(engine: Engine, given: object, call: str) -> Path:
-    """The path that rank 0 was given, on every rank; with a warning where others were given another. Collective.
+    """Return rank 0's path on every rank. Collective. Rank 0 warns if another rank was given a different path.
+
+    Args:
+        engine: engine whose ranks compare their paths.
+        given: this rank's path.
+        call: name of the user's call, for messages.
 
     Raises:
-        ValueError: a rank was given none.
+        ValueError: a rank was given no path; on every rank.
     """
     paths = engine.agreement.exchange_objects(absolute(given), f"comparing paths at {call}")
     return path_of_rank_0(engine, paths, call)
 
 
 def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
-    """:func:`common_path`, where every rank has every rank's path already.
+    """Return rank 0's path from the exchanged paths of all ranks. Rank 0 warns if another rank has a different path.
 
-    A run that names its folder by the time of day has another name on each rank. It would be too late to refuse that:
-    what was trained until now would be lost.
+    Different paths are not an error. A folder name that contains the time of day may differ between ranks, and an error
+    at the first save would lose the training done so far.
 
     Args:
-        engine: whose ranks compare.
-        paths: of every rank, as :func:`absolute` has them.
-        call: the user's.
+        engine: engine of the ranks.
+        paths: path of each rank, as returned by :func:`absolute`.
+        call: name of the user's call, for messages.
 
     Raises:
-        ValueError: a rank was given none.
+        ValueError: a rank was given no path.
     """
     without = [rank for rank, path in enumerate(paths) if not path]
     if without:
@@ -281,24 +299,25 @@ def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
 
 
 def result_or_error(work: Callable[[], _T]) -> Result[_T]:
-    """Do work, and return its result or its error.
+    """Call a function and return its outcome instead of raising its error.
 
-    Also what a handler of a signal raises: others would wait for a rank that is about to end.
+    Exceptions that a signal handler raises are returned, too. If they were raised here, this rank would skip the
+    exchange of outcomes, and the other ranks would wait for it.
     """
     try:
         return work(), None, None
     except BaseException as error:
-        # As text: not every error can be pickled.
+        # The text is sent to other ranks, because some exceptions cannot be pickled.
         return None, error, f"{type(error).__name__}: {error}"
 
 
 class RankSync:
-    """Ranks that each do work of their own, such as reading or writing files, and tell each other how it went.
+    """Base class for ranks that each do local work, such as reading or writing files, and exchange the outcomes.
 
     Args:
-        comm: of the ranks.
-        hang_timeout: seconds for which ranks wait for one that is not heard of.
-        warn_after: seconds for which some ranks wait for others before it is logged, or None.
+        comm: communication of the ranks.
+        hang_timeout: seconds without a message from a rank after which the rank counts as lost.
+        warn_after: seconds of waiting for slower ranks after which a warning is logged; None for no warnings.
     """
 
     def __init__(self, comm: Comm, hang_timeout: float, warn_after: float | None) -> None:
@@ -309,7 +328,11 @@ class RankSync:
         self._warn_after = warn_after
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's value.
+        """Return the value of every rank, in rank order. Collective.
+
+        Args:
+            value: this rank's value; must be picklable.
+            doing: description of the work, for errors.
 
         Raises:
             RuntimeError: a rank is lost.
@@ -317,24 +340,26 @@ class RankSync:
         raise NotImplementedError
 
     def exchange_number(self, number: int, doing: str) -> list[int]:
-        """:meth:`exchange`, of a number."""
+        """Return the integer of every rank, in rank order. Collective; raises like :meth:`exchange`."""
         raise NotImplementedError
 
     def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Result[_T]:
-        """:func:`result_or_error`, of work that may take one rank any time longer than another; returns when all are
-        done.
+        """Do local work of any duration and wait until all ranks have done theirs. Collective.
 
-        Meanwhile a thread exchanges with the other ranks whether each is done. A disk may be as slow as it likes, and a
-        rank that is lost is noticed within ``hang_timeout``. The work stays on the thread of the caller, which has the
-        caller's device, stream and grad mode, and where a signal's handler may end it.
+        Meanwhile a heartbeat thread exchanges with the other ranks which of them are done. So a slow disk may take any
+        time, but a lost rank is noticed within ``hang_timeout``. The work runs in the caller's thread, because it needs
+        the caller's device, stream and grad mode, and so that a signal handler can interrupt it.
 
         Args:
-            work: exchanges nothing with other ranks, and calls nobody's code that might.
-            doing: for errors.
-            progress: that work tells of what it does; stopped when a rank is lost.
+            work: the local work. It must not communicate with other ranks or call user code that might.
+            doing: description of the work, for errors.
+            progress: progress that the work updates; stopped when a rank is lost.
+
+        Returns:
+            This rank's outcome, as :func:`result_or_error` returns it.
 
         Raises:
-            RuntimeError: a rank is lost; when the work of this one is over.
+            RuntimeError: a rank is lost; raised when this rank's work is over.
         """
         if self.alone:
             return result_or_error(work)
@@ -347,7 +372,8 @@ class RankSync:
             over.set()
         _, error, told = result_or_error(heartbeat.wait)
         if error is not None:
-            # A signal's, while the others were still at work: they hear of it, too.
+            # A signal handler raised while this rank waited for the others. Return the error as this rank's outcome, so
+            # that the other ranks receive it.
             found = None, error, told
         try:
             heartbeat.result()
@@ -356,7 +382,7 @@ class RankSync:
         return found
 
     def _beat(self, over: threading.Event, doing: str, progress: Progress) -> None:
-        """Exchange with the other ranks whether each is done, until all are."""
+        """Exchange a done flag with the other ranks again and again, until all ranks are done."""
         waiting = _Waiting(self.rank, doing, self._warn_after)
         pause = _LONGEST / 64
         over.wait(pause)
@@ -364,7 +390,7 @@ class RankSync:
             while not all(done := self.exchange_number(int(over.is_set()), doing)):
                 waiting.note_done(done)
                 over.wait(pause)
-                # Several exchanges within hang_timeout, after which a silent rank counts as lost.
+                # Pause for at most a quarter of hang_timeout, or a rank that pauses could count as lost.
                 pause = min(2 * pause, _LONGEST, self._hang_timeout / 4)
         except BaseException:
             progress.stop()
@@ -372,7 +398,7 @@ class RankSync:
 
 
 class _Waiting:
-    """The log of ranks that others wait for: after ``warn_after`` seconds, and each time that has doubled."""
+    """Logger of slow ranks: warns after ``warn_after`` seconds of waiting, and again whenever that time has doubled."""
 
     def __init__(self, rank: int, doing: str, warn_after: float | None) -> None:
         self._rank = rank
@@ -381,7 +407,11 @@ class _Waiting:
         self._since: float | None = None  # when the first rank was done
 
     def note_done(self, done: list[int]) -> None:
-        """Take every rank's number, 1 if it is done; the first of those that wait logs which are not."""
+        """Log a warning if it is due. Only the first rank that is done logs.
+
+        Args:
+            done: 1 for each rank that is done, 0 for the others.
+        """
         now = time.monotonic()
         if self._warn_after is None or not any(done):
             return
@@ -403,26 +433,26 @@ class _Waiting:
 
 
 class EngineSync(RankSync):
-    """The ranks of an engine between passes, as for any other collective call."""
+    """A :class:`RankSync` over the engine's own process group, for calls between passes."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.comm, engine.agreement.hang_timeout, engine.agreement.warn_after)
         self._agreement = engine.agreement
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's value."""
+        """Return the value of every rank, in rank order. Collective."""
         return self._agreement.exchange_objects(value, doing)
 
     def exchange_number(self, number: int, doing: str) -> list[int]:
-        """Every rank's number."""
+        """Return the integer of every rank, in rank order. Collective."""
         return [row[0] for row in self._agreement.exchange(AT_WORK, [number], doing)]
 
 
 class ErrorContext:
-    """The state of things after an error, which changes on the way.
+    """A mutable text for error messages that says which state an error at this point leaves behind.
 
     Attributes:
-        text: as it is now; the first rank's counts.
+        text: the present text. Errors on all ranks use rank 0's text.
     """
 
     def __init__(self, text: str) -> None:
@@ -432,19 +462,22 @@ class ErrorContext:
 def run_between_passes(
     engine: Engine, doing: str, work: Callable[[], _T], left: str | ErrorContext, *, at_disk: Progress | None = None
 ) -> _T:
-    """Do local work between passes.
+    """Do local work between passes on all ranks; if it fails on one rank, raise on all. Collective.
 
     Args:
-        engine: whose ranks do it.
-        doing: for errors, "loading ..." for one.
-        work: may raise.
-        left: how things are after an error.
-        at_disk: what work tells of its progress, if it may take ranks any time; see :meth:`RankSync.do`. Otherwise they
-            wait for ``hang_timeout`` at most.
+        engine: engine whose ranks do the work.
+        doing: description of the work for errors, such as "loading ...".
+        work: the local work; may raise.
+        left: text for errors that says which state an error leaves behind.
+        at_disk: progress of work that may take any time; the work then runs in :meth:`RankSync.do`. With None, the
+            other ranks wait for at most ``hang_timeout``.
+
+    Returns:
+        This rank's result of ``work``.
 
     Raises:
-        Exception: this rank's own error, as it was.
-        CheckpointError: another rank's, with its rank.
+        CheckpointError: ``work`` raised a CheckpointError on this rank, or any error on another rank.
+        Exception: ``work`` raised another error on this rank; raised unchanged.
     """
     result, error, told = result_or_error(work) if at_disk is None else EngineSync(engine).do(work, doing, at_disk)
     accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, ErrorContext) else left), doing)
@@ -461,14 +494,14 @@ def run_between_passes(
 
 @contextmanager
 def reraise_as(what: str, target: object) -> Iterator[None]:
-    """Around code that is not ours: its error says whose it is.
+    """Context manager for calls of user code: an error inside is raised as a CheckpointError that names the object.
 
     Args:
-        what: is called.
-        target: whose that is.
+        what: description of the method that is called, such as "load_state_dict of the optimizer".
+        target: the object whose class the message names.
 
     Raises:
-        CheckpointError: it raised; with its error as the cause.
+        CheckpointError: the code inside raised; its error is the cause.
     """
     try:
         yield
