@@ -1,14 +1,13 @@
-"""Files in the safetensors format: one or more a rank of a checkpoint's parts, or of whole tensors as others read them.
+"""Read and write safetensors files: the files of a checkpoint, and files of whole tensors for other programs.
 
-:func:`plan_files` decides from dtypes and shapes where each tensor lies. In a checkpoint a tensor that a file has in
-full is there under its name; a box of one under the name with its ranges, as in ``model.weight[0:3, 128:256]``, so that
-other programs read the files as well.
+:func:`plan_files` places tensors in files by their dtypes and shapes. In a checkpoint, a tensor that lies completely in
+one box has its own name in the file. A smaller box has the name with its index ranges appended, such as
+``model.weight[0:3, 128:256]``, so the files are valid safetensors files.
 
-Bytes to a file and back, past the page cache where the file system allows it, by several threads.
-
-A file is a sequence of blocks. Each is put together in an aligned buffer, summed stretch by stretch, and written at its
-place; or read, checked and taken apart. Threads share nothing but the number of the next block: copies, checksums and
-system calls all give the interpreter away.
+Files are transferred in blocks by several threads, with O_DIRECT (past the page cache) if the file system supports it.
+To write a block, a thread fills an aligned buffer, computes a checksum of each stretch (1 MiB) and writes the buffer to
+its place in the file. To read a block, a thread reads the buffer, verifies stretches and copies ranges to their
+destinations. Threads run in parallel because copies, checksums and system calls release the GIL.
 """
 
 from __future__ import annotations
@@ -48,21 +47,25 @@ __all__ = [
 
 
 BLOCK_NBYTES = 8 * STRETCH
-"""Bytes of a block: enough to keep a disk busy with few calls, few enough that buffers are no burden."""
+"""Bytes of a block: large enough that few system calls keep a disk busy, small enough that the buffers, one per thread,
+take little memory."""
 
-_ALIGNED = 4096  # what O_DIRECT asks of addresses, places and lengths: 512 on most disks, a page on all
+# Alignment in bytes of the addresses, file offsets and lengths given to O_DIRECT. Most disks need 512; a page is enough
+# for all.
+_ALIGNED = 4096
 _THREADS = 4
-# Where the file system has no O_DIRECT, it says so when the file is opened or written first.
+# Errors of open() on file systems without O_DIRECT, and of posix_fallocate() where it is not supported.
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def view_of(buffer: Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the CPU, for system calls."""
-    # Not by way of numpy, which PyTorch does not need.
+    """Return a memoryview of a contiguous uint8 CPU tensor's memory, for system calls."""
+    # Do not use Tensor.numpy(): numpy may not be installed.
     return memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())).cast("B")
 
 
 def _aligned(nbytes: int) -> Tensor:
+    """Allocate a uint8 CPU tensor [nbytes] whose address is aligned for O_DIRECT."""
     room = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, device="cpu")
     begin = -room.data_ptr() % _ALIGNED
     return room[begin : begin + nbytes]
@@ -70,7 +73,7 @@ def _aligned(nbytes: int) -> Tensor:
 
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[tuple[int, bool]]:
-    """A descriptor, and whether it is past the page cache."""
+    """Open a file, with O_DIRECT if possible. Yield its descriptor, and True if O_DIRECT is in use."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         descriptor = os.open(path, flags | direct, 0o644)
@@ -92,23 +95,27 @@ def write_blocks(
     check: Callable[[memoryview], int],
     done: Callable[[int], None] = lambda nbytes: None,
 ) -> list[int]:
-    """Write a new file, and sync it.
+    """Write a new file and sync it to disk.
 
     Args:
-        path: that does not exist.
-        nbytes: of the file.
-        fill: ``fill(begin, room)`` puts bytes [begin, begin + room.numel()) of the file into ``room``; called by
-            several threads.
-        check: checksum of a stretch.
-        done: told how many bytes more are written, by several threads.
+        path: path of the file, which must not exist.
+        nbytes: size of the file in bytes.
+        fill: ``fill(begin, room)`` copies bytes [begin, begin + room.numel()) of the file to ``room``, a uint8 CPU
+            tensor. Called from several threads.
+        check: returns the checksum of a stretch.
+        done: called from several threads with the number of bytes just written.
 
     Returns:
-        The checksum of each stretch.
+        The checksum of each stretch, in file order.
+
+    Raises:
+        OSError: the file exists or cannot be written.
     """
     sums = [0] * -(-nbytes // STRETCH)
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as (descriptor, direct):
         if nbytes and hasattr(os, "posix_fallocate"):
-            # A disk that is full says so here, and blocks of several threads lie side by side.
+            # Reserve the space first: a full disk fails at once, and the file is not fragmented by blocks that several
+            # threads write in any order.
             _reserve(descriptor, nbytes)
 
         def work(numbers: Iterator[int]) -> None:
@@ -120,7 +127,7 @@ def write_blocks(
                 fill(begin, buffer[:count])
                 for place in range(0, count, STRETCH):
                     sums[(begin + place) // STRETCH] = check(memory[place : min(place + STRETCH, count)])
-                # Of a last block that is not aligned, the rest goes beyond the end, and is cut off below.
+                # O_DIRECT needs an aligned length. The padding of the last block is cut off by ftruncate below.
                 padded = -(-count // _ALIGNED) * _ALIGNED if direct else count
                 _write_all(descriptor, memory[:padded], begin)
                 done(count)
@@ -132,6 +139,7 @@ def write_blocks(
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
+    """Reserve disk space for a file; do nothing if the file system does not support it."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
@@ -140,6 +148,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _write_all(descriptor: int, memory: memoryview, begin: int) -> None:
+    """Write ``memory`` at byte ``begin`` of a file; os.pwrite may write only a part per call."""
     done = 0
     while done < len(memory):
         done += os.pwrite(descriptor, memory[done:], begin + done)
@@ -147,14 +156,19 @@ def _write_all(descriptor: int, memory: memoryview, begin: int) -> None:
 
 @dataclass(frozen=True)
 class ReadRange:
-    """Bytes of a file, and where they go: contiguous uint8 of that length on the CPU."""
+    """A byte range of a file and its destination.
+
+    Attributes:
+        begin: first byte in the file.
+        into: contiguous uint8 CPU tensor [nbytes] that receives the bytes.
+    """
 
     begin: int
     into: Tensor
 
     @property
     def end(self) -> int:
-        """First byte behind them."""
+        """End of the range in the file (exclusive)."""
         return self.begin + self.into.numel()
 
 
@@ -166,25 +180,26 @@ def read_blocks(
     verify: Callable[[int, memoryview], None],
     done: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """Read parts of a file.
+    """Read byte ranges of a file, and verify some of its stretches.
 
     Args:
-        path: of the file.
-        nbytes: that it has.
-        wanted: what to read.
-        verified: numbers of stretches that are read whole, whether wanted or not, and given to ``verify``.
-        verify: raises if a stretch, of that number and with those bytes, is not as it was written.
-        done: told how many bytes more are read, by several threads.
+        path: path of the file.
+        nbytes: size of the file in bytes.
+        wanted: the byte ranges and their destinations; ranges may overlap.
+        verified: numbers of the stretches to read completely and pass to ``verify``, even if no range needs them.
+        verify: ``verify(number, bytes)`` raises if the stretch is damaged. Called from several threads.
+        done: called from several threads with the number of bytes just read.
 
     Returns:
-        Bytes that were read.
+        Number of bytes read, including alignment and stretches that only ``verify`` needed.
 
     Raises:
-        OSError: the file cannot be read, or ends early.
+        OSError: the file cannot be read or is shorter than expected.
     """
     wanted = sorted((each for each in wanted if each.into.numel()), key=lambda each: each.begin)
     begins = [each.begin for each in wanted]
-    # Ends need not ascend: tied weights that are apart here are the same bytes there.
+    # Ranges may overlap, because two parameters here can have been one tied parameter when they were saved. So ends do
+    # not ascend like begins do; reach[i] is the largest end of ranges 0 to i.
     reach = list(itertools.accumulate((each.end for each in wanted), max))
     spans = _spans(wanted, verified, nbytes)
     counts: list[int] = []
@@ -217,7 +232,7 @@ def read_blocks(
 
 
 def _spans(wanted: Sequence[ReadRange], verified: Collection[int], nbytes: int) -> list[tuple[int, int]]:
-    """Ranges of a file to read, none longer than a block and none across the border of two."""
+    """Merge the wanted ranges and the verified stretches into ascending spans that do not cross a block boundary."""
     ranges = [(each.begin, each.end) for each in wanted]
     ranges += [(stretch * STRETCH, min((stretch + 1) * STRETCH, nbytes)) for stretch in verified]
     spans: list[tuple[int, int]] = []
@@ -226,7 +241,7 @@ def _spans(wanted: Sequence[ReadRange], verified: Collection[int], nbytes: int) 
         while low < end:
             high = min(low // BLOCK_NBYTES * BLOCK_NBYTES + BLOCK_NBYTES, end)
             same = spans and low // BLOCK_NBYTES == spans[-1][0] // BLOCK_NBYTES
-            # A gap of a stretch costs less than another call.
+            # Reading through a gap of at most one stretch is cheaper than another system call.
             if same and low - spans[-1][1] <= STRETCH:
                 spans[-1] = spans[-1][0], max(high, spans[-1][1])
             elif not spans or high > spans[-1][1]:
@@ -236,9 +251,10 @@ def _spans(wanted: Sequence[ReadRange], verified: Collection[int], nbytes: int) 
 
 
 def _read_all(descriptor: int, memory: memoryview, begin: int, end: int, path: Path) -> None:
+    """Read bytes [begin, end) of a file to the start of ``memory``."""
     done = 0
     count = end - begin
-    # Rounded up, as O_DIRECT wants it; what is behind the end of the file is not there, and does not count.
+    # O_DIRECT needs an aligned length. At the end of the file, preadv returns fewer bytes than requested.
     padded = -(-count // _ALIGNED) * _ALIGNED
     while done < count:
         got = os.preadv(descriptor, [memory[done:padded]], begin + done)
@@ -248,15 +264,15 @@ def _read_all(descriptor: int, memory: memoryview, begin: int, end: int, path: P
 
 
 FILE_NBYTES = 5_000_000_000
-"""Largest size of a file, as Hugging Face has it."""
+"""Default maximum size of a file in bytes. transformers uses the same default."""
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of a tensor."""
+"""(dtype, shape) of a tensor."""
 
-# Data begins at a multiple of it, so that a reader may map the file and use tensors where they lie.
+# The data after the header begins at a multiple of this, so a reader can memory-map the file and use tensors in place.
 _TENSOR_ALIGNMENT = 4096
 _MADE_BY = {"format": "pt", "writer": "zeropp"}
-"""Of each header: the format is what transformers asks for."""
+"""Metadata in the header of each file. transformers requires "format"; "writer" marks files that zeropp wrote."""
 _SINGLE = "model.safetensors"
 _INDEX = f"{_SINGLE}.index.json"
 _NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
@@ -264,13 +280,13 @@ _NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that is to be written.
+    """The layout of a safetensors file that is not written yet.
 
     Attributes:
-        head: its header, with the length in front.
-        members: numbers of its tensors.
-        begins: first byte of each.
-        nbytes: of the whole file.
+        head: header of the file, with its length in front, as bytes.
+        members: indices of the file's tensors in the arguments of :func:`plan_files`, in file order.
+        begins: first byte of each of these tensors in the file.
+        nbytes: size of the whole file in bytes.
     """
 
     head: bytes
@@ -280,20 +296,24 @@ class PlannedFile:
 
 
 def plan_files(names: Sequence[str], kinds: Sequence[Kind], limit: int | None) -> list[PlannedFile]:
-    """Share tensors out to files, of which there is at least one.
+    """Distribute tensors over files.
 
     Args:
-        names: of the tensors, in the files.
-        kinds: of each.
-        limit: largest size of a file in bytes, its header aside; only a single tensor may be larger. None for one file.
+        names: names of the tensors in the files.
+        kinds: (dtype, shape) of each tensor.
+        limit: maximum size of a file in bytes, without its header. A tensor that is larger gets a file of its own. None
+            for a single file.
+
+    Returns:
+        The layout of each file; at least one file, even without tensors.
 
     Raises:
-        CheckpointError: a dtype that such files cannot hold.
+        CheckpointError: safetensors cannot store a tensor's dtype.
     """
     sizes = [_nbytes(kind) for kind in kinds]
     groups: list[list[int]] = [[]]
     nbytes = 0
-    # Wide dtypes first, since values that begin aligned can be used where they lie.
+    # Place wide dtypes first: then every tensor begins at a multiple of its element size and can be used in place.
     for number in sorted(range(len(kinds)), key=lambda number: -kinds[number][0].itemsize):
         if limit is not None and groups[-1] and nbytes + sizes[number] > limit:
             groups.append([])
@@ -310,7 +330,7 @@ def plan_files(names: Sequence[str], kinds: Sequence[Kind], limit: int | None) -
             code = dtype_code(dtype, names[number])
             entries[names[number]] = {"dtype": code, "shape": list(shape), "data_offsets": place}
         text = json.dumps(entries, separators=(",", ":")).encode()
-        # Spaces, which the format allows behind the JSON.
+        # Pad the JSON with spaces, which the format allows, so that the data begins aligned.
         text = text.ljust(-(-(len(text) + 8) // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT - 8)
         head = len(text).to_bytes(8, "little") + text
         begins = [len(head) + end - sizes[number] for number, end in zip(group, ends, strict=True)]
@@ -319,23 +339,34 @@ def plan_files(names: Sequence[str], kinds: Sequence[Kind], limit: int | None) -
 
 
 def _nbytes(kind: Kind) -> int:
+    """Return the size in bytes of a tensor."""
     dtype, shape = kind
     return int(torch.Size(shape).numel()) * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Written:
-    """Files that one rank has written, and of each tensor dtype, shape and boxes, by number of the file."""
+    """The files that one rank has written.
+
+    Attributes:
+        files: size and checksums of each file.
+        tensors: (safetensors dtype, shape of the whole tensor, boxes in these files), by name. ``BoxEntry.file`` is an
+            index into ``files``.
+    """
 
     files: list[FileEntry]
     tensors: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]]
 
 
 def require_file_nbytes(limit: object, least: int = 1) -> None:
-    """Make sure that a size of files is one.
+    """Check the argument ``file_nbytes`` of a user's call.
+
+    Args:
+        limit: the argument.
+        least: smallest valid value in bytes.
 
     Raises:
-        ValueError: it is no number of bytes, or too small.
+        ValueError: ``limit`` is not an integer or is smaller than ``least``.
     """
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < least:
         raise ValueError(f"file_nbytes is {limit!r}; expected a number of bytes, {least} or more")
@@ -349,24 +380,27 @@ def write_files(
     limit: int = FILE_NBYTES,
     progress: Progress | None = None,
 ) -> Written:
-    """Write parts of tensors to ``<stem>-00000.safetensors`` and on, and sync them.
+    """Write boxes of tensors to files ``<stem>-00000.safetensors``, ``<stem>-00001.safetensors`` ... and sync them.
 
     Args:
-        folder: that exists.
-        stem: of the files' names; no other rank's.
-        parts: to write; no two of one tensor with common elements.
-        checks: algorithm of checksums.
-        limit: largest size of a file in bytes, headers aside.
-        progress: told of what is written.
+        folder: an existing folder.
+        stem: start of the file names, different on each rank.
+        parts: the boxes to write; boxes of the same tensor must not overlap.
+        checks: checksum algorithm.
+        limit: maximum size of a file in bytes, without its header.
+        progress: progress to update.
+
+    Returns:
+        The files, and the places of the boxes in them.
 
     Raises:
-        CheckpointError: a dtype that such files cannot hold.
-        OSError: a file cannot be written; what is there of it stays.
+        CheckpointError: safetensors cannot store a dtype.
+        OSError: a file cannot be written; the incomplete file is not removed.
     """
     found = Written([], {})
     progress = progress or Progress()
     for part in parts:
-        # In no file, and read again all the same.
+        # An empty tensor has no bytes in any file, but the metadata must list it, so that a load finds it.
         if not part.values.numel():
             found.tensors[part.name] = dtype_code(part.values.dtype, part.name), part.shape, []
     small = [piece for part in parts if part.values.numel() for piece in _split(part, limit)]
@@ -388,7 +422,7 @@ def write_files(
 
 
 def _split(part: TensorBox, limit: int) -> Iterator[TensorBox]:
-    """A part in halves, and those again, until none is larger than a file may be."""
+    """Split a box in halves along its first divisible dimension until no part has more than ``limit`` bytes."""
     dimension = next((d for d, size in enumerate(part.box.sizes) if size > 1), None)
     if part.values.nbytes <= limit or dimension is None:
         yield part
@@ -404,6 +438,7 @@ def _split(part: TensorBox, limit: int) -> Iterator[TensorBox]:
 
 
 def _key(part: TensorBox) -> str:
+    """Return the name of a box in a file: the tensor's name, with index ranges if the box is not the whole tensor."""
     if part.box.sizes == part.shape:
         return part.name
     ranges = (f"{offset}:{offset + size}" for offset, size in zip(part.box.offsets, part.box.sizes, strict=True))
@@ -411,20 +446,20 @@ def _key(part: TensorBox) -> str:
 
 
 class _Content:
-    """The bytes of a file that is to be: tensors one behind the other.
+    """The contents of a file to write: tensors in file order.
 
     Args:
-        data: on any device, of any strides.
-        begins: where each begins in the file.
+        data: the tensors, on any device, with any strides.
+        begins: first byte of each tensor in the file.
     """
 
     def __init__(self, data: Sequence[Tensor], begins: Sequence[int]) -> None:
-        # A transposed weight is copied here; all others are read where they are.
+        # contiguous() copies only strided tensors, such as a transposed weight; the others are read in place.
         self._rows = [as_bytes(tensor.contiguous()) for tensor in data]
         self._begins = begins
 
     def fill(self, begin: int, room: Tensor) -> None:
-        """Put bytes of the file into ``room``, uint8 on the CPU."""
+        """Copy bytes [begin, begin + room.numel()) of the file to ``room``, a uint8 CPU tensor."""
         number = bisect.bisect_right(self._begins, begin) - 1
         done = 0
         while done < room.numel():
@@ -436,19 +471,19 @@ class _Content:
 
 
 class WholeFiles:
-    """Files of whole tensors, as transformers reads them, in a folder that is there and has none of their names.
+    """Writer of safetensors files with whole tensors, named as transformers expects them.
 
-    They are planned first, then filled tensor by tensor: several ranks may write, each its own files, and none needs
-    more than the tensor at hand.
+    The layout of all files is planned first, then tensors are written one by one. Several ranks may write at once if
+    each writes different files. A rank needs memory only for the tensor that it is writing.
 
     Args:
-        folder: of the files.
-        tensors: name, dtype and shape of each.
-        limit: largest size of a file in bytes, headers aside; None for one file.
-        progress: told of what is written.
+        folder: an existing folder without files of the same names.
+        tensors: (dtype, shape) of each tensor, by name.
+        limit: maximum size of a file in bytes, without its header; None for a single file.
+        progress: progress to update.
 
     Attributes:
-        names: of the files.
+        names: names of the files. The index of a file in this list is its number.
     """
 
     def __init__(
@@ -468,7 +503,7 @@ class WholeFiles:
             [_SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
         )
         self._heads = [file.head for file in planned]
-        # Of each tensor the number of its file, and its first byte there.
+        # Tensor name -> (number of its file, first byte in the file).
         self._places = {
             ordered[member]: (number, begin)
             for number, file in enumerate(planned)
@@ -477,33 +512,38 @@ class WholeFiles:
         self._open: dict[int, int] = {}
 
     def file_of(self, name: str) -> int:
-        """Number of the file that a tensor is in."""
+        """Return the number of the file that contains a tensor."""
         return self._places[name][0]
 
     def expect(self, numbers: Collection[int]) -> None:
-        """Tell of what is to be written: files of these numbers."""
+        """Add the bytes of the files with these numbers to the progress as expected bytes."""
         names = (name for name in self._places if self.file_of(name) in numbers)
         self._progress.expect(sum(_nbytes(self._tensors[name]) for name in names))
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write one tensor, converted to its dtype there.
+        """Write one tensor, converted to the dtype that was planned for it.
+
+        Args:
+            name: name of the tensor.
+            values: the values, with the planned shape; any dtype and device.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the tensor cannot be written.
         """
         number, begin = self._places[name]
         dtype, shape = self._tensors[name]
-        assert tuple(values.shape) == shape  # both are of the same model
+        assert tuple(values.shape) == shape  # the plan and the values come from the same model
         row = as_bytes(values.detach().to("cpu", dtype).contiguous())
         memory = view_of(row) if row.numel() else memoryview(b"")
         done = 0
         descriptor = self._descriptor(number)
-        # Linux writes at most 2 GiB a call.
+        # Linux writes at most 2 GiB per call.
         while done < len(memory):
             done += os.pwrite(descriptor, memory[done:], begin + done)
         self._progress.add(done)
 
     def _descriptor(self, number: int) -> int:
+        """Return the descriptor of a file; create the file with its header if it is not open yet."""
         if number not in self._open:
             path = self._folder / self.names[number]
             self._open[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -511,7 +551,7 @@ class WholeFiles:
         return self._open[number]
 
     def close(self, numbers: Iterable[int]) -> None:
-        """Sync and close files; those of ``numbers`` are there then, also without a tensor in them."""
+        """Sync and close all open files. Files in ``numbers`` without tensors are created with their header."""
         try:
             for number in numbers:
                 self._descriptor(number)
@@ -521,12 +561,12 @@ class WholeFiles:
             self.close_unfinished()
 
     def close_unfinished(self) -> None:
-        """Close what is open, as it is."""
+        """Close all open files without syncing them."""
         while self._open:
             os.close(self._open.popitem()[1])
 
     def write_index(self) -> None:
-        """Write the index that tells each tensor's file, if there are several."""
+        """Write the index (tensor name -> file name) if there are several files, and sync the folder."""
         if len(self.names) > 1:
             index = {
                 "metadata": {"total_size": sum(map(_nbytes, self._tensors.values()))},
@@ -537,15 +577,15 @@ class WholeFiles:
 
 
 def completes(name: str) -> bool:
-    """Tell whether a file of this name makes a folder an export: it is there alone, or the index of others."""
+    """Return True for the file that a reader of an export opens first: the single file, or the index of several."""
     return name in (_SINGLE, _INDEX)
 
 
 def is_ours(path: Path) -> bool:
-    """Tell whether :class:`WholeFiles` has written a file, by its name and header; of an index by its name."""
+    """Return True if a file was written by :class:`WholeFiles`. An index is recognized by its name alone."""
     if not _NAME.fullmatch(path.name) or not path.is_file():
         return path.name == _INDEX
     begin = json.dumps({"__metadata__": _MADE_BY}, separators=(",", ":")).encode()[:-1]
     with path.open("rb") as file:
-        # The first 8 bytes of such a file are the length of its header.
+        # The first 8 bytes of a safetensors file are the length of its header.
         return file.read(8 + len(begin))[8:] == begin
