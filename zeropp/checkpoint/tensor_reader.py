@@ -1,7 +1,7 @@
-"""Reading: from the parts that a rank wants to the bytes of files, and back to the tensors where they belong.
+"""Read the boxes that a rank needs from the files of a checkpoint.
 
-Frozen weights may exist as codes only. They are saved and restored as codes and scales, since encoding decoded
-values again would change some of them; where values are wanted they are decoded.
+Some frozen parameters exist only as 8-bit codes and scales. A checkpoint saves and restores codes and scales, because
+encoding decoded values again would change some of them. They are decoded only for readers that need plain values.
 """
 
 from __future__ import annotations
@@ -52,16 +52,23 @@ __all__ = [
 
 
 CODES, SCALES = "zeropp.codes.", "zeropp.scales."
-"""Prefixes: codes are uint8 [blocks, 256], scales bfloat16 [blocks], of the parameter in the order of its memory."""
+"""Prefixes of the names of a quantized parameter's tensors: codes, uint8 [blocks, 256], and scales, bfloat16 [blocks].
+Blocks have 256 elements and follow the parameter's memory order."""
 
 
 class Encoded:
-    """Values that are read for a buffer which has codes: encoded once they are there.
+    """Plain values to read from a checkpoint for parameters that this model stores as codes.
+
+    These are the parameters whose codes in the checkpoint cannot be used: the checkpoint stores plain values, or codes
+    in another memory order.
 
     Args:
-        engine: of the model.
-        matched: the checkpoint's names of the model's tensors.
-        metadata: of the checkpoint.
+        engine: engine of the model.
+        matched: name in the checkpoint of each of the model's tensors, by its name in the model.
+        metadata: metadata of the checkpoint.
+
+    Attributes:
+        parts: boxes of temporary tensors to read the values into; call :meth:`encode` afterwards.
     """
 
     def __init__(self, engine: Engine, matched: Mapping[str, str], metadata: Metadata) -> None:
@@ -73,25 +80,28 @@ class Encoded:
             for slot, each in fragments(buffer, buffer.placement.mode.states, "slice"):
                 there = matched.get(slot.name)
                 entry = metadata.coded.get(there or "")
-                # Else codes fit as they are.
+                # If the checkpoint has codes with the same strides, they are copied without decoding.
                 if there is not None and (entry is None or entry.strides != slot.strides):
                     row = torch.empty(each.stop - each.start, dtype=buffer.main_dtype, device=buffer.device)
                     self._rows.append((buffer, each, row))
                     self.parts += parts_of_range(MODEL + slot.name, slot, each.start, row)
 
     def encode(self) -> None:
-        """Once the parts are read."""
+        """Encode the values of ``parts`` into the shards; to be called after the values have been read."""
         for buffer, fragment, row in self._rows:
             buffer.put(fragment, row, row.dtype)
 
 
 def decoded(codes: Tensor, scales: Tensor, entry: CodedEntry) -> Tensor:
-    """The values of a parameter.
+    """Decode a quantized parameter.
 
     Args:
-        codes: uint8 [blocks, 256].
-        scales: bfloat16 [blocks].
-        entry: of the parameter.
+        codes: uint8 [blocks, 256], on the CPU.
+        scales: bfloat16 [blocks], on the CPU.
+        entry: the parameter's metadata.
+
+    Returns:
+        The values on the CPU, with the dtype, shape and strides of ``entry``.
     """
     numel = codes.numel()
     layout = message_layout(numel, 8)
@@ -104,15 +114,17 @@ def decoded(codes: Tensor, scales: Tensor, entry: CodedEntry) -> Tensor:
 
 
 Verify = Literal["all", "sample", "none"]
-_SAMPLE = 16  # of so many stretches one is verified
-_BATCH_NBYTES = 1 << 28  # of values that cannot be read to where they belong, and wait to be converted
+_SAMPLE = 16  # verify="sample" verifies one of this many stretches
+_BATCH_NBYTES = (
+    1 << 28
+)  # maximum bytes of temporary tensors for values that cannot be read directly to their destination
 
 
 def require_verify(verify: Verify) -> Verify:
-    """The option as it is.
+    """Return the argument ``verify`` unchanged if it is valid.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``verify`` is not "all", "sample" or "none".
     """
     if verify not in ("all", "sample", "none"):
         raise ValueError(f'verify is {verify!r}; expected "all", "sample" or "none"')
@@ -120,23 +132,28 @@ def require_verify(verify: Verify) -> Verify:
 
 
 class StridedBox(BoxEntry):
-    """A box whose values do not lie in a row, as other programs store transposed weights; strides in elements."""
+    """A box whose values are not contiguous in its file, such as a transposed weight that another program saved.
+
+    Attributes:
+        strides: strides of the box in the file, in elements.
+    """
 
     strides: tuple[int, ...]
 
     @property
     def extent(self) -> int:
-        """Elements of memory from its first to its last."""
+        """Number of elements in the file from the first to the last element of the box, both included."""
         return self.box.within(self.box).last(self.strides) + 1 if self.box.numel else 0
 
 
 @dataclass(frozen=True)
 class ConvertedTensors:
-    """Tensors that are made of stored ones when they are read.
+    """A conversion that computes tensors from stored tensors while a checkpoint is read.
 
     Attributes:
-        key: of this making; its last results stay, since boxes of one tensor are asked for in a row.
-        make: gets a function from names of stored tensors to whole ones, gives what is made, by name.
+        key: identity of the conversion. The reader caches the outputs of the last key, because boxes of one tensor are
+            usually requested one after the other.
+        make: called with a function that returns the stored tensor of a given name; returns the outputs by name.
     """
 
     key: str
@@ -145,37 +162,56 @@ class ConvertedTensors:
 
 @dataclass(frozen=True)
 class _Request:
-    """A part of a stored box, and where its values go: a view of its sizes, of any dtype, strides and device."""
+    """A request to read a part of a stored box.
+
+    Attributes:
+        entry: place of the stored box in its file.
+        dtype: dtype in the file.
+        part: the requested part, with offsets relative to the first element of the stored box.
+        into: destination with the sizes of ``part``; any dtype, strides and device.
+    """
 
     entry: BoxEntry
     dtype: torch.dtype
-    part: Box  # counted from the box's first element
+    part: Box
     into: Tensor
 
     @property
     def in_place(self) -> bool:
-        """True if bytes of the file may go to their place as they are."""
-        # Its elements do not lie in the file in the order of the view.
+        """True if the file's bytes can be read directly into ``into``, without conversion or a temporary tensor."""
+        # The elements of a strided box have another order in the file than in the destination.
         if isinstance(self.entry, StridedBox):
             return False
         return self.into.dtype == self.dtype and self.into.is_contiguous() and self.into.device.type == "cpu"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes in the file."""
         return self.part.numel * self.dtype.itemsize
 
 
 class TensorReader:
-    """The tensors of one checkpoint.
+    """Reader of the tensors of one checkpoint.
+
+    Args:
+        folder: folder of the files.
+        metadata: metadata of the checkpoint.
+        verify: "all" to verify every byte that is read, "sample" to verify some stretches, "none" for no verification.
+        progress: progress to update.
+        built: initial value of the attribute ``built``; None for no conversions.
+        locate: value of the attribute ``locate``.
 
     Attributes:
-        metadata: of it.
-        nbytes_read: so far, by this rank.
-        nbytes_converted: so far, of stored tensors that others were made of; not among ``nbytes_read``.
-        built: tensors of the metadata that are made of others, and lie in no file themselves.
-        locate: gives a box its first byte, where the metadata has no more than what to look at for it.
-        progress: told of what is read.
+        metadata: metadata of the checkpoint.
+        nbytes_read: bytes that this rank has read so far, without ``nbytes_converted``.
+        nbytes_converted: bytes that this rank has read so far as inputs of conversions, or to compare tied tensors.
+        built: conversions of the tensors that are listed in the metadata but are not stored in any file, by name.
+        locate: function that completes the place of a box by reading its file; None if ``metadata`` has all places.
+            A checkpoint of torch.distributed.checkpoint stores the first byte of a box only in the file of the box.
+        progress: progress to update.
+
+    Raises:
+        CheckpointError: the package for the checksums is not installed, or they cover another number of bytes.
     """
 
     def __init__(
@@ -197,7 +233,7 @@ class TensorReader:
         self.progress = progress or Progress()
         self._folder = folder
         self._verify = verify
-        # Only if it is used: the package that computes it may not be installed.
+        # Look up the algorithm only if it is used, because its package may not be installed.
         self._checks = Checksums.by_name(metadata.algorithm) if verify != "none" else None
         if verify != "none" and metadata.stretch != STRETCH:
             raise CheckpointError(
@@ -209,19 +245,22 @@ class TensorReader:
         self._sums: dict[int, list[int]] = {}
         self._last: tuple[str, Tensor] | None = None
         self._made: tuple[str, Mapping[str, Tensor]] | None = None
-        # Where boxes begin in each file, to name what a damaged stretch has.
+        # Per file: (first byte, bytes, tensor name) of each box, to name the tensors in a damaged stretch.
         self._begins: dict[int, list[tuple[int, int, str]]] = {}
 
     def read_boxes(self, parts: Iterable[TensorBox]) -> None:
-        """Fill the values of parts, converted to the dtypes they have here.
+        """Read the values of boxes from the files, converted to the dtypes of their destinations.
+
+        Args:
+            parts: the boxes; ``values`` of each is overwritten.
 
         Raises:
-            CheckpointError: a tensor is missing or of another shape; a file is missing, damaged or cut short. With
-                their names; some parts may have their values by then.
+            CheckpointError: a tensor is missing or has another shape, or a file is missing, damaged or too short. Some
+                boxes may have been read already.
         """
         by_file: defaultdict[int, list[_Request]] = defaultdict(list)
         for part in parts:
-            # Codes lie in blocks in the order of memory, and boxes of values do not begin and end with them.
+            # A box of values does not consist of whole blocks of codes, so decode the whole parameter and copy the box.
             if (name := part.name.removeprefix(MODEL)) in self.metadata.coded and part.name.startswith(MODEL):
                 part.values.copy_(part.box.of(self._decoded(name)))
                 continue
@@ -236,31 +275,35 @@ class TensorReader:
                 self._read_batch(number, batch)
 
     def find(self, parts: Iterable[TensorBox]) -> None:
-        """Look up where the values of parts lie, and read none.
+        """Look up the places of boxes in the files without reading their values.
 
         Raises:
-            CheckpointError: as :meth:`read_boxes` does, of all but the values themselves.
+            CheckpointError: a tensor has another shape, or ``locate`` failed.
         """
         for part in parts:
             if part.name in self.metadata.tensors:
-                # The iteration alone checks name and shape, and looks boxes up in their files.
+                # Iterating checks name and shape, and calls ``locate``.
                 for _ in self._requests(part):
                     pass
 
     def check_sizes(self, share: int, shares: int) -> None:
-        """Look whether files are there and of their sizes: of each ``shares`` the one that falls to ``share``.
+        """Check existence and size of this rank's share of the files: those with ``number % shares == share``.
+
+        Args:
+            share: this rank.
+            shares: number of ranks.
 
         Raises:
-            CheckpointError: one is not.
+            CheckpointError: a file is missing or has another size.
         """
         for number in range(share, len(self.metadata.files), shares):
             self._path_of(number)
 
     def room(self, name: str) -> TensorBox:
-        """All of one tensor, in memory of the CPU for it that is yet to be read.
+        """Allocate CPU memory for a whole tensor; returns it as a box to pass to :meth:`read_boxes`.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: the checkpoint has no tensor with this name.
         """
         entry = self.metadata.tensors.get(name)
         if entry is None:
@@ -268,20 +311,32 @@ class TensorReader:
         return whole(name, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu"))
 
     def tensor(self, name: str) -> Tensor:
-        """All of one tensor, on the CPU."""
+        """Read a whole tensor to the CPU.
+
+        Raises:
+            CheckpointError: the tensor is missing, or a file cannot be read.
+        """
         part = self.room(name)
         self.read_boxes([part])
         return part.values
 
     def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """All of a tensor that is made of others; what else is made with it stays for the next call."""
+        """Return a tensor that a conversion computes. The other outputs of the conversion are cached for later calls.
+
+        Args:
+            name: name of the tensor.
+            shape: shape that the model expects.
+
+        Raises:
+            CheckpointError: the conversion does not make the tensor, or makes one of another shape.
+        """
         built = self.built[name]
         if self._made is None or self._made[0] != built.key:
-            # The tensors made last are let go of first, or memory would hold both.
+            # Drop the cached outputs before running the next conversion, so that both never exist at once.
             self._made = None
             before = self.nbytes_read
             self._made = built.key, built.make(self.tensor)
-            # What tensor() has read counts as converted, and not as read.
+            # Count the bytes that tensor() has read as converted instead of read.
             self.nbytes_converted += self.nbytes_read - before
             self.nbytes_read = before
         found = self._made[1].get(name)
@@ -294,7 +349,10 @@ class TensorReader:
         return found
 
     def _decoded(self, name: str) -> Tensor:
-        """Values of a parameter that is there in codes; the last one stays, since its boxes are asked for in a row."""
+        """Return the decoded values of a quantized parameter.
+
+        The last parameter is cached, because its boxes are usually requested one after the other.
+        """
         if self._last is None or self._last[0] != name:
             self._last = None
             values = decoded(self.tensor(CODES + name), self.tensor(SCALES + name), self.metadata.coded[name])
@@ -302,11 +360,17 @@ class TensorReader:
         return self._last[1]
 
     def weight(self, name: str) -> Tensor:
-        """All of one of the model's tensors, on the CPU, decoded if it is there in codes."""
+        """Read a whole parameter or buffer of the model to the CPU; decoded if it is stored as codes."""
         return self._decoded(name) if name in self.metadata.coded else self.tensor(MODEL + name)
 
     def verify_rest(self, share: int, shares: int) -> None:
-        """Verify what nobody has read: of each ``shares`` files the one that falls to ``share``.
+        """Verify the stretches that this rank has not verified yet, in its share of the files.
+
+        Does nothing unless the reader was made with ``verify="all"``.
+
+        Args:
+            share: this rank. Its share are the files with ``number % shares == share``.
+            shares: number of ranks.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -320,6 +384,7 @@ class TensorReader:
             self._read_file(number, [], rest)
 
     def _requests(self, part: TensorBox) -> Iterator[_Request]:
+        """Yield a request for each stored box that overlaps ``part``."""
         entry = self.metadata.tensors.get(part.name)
         if entry is None:
             raise CheckpointError(f"{str(self._folder)!r} has no tensor {part.name!r}")
@@ -332,18 +397,20 @@ class TensorReader:
             self._indices[part.name] = BoxIndex(entry.shape, [(each.box, each) for each in entry.boxes])
         for common, box, found in self._indices[part.name].overlapping(part.box):
             place = common.within(part.box)
-            # A folder of torch.distributed.checkpoint says only in the file itself where a box begins.
+            # A checkpoint of torch.distributed.checkpoint stores the first byte of a box only in the file itself.
             found = self.locate(found) if self.locate is not None else found
             yield _Request(found, DTYPES[entry.dtype], common.within(box), place.of(part.values))
 
     def _read_batch(self, number: int, batch: Sequence[_Request]) -> None:
+        """Read requests from one file, through temporary tensors where values must be converted or moved."""
         wanted: list[ReadRange] = []
         waiting: list[tuple[Tensor, Tensor]] = []
         strided: dict[StridedBox, Tensor] = {}
         for request in batch:
             values = request.into
             if isinstance(request.entry, StridedBox):
-                # Read whole, once for all requests: a part of it is spread over all of its bytes.
+                # Read the whole box once for all requests, because the elements of a part are spread over all its
+                # bytes.
                 if request.entry not in strided:
                     strided[request.entry] = torch.empty(request.entry.extent, dtype=request.dtype, device="cpu")
                     wanted.append(ReadRange(request.entry.begin, as_bytes(strided[request.entry])))
@@ -363,6 +430,7 @@ class TensorReader:
             into.copy_(values)
 
     def _to_verify(self, wanted: Sequence[ReadRange]) -> set[int]:
+        """Return the numbers of the stretches to verify when the given ranges are read."""
         found: set[int] = set()
         if self._verify != "none":
             for each in wanted:
@@ -372,6 +440,7 @@ class TensorReader:
         return found
 
     def _read_file(self, number: int, wanted: Sequence[ReadRange], verified: set[int]) -> None:
+        """Read byte ranges of a file and verify the given stretches."""
         file = self.metadata.files[number]
         path = self._path_of(number)
         try:
@@ -382,8 +451,8 @@ class TensorReader:
                 if self._checks.of_bytes(memory) != sums[stretch]:
                     raise CheckpointError(
                         f"{str(path)!r} is damaged between bytes {stretch * STRETCH} and "
-                        f"{stretch * STRETCH + len(memory)}, where {self._names(number, stretch)} lie: the checksum is "
-                        "another than when it was written"
+                        f"{stretch * STRETCH + len(memory)}, where {self._names(number, stretch)} lie: the checksum "
+                        "differs from that of the bytes that were written"
                     )
 
             self.nbytes_read += read_blocks(path, file.nbytes, wanted, verified, verify, self.progress.add)
@@ -392,14 +461,14 @@ class TensorReader:
         self._verified[number] |= verified
 
     def _path_of(self, number: int) -> Path:
-        """The path of a file, if it has its size."""
+        """Return the path of a file, or raise CheckpointError if the file is missing or has another size."""
         file = self.metadata.files[number]
         path = self._folder / file.name
         try:
             there = os.stat(path).st_size
         except OSError as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
-        # Without checksums this is all that shows a file that was cut short.
+        # If checksums are not verified, only the size shows that a file was cut short.
         if there != file.nbytes:
             raise CheckpointError(
                 f"{str(path)!r} has {there} bytes, and was written with {file.nbytes}; it was cut short or replaced"
@@ -407,7 +476,7 @@ class TensorReader:
         return path
 
     def _sums_of(self, number: int) -> list[int]:
-        """Checksums of a file's stretches, unpacked once."""
+        """Return the checksums of a file's stretches; empty if nothing is verified. Unpacked once per file."""
         if self._checks is None:
             return []
         if number not in self._sums:
@@ -424,7 +493,7 @@ class TensorReader:
         return self._sums[number]
 
     def _names(self, number: int, stretch: int) -> str:
-        """The names of tensors in a stretch of a file, for an error."""
+        """Return the names of the tensors in a stretch of a file, for an error message."""
         if number not in self._begins:
             self._begins[number] = sorted(
                 (box.begin, box.box.numel * DTYPES[tensor.dtype].itemsize, name)
@@ -440,10 +509,11 @@ class TensorReader:
 
 
 def _batches(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    """Divide requests into batches whose temporary tensors together have at most ``_BATCH_NBYTES`` bytes."""
     batch: list[_Request] = []
     nbytes = 0
     for request in requests:
-        # Bytes that go straight to their place take no memory in between.
+        # A request that is read directly to its destination needs no temporary tensor.
         more = 0 if request.in_place else request.nbytes
         if batch and nbytes + more > _BATCH_NBYTES:
             yield batch
