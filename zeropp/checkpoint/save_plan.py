@@ -1,8 +1,9 @@
-"""One rank's contents of a checkpoint: its parts of tensors, the job's values, and values of its own.
+"""Collect the contents of one rank's share of a checkpoint, and match a model's names with those of a checkpoint.
 
-The model's names become the checkpoint's names. Averages of the weights in ``extra`` are sharded as weights are.
-Each rank has random number generators of its own: torch's on the CPU and on the model's device, Python's, and
-numpy's if it is in use.
+A share has the boxes that the rank writes, values that are the same on all ranks, and values of this rank only. Tensors
+keep the model's names, with a prefix. Averages of weights (``zeropp.ema``) in ``extra`` are saved in shards like
+weights. Each rank saves the states of its random number generators: torch's on the CPU and on the model's device,
+Python's, and numpy's if numpy has been imported.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ __all__ = [
 
 
 def model_names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by first name, and all other names of tied ones with that."""
+    """Return the tensors of a model's state dict by name, without duplicates of tied ones.
+
+    Returns:
+        (parameters and persistent buffers by their first name, first name of each tied tensor by its other names).
+    """
     first: dict[int, str] = {}
     named: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -95,18 +100,22 @@ def model_names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Tell whether a module has a state besides tensors; torch's own test."""
+    """Return True if a module overrides ``get_extra_state``; the same test as in ``nn.Module.state_dict``."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def match(named: Mapping[str, Tensor], aliases: Mapping[str, str], metadata: Metadata) -> dict[str, str]:
-    """The checkpoint's name of each of the model's tensors that it has.
+    """Find the name in a checkpoint of each of the model's tensors.
 
-    What is tied here may have been apart there, and the other way round: any name will do.
+    All names of a tied tensor are tried, because the model and the checkpoint may tie different tensors.
 
     Args:
-        named, aliases: of :func:`model_names`.
-        metadata: of the checkpoint.
+        named: tensors of the model by first name, from :func:`model_names`.
+        aliases: first names of tied tensors by their other names, from :func:`model_names`.
+        metadata: metadata of the checkpoint.
+
+    Returns:
+        Name in the checkpoint by name in the model, for the tensors that the checkpoint has.
     """
     further: dict[str, list[str]] = {}
     for alias, first in aliases.items():
@@ -128,23 +137,30 @@ def compare(
     metadata: Metadata,
     strict: bool,
 ) -> tuple[list[str], list[str]]:
-    """The model's tensors that the checkpoint does not have, and the other way round.
+    """Compare the tensors of a model with those of a checkpoint.
 
     Args:
-        named, aliases: of :func:`model_names`.
-        matched: of :func:`match`.
-        metadata: of the checkpoint.
-        strict: refuse both.
+        named: tensors of the model by first name, from :func:`model_names`.
+        aliases: first names of tied tensors by their other names, from :func:`model_names`.
+        matched: names in the checkpoint by names in the model, from :func:`match`.
+        metadata: metadata of the checkpoint.
+        strict: raise if there are missing or unexpected tensors.
+
+    Returns:
+        (missing: names of the model's tensors that the checkpoint does not have; unexpected: names of the checkpoint's
+        tensors that the model does not have, or has tied to another one).
 
     Raises:
-        CheckpointError: refused; or a tensor has another shape.
+        CheckpointError: ``strict`` is True and tensors are missing or unexpected, or a tensor has another shape.
     """
     saved = {name.removeprefix(MODEL) for name in metadata.tensors if name.startswith(MODEL)} | metadata.coded.keys()
     missing = [name for name in named if name not in matched]
-    # Others save tied tensors under every name; here one that has a name of its own was apart.
+    # zeropp saves a tied tensor once. If its checkpoint (world > 0) has a tensor under another name of a tied tensor,
+    # the two were not tied when they were saved. Other programs may save a tied tensor under each of its names.
     apart = sorted(saved.intersection(aliases).difference(matched.values())) if metadata.world else []
     unexpected = sorted(saved.difference(named, aliases, matched.values()))
-    # What was frozen there and is here comes from elsewhere; what is trained here has been somewhere by then.
+    # Parameters that the save left out as frozen may be missing if they are frozen here, too: the user loads them from
+    # elsewhere. A parameter that is trained here counts as missing, because its values at the save are not known.
     said = metadata.values.get("left_out", [])
     left_out = {name for name in said if name in named and not named[name].requires_grad}
     wanted = [name for name in missing if name not in left_out]
@@ -170,16 +186,20 @@ def compare(
 def match_groups(
     optimizer: ZeroOptimizer, named: Mapping[str, Tensor], matched: Mapping[str, str], source: TensorReader
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Settings for each group, encoded, as the checkpoint has them for its parameters; and trained ones without states.
+    """Find the checkpoint's settings for each parameter group of an optimizer.
 
     Args:
-        optimizer: whose groups they are.
-        named: of :func:`model_names`.
-        matched: of :func:`match`.
-        source: of the checkpoint; settings that are tensors are read where they have to be compared.
+        optimizer: the optimizer with the groups.
+        named: tensors of the model by first name, from :func:`model_names`.
+        matched: names in the checkpoint by names in the model, from :func:`match`.
+        source: reader of the checkpoint; reads settings that are tensors if they must be compared.
+
+    Returns:
+        (settings of each group, as JSON of :func:`encode`; names of trained parameters without states in the
+        checkpoint).
 
     Raises:
-        CheckpointError: parameters that are one group here had different settings there.
+        CheckpointError: parameters of one group had different settings when they were saved.
     """
     metadata = source.metadata
     groups = metadata.values["groups"]
@@ -190,9 +210,9 @@ def match_groups(
     fresh = []
     for number, given in enumerate(optimizer.slices.given):
         own = [names[id(parameter)] for parameter in given if id(parameter) in names]
-        # By its own name where the checkpoint has left it out.
+        # A parameter that the checkpoint left out is not in ``matched``, but is listed in a group under its own name.
         there = {name: saved[matched.get(name, name)] for name in own if matched.get(name, name) in saved}
-        # An optimizer may keep no states at all.
+        # If the checkpoint has no states at all, the optimizer keeps none (plain SGD), and no parameter lacks them.
         trained = [name for name in own if stepped and named[name].requires_grad and named[name].numel()]
         fresh += [name for name in trained if matched.get(name) not in stepped]
         settings = [groups[index]["settings"] for index in dict.fromkeys(there.values())]
@@ -206,31 +226,41 @@ def match_groups(
 
 
 def _list(names: list[str]) -> str:
+    """Return the first five names and the number of further ones, for messages."""
     return f"{', '.join(map(repr, names[:5]))}{f' and {len(names) - 5} more' if names[5:] else ''}"
 
 
 def prefix_of(name: str) -> str:
-    """Prefix of the tensors of an average that is given under a name. With quotes, so that none continues another."""
+    """Return the prefix of the tensors of an average with the given name in ``extra``.
+
+    The name is quoted, so that the prefix of one average is never the beginning of another's.
+    """
     return f"zeropp.average.{name!r}."
 
 
 def average_parts(average: Average, name: str, which: Which) -> Iterator[TensorBox]:
-    """An average, of this rank's pieces, under the name that it is given under."""
+    """Yield the boxes of this rank's shards of an average of weights.
+
+    Args:
+        average: the average.
+        name: name of the average in ``extra``.
+        which: the part of this rank's slice to return; see :data:`Which`.
+    """
     for buffer, piece in average.take_pieces().items():
         yield from parts_of_row(buffer, piece, buffer.placement.mode.states, prefix_of(name), which)
 
 
 def averages_of(engine: Engine, extra: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Average]:
-    """Those among objects to restore, by name.
+    """Return the averages of weights among the ``extra`` objects that the checkpoint has, by name.
 
     Args:
-        engine: whose averages they have to be.
-        extra: the objects.
-        saved: what the checkpoint has, by name.
+        engine: engine that the averages must belong to.
+        extra: objects to restore, by name.
+        saved: encoded ``extra`` values of the checkpoint, by name.
 
     Raises:
-        CheckpointError: it has something else under an average's name.
-        ValueError: one is another model's.
+        CheckpointError: the checkpoint has another kind of object under an average's name.
+        ValueError: an average belongs to another model.
     """
     found = {name: each for name, each in extra.items() if isinstance(each, Average) and name in saved}
     for name, average in found.items():
@@ -242,13 +272,15 @@ def averages_of(engine: Engine, extra: Mapping[str, Any], saved: Mapping[str, An
 
 @torch.no_grad()
 def fill_in(average: Average, name: str, renamed: Mapping[str, str], metadata: Metadata) -> None:
-    """Begin anew, with the weights of now, where the checkpoint has no average: of what was frozen then.
+    """Set an average to the present weights for parameters whose average the checkpoint does not have.
+
+    A parameter that was frozen when the checkpoint was saved has no average in it.
 
     Args:
-        average: that was read as far as it is there.
-        name: that it is given under.
-        renamed: names of parameters in the checkpoint.
-        metadata: of the checkpoint.
+        average: the average, after its saved parts have been read.
+        name: name of the average in ``extra``.
+        renamed: names in the checkpoint by names in the model, from :func:`match`.
+        metadata: metadata of the checkpoint.
     """
     for buffer, piece in average.take_pieces().items():
         for slot, each in fragments(buffer, buffer.placement.mode.states, "slice"):
@@ -258,7 +290,7 @@ def fill_in(average: Average, name: str, renamed: Mapping[str, str], metadata: M
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of all of them, as values a checkpoint can keep; and the seed that torch's began with."""
+    """Return the states of this rank's random number generators, and torch's initial seed, in a form to encode."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "seed": torch.initial_seed(),
@@ -267,16 +299,16 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    # Where nobody has imported it, nobody draws from it.
+    # If numpy has not been imported, its generator has not been used.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # A dict, of whatever kind of generator there is.
+        # legacy=False returns a dict for every kind of bit generator.
         state["numpy"] = numpy.random.get_state(legacy=False)
     return state
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from states of the same rank."""
+    """Restore the states of the random number generators that :func:`random_state` returned on the same rank."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -287,18 +319,27 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _restore_numpy(state: dict[str, Any], seed: int) -> None:
+    """Restore numpy's global generator; seed it if another kind of bit generator is in use here."""
     import numpy
 
     here, there = numpy.random.get_state(legacy=False)["bit_generator"], state["bit_generator"]
     if here == there:
         numpy.random.set_state(state)
         return
-    warn_user(f"numpy's generator was a {there} when it was saved, and is a {here} here; it begins anew")
+    warn_user(f"numpy's generator was a {there} when it was saved, and is a {here} here; it is seeded anew")
     numpy.random.seed(seed % 2**32)
 
 
 def draw_anew(state: dict[str, Any], rank: int, world: int) -> None:
-    """Begin with a seed made of the saved one, the rank and the number of ranks: each rank has another, every time."""
+    """Seed the random number generators from a saved state, for a run with another number of ranks.
+
+    ``seed = (saved seed * 1000003 + rank * 8191 + world) mod 2**63``, so ranks get different, reproducible seeds.
+
+    Args:
+        state: saved state of a rank.
+        rank: this rank.
+        world: number of ranks.
+    """
     seed = (int(state["seed"]) * 1_000_003 + rank * 8191 + world) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
@@ -312,14 +353,15 @@ class SavePlan:
     """One rank's share of a checkpoint.
 
     Attributes:
-        parts: it writes.
-        shapes: every tensor of the model by name, with dtype; also those of which no rank has elements.
-        aliases: further names of the model's tensors, and the name that each is there under.
-        coded: tensors of the model that exist in codes.
-        values: of the job, the same on every rank.
-        own: of this rank.
-        states: what the caller gives besides; see :func:`add_extra`.
-        digest: of that.
+        parts: boxes that this rank writes.
+        shapes: (dtype, shape) of every tensor of the model, by name in the checkpoint; includes empty tensors, which
+            have no boxes.
+        aliases: first name of each tied tensor, by its other names.
+        coded: metadata of the parameters that are stored as codes, by name.
+        values: values that are the same on every rank, by name.
+        own: values of this rank only, by name.
+        states: values and state dicts of the user's ``extra`` objects, by name, not encoded yet.
+        digest: digest of ``states``, to compare ranks.
     """
 
     parts: list[TensorBox] = field(default_factory=list)
@@ -333,7 +375,7 @@ class SavePlan:
 
 
 def of_rank(rank: int, name: str) -> str:
-    """Name of a tensor that one rank has for itself."""
+    """Return the name in the checkpoint of a tensor that belongs to one rank only."""
     return f"zeropp.rank.{rank}.{name}"
 
 
@@ -346,10 +388,20 @@ def contents(
     *,
     trained_only: bool = False,
 ) -> SavePlan:
-    """Collect everything, or all but frozen parameters; local, but for the ``state_dict`` of an extra object.
+    """Collect this rank's share of a checkpoint. The boxes are views; nothing is copied.
+
+    The function does not communicate, but ``get_extra_state`` and ``state_dict`` of the user's objects may.
+
+    Args:
+        engine: engine of the model.
+        model: the wrapped model.
+        optimizer: the model's optimizer, or None to save weights only.
+        extra: the user's values and objects, by name.
+        checks: checksum algorithm for the digest of ``extra``.
+        trained_only: leave out frozen parameters.
 
     Raises:
-        CheckpointError: something is of a kind that checkpoints cannot keep.
+        CheckpointError: a checkpoint cannot store one of the values.
     """
     found = SavePlan()
     _add_model(found, engine, model)
@@ -367,12 +419,13 @@ def contents(
             found.parts += average_parts(value, name, "own")
     found.digest = _digest(found.states, checks)
     for part in found.parts:
-        # Before anything is copied or written.
+        # Raises for a dtype that safetensors cannot store, before anything is copied or written.
         dtype_code(part.values.dtype, part.name)
     return found
 
 
 def _add_model(found: SavePlan, engine: Engine, model: nn.Module) -> None:
+    """Add parameters, buffers, cached weights and extra states of modules to a rank's share."""
     named, found.aliases = model_names(model)
     first = engine.comm.rank == 0
     mains = {n: b.main_dtype for b in engine.buffers for n in b.names}
@@ -381,7 +434,7 @@ def _add_model(found: SavePlan, engine: Engine, model: nn.Module) -> None:
         if name in found.coded:
             continue
         found.shapes[MODEL + name] = mains.get(name, tensor.dtype), tuple(tensor.shape)
-        # Whole on every rank: buffers, and parameters that are not floating point.
+        # Buffers and parameters that are not floating point exist whole on every rank, so rank 0 saves them.
         if name not in mains and first:
             found.parts.append(whole(MODEL + name, tensor.detach()))
     found.parts += main_parts(engine, "own")
@@ -398,7 +451,7 @@ def _add_model(found: SavePlan, engine: Engine, model: nn.Module) -> None:
 
 
 def _leave_out_frozen(found: SavePlan, model: nn.Module) -> None:
-    """Take frozen parameters out again, and say which they are: whoever loads this has them from elsewhere."""
+    """Remove frozen parameters from a rank's share and store their names, so that a load can accept their absence."""
     named, _ = model_names(model)
     left = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
     gone = {prefix + name for name in left for prefix in (MODEL, BASES, CODES, SCALES)}
@@ -410,6 +463,7 @@ def _leave_out_frozen(found: SavePlan, model: nn.Module) -> None:
 
 
 def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) -> None:
+    """Add optimizer states, settings of groups, and the carried quantization errors to a rank's share."""
     slices = optimizer.slices
     rows: list[tuple[Slice, str, Tensor]] = []
     numbers: dict[str, dict[str, Any]] = {}
@@ -418,12 +472,13 @@ def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) ->
         for key, value in optimizer.inner.state.get(part.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == part.parameter.shape and key not in single:
                 rows.append((part, key, value))
-            # Of one number, the same wherever the parameter is: the rank that has its first element tells it.
+            # A single number, such as the count of steps, is equal on all ranks that have a slice of the parameter. The
+            # rank with the parameter's first element saves it.
             elif part.start == 0 and _is_first_replica(engine):
                 _add_number(found, numbers, part.name, key, value)
     found.parts += state_parts(engine, rows, "own")
     found.own["numbers"] = numbers
-    # Whole on every rank, since nothing of theirs is spread.
+    # States of frozen parameters are not sharded: every rank has them whole, so rank 0 saves them.
     if engine.comm.rank == 0:
         for name, state in slices.frozen_states().items():
             for key, value in state.items():
@@ -442,8 +497,8 @@ def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) ->
 
 
 def _single(optimizer: ZeroOptimizer) -> set[str]:
-    """Names of states of one element, shape [1], that are no parts of a parameter's, as counts of steps may be."""
-    # A slice of one element does not tell; what other slices have under the name does.
+    """Return the keys of optimizer states that are single numbers with shape [1], such as some counts of steps."""
+    # For a slice of one element, a number and an elementwise state have the same shape. Larger slices show which it is.
     return {
         key
         for part in optimizer.slices.all
@@ -454,13 +509,24 @@ def _single(optimizer: ZeroOptimizer) -> set[str]:
 
 
 def _is_first_replica(engine: Engine) -> bool:
-    """Tell whether this rank, of several with the same states, is the one that saves their numbers."""
+    """Return True if this rank saves the single-number states, out of the ranks that have the same slices."""
     chain = engine.mode.chain
     return chain.slice_index(engine.comm.rank, chain.world) % (chain.world // engine.mode.states) == 0
 
 
 def _add_number(found: SavePlan, numbers: dict[str, dict[str, Any]], name: str, key: str, value: object) -> None:
-    """A state that a parameter has once, such as its count of steps."""
+    """Add a state that is a single number per parameter, such as its count of steps.
+
+    Args:
+        found: the share to add to.
+        numbers: encoded states by parameter name and key; the number is added here.
+        name: name of the parameter.
+        key: key of the state.
+        value: the number, a plain value or a tensor of one element.
+
+    Raises:
+        CheckpointError: ``value`` is a tensor with more than one element.
+    """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise CheckpointError(
             f"the optimizer's state {key!r} of {name!r} has shape {tuple(value.shape)}; expected one element for each "
@@ -472,6 +538,7 @@ def _add_number(found: SavePlan, numbers: dict[str, dict[str, Any]], name: str, 
 
 
 def _groups(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) -> Iterator[dict[str, Any]]:
+    """Yield the parameter names and encoded settings of each parameter group; rank 0 saves tensors among settings."""
     names = {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
     for index, (group, given) in enumerate(zip(optimizer.inner.param_groups, optimizer.slices.given, strict=True)):
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -483,7 +550,7 @@ def _groups(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) -> Iterat
 
 
 def _digest(states: Mapping[str, Any], checks: Checksums) -> str:
-    """A digest of what the caller gives besides: equal where ranks give the same."""
+    """Return a digest of the ``extra`` states; it is equal on ranks with equal states."""
     tensors: dict[str, Tensor] = {}
     summed = [json.dumps(encode(states, "extra", tensors)).encode()]
     for name, tensor in tensors.items():
@@ -493,12 +560,12 @@ def _digest(states: Mapping[str, Any], checks: Checksums) -> str:
 
 
 def add_extra(found: SavePlan, rank: int, first: str) -> None:
-    """Add what the caller gives besides: the first rank's, and of others what differs from that.
+    """Add the user's ``extra`` states to a rank's share, on rank 0 and on ranks whose states differ from rank 0's.
 
     Args:
-        found: of this rank.
-        rank: this one.
-        first: the first rank's digest.
+        found: this rank's share.
+        rank: this rank.
+        first: rank 0's digest of its ``extra`` states.
     """
     tensors: dict[str, Tensor] = {}
     if rank == 0:
@@ -509,9 +576,9 @@ def add_extra(found: SavePlan, rank: int, first: str) -> None:
 
 
 def _state_of(name: str, value: Any) -> Any:
-    """The value that a checkpoint keeps of one extra object: its ``state_dict()``, or the object itself."""
+    """Return the value to save for one ``extra`` object: its ``state_dict()`` if it has one, else the object itself."""
     if isinstance(value, Average):
-        # Its pieces are spread as weights are, and saved so: see :func:`average_parts`.
+        # Save only the numbers here. average_parts() saves the shards of the average as boxes.
         return value.counts()
     if callable(getattr(value, "state_dict", None)):
         if not callable(getattr(value, "load_state_dict", None)):
@@ -523,7 +590,7 @@ def _state_of(name: str, value: Any) -> Any:
 
 
 def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
-    """Metadata of the parameters that exist in codes."""
+    """Return the metadata of the parameters that are stored as codes, by name."""
     return {
         slot.name: CodedEntry(dtype=dtype_code(buffer.main_dtype, slot.name), shape=slot.shape, strides=slot.strides)
         for buffer in engine.buffers
@@ -533,13 +600,18 @@ def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
 
 
 def coded_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
-    """Codes and scales of this rank's shards, or what it saves of them."""
+    """Yield the boxes of the codes and scales of this rank's shards.
+
+    Args:
+        engine: engine of the model.
+        which: the part of this rank's slice to return; see :data:`Which`.
+    """
     for buffer in engine.buffers:
         if not isinstance(buffer, CodedBuffer):
             continue
         codes, scales = buffer.blocks()
         for slot, each in fragments(buffer, buffer.placement.mode.states, which):
-            # Parameters begin on a block, and pieces are whole blocks.
+            # Parameters begin on a block, and ranks own whole blocks, so the divisions by BLOCK have no remainder.
             here = each.offset // BLOCK
             there = each.start // BLOCK
             count = -(-(each.stop - each.start) // BLOCK)
@@ -550,11 +622,15 @@ def coded_parts(engine: Engine, which: Which) -> Iterator[TensorBox]:
 
 
 def require_ours(engine: Engine, optimizer: Optimizer | None) -> ZeroOptimizer | None:
-    """The optimizer of an engine, as what it is.
+    """Check that an optimizer is the ZeroOptimizer of an engine's model, and return it with that type.
+
+    Args:
+        engine: engine of the model.
+        optimizer: the optimizer given by the user, or None, which is returned unchanged.
 
     Raises:
-        TypeError: it is none that zeropp has wrapped.
-        ValueError: it is another model's.
+        TypeError: the optimizer is not a ZeroOptimizer.
+        ValueError: the optimizer belongs to another model.
     """
     if optimizer is None:
         return None
@@ -568,6 +644,9 @@ def require_ours(engine: Engine, optimizer: Optimizer | None) -> ZeroOptimizer |
 
 
 def unfreeze(engine: Engine, optimizer: Optimizer | None) -> None:
-    """Let parameters that are trained from now on have states, and averages, before these are loaded."""
+    """Apply changed ``requires_grad`` flags before a load, so that parameters unfrozen since then can receive states.
+
+    Collective if flags have changed.
+    """
     if isinstance(optimizer, ZeroOptimizer) and optimizer.engine is engine:
         optimizer.apply_requires_grad()
