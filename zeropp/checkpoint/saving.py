@@ -1,12 +1,12 @@
-"""``save``: write one complete checkpoint into a folder, at once or while training goes on.
+"""``save``: write a complete checkpoint to a folder, synchronously or in the background.
 
-A save in the background copies to host memory, and a thread writes the copy.
+A background save copies this rank's share to host memory, and a thread writes the copy while training goes on.
 
-The checkpoint becomes visible at one instant: ``os.replace`` in :func:`~zeropp.checkpoint.metadata.write_synced`
-gives ``metadata.json`` its name when the files of all ranks are on the disk. Files of tensors bear the name of the
-attempt that wrote them, and ``metadata.json`` says which of them are the checkpoint. Files of the checkpoint before
-are removed only after that. A job that ends in the middle, or a disk that fills, leaves files that no metadata
-names; the next save to the same place removes them.
+A checkpoint replaces an earlier one atomically. All ranks write and sync their files of tensors, whose names contain a
+random token of the save. Then rank 0 renames ``metadata.json`` into place
+(:func:`~zeropp.checkpoint.metadata.write_synced`), which lists the files of the checkpoint. Only then it removes the
+files of the earlier checkpoint. A save that is cut off leaves files that no ``metadata.json`` lists; the next save to
+the same folder removes them.
 """
 
 from __future__ import annotations
@@ -90,33 +90,33 @@ __all__ = [
 _T = TypeVar("_T")
 
 
-# Checkpoints of earlier versions have files without the name of an attempt.
+# The token of the save is optional, because checkpoints of earlier versions have file names without it.
 _FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{8})?-\d{5,}\.safetensors")
-_OF_NFS = re.compile(r"\.nfs[0-9a-f]+")  # files that are removed and still open: NFS takes them away itself
+_OF_NFS = re.compile(r"\.nfs[0-9a-f]+")  # files removed while open; NFS deletes them when they are closed
 
 
 def stem_of(rank: int, token: str) -> str:
-    """Beginning of the names of a rank's files; no other attempt has the token."""
+    """Return the beginning of the names of a rank's files; ``token`` is unique to the save."""
     return f"rank-{rank:05d}-{token}"
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Tell whether a path is a folder with nothing in it but files of attempts that were cut off."""
+    """Return True if a path is a folder that contains nothing but files of saves that were cut off."""
     return folder.is_dir() and not (folder / METADATA).exists() and not others_in(folder)
 
 
 def others_in(folder: Path) -> list[str]:
-    """Names of what is in a folder and is of no checkpoint: a ``metadata.json`` of something else, too; in order."""
+    """Return the sorted names of files that no save of zeropp wrote, such as a ``metadata.json`` of another program."""
     metadata = folder / METADATA
     first = written_first(folder / METADATA)
-    # While it is written over it may be empty.
+    # While metadata.json is overwritten in place it may be empty, so the first copy is checked, too.
     own = {first.name, METADATA} if begins_as_ours(metadata) or begins_as_ours(first) else {first.name}
     names = sorted(each.name for each in folder.iterdir())
     return [name for name in names if name not in own and not _FILE.fullmatch(name) and not _OF_NFS.fullmatch(name)]
 
 
 def has_files_of(folder: Path, token: str) -> bool:
-    """Tell whether the checkpoint that is there is that of an attempt."""
+    """Return True if the folder's complete checkpoint was written by the save with the given token."""
     try:
         return any(f"-{token}-" in file.name for file in Metadata.read(folder).files)
     except CheckpointError:
@@ -124,7 +124,7 @@ def has_files_of(folder: Path, token: str) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove from a folder the files that attempts that were cut off have left beside its checkpoint."""
+    """Remove the files that cut-off saves left in a folder. A complete checkpoint in the folder stays."""
     path = folder / METADATA
     first = written_first(folder / METADATA)
     named: set[str] = set()
@@ -132,7 +132,7 @@ def clear(folder: Path) -> None:
         named = {file.name for file in Metadata.read(folder).files}
     except CheckpointError:
         if path.exists():
-            # Damaged, or of a later version: it stays until there is another.
+            # The checkpoint is damaged or has a later format. Keep it until a new one is complete.
             return
     else:
         end_write(path, Metadata.parse)
@@ -141,12 +141,12 @@ def clear(folder: Path) -> None:
 
 
 def remove_others(folder: Path, *, keep: Collection[str] = (), of: str = "") -> None:
-    """Remove files of tensors.
+    """Remove files of tensors from a folder.
 
     Args:
-        folder: where they are.
-        keep: names of those that stay.
-        of: token of the attempt whose files go; those of any if it is empty.
+        folder: folder of the files.
+        keep: names of files to keep.
+        of: token of the save whose files are removed; "" for the files of all saves.
     """
     for each in folder.iterdir():
         if _FILE.fullmatch(each.name) and each.name not in keep and of in each.name:
@@ -154,18 +154,18 @@ def remove_others(folder: Path, *, keep: Collection[str] = (), of: str = "") -> 
 
 
 def remove_attempt(folder: Path, token: str) -> None:
-    """Remove the files of an attempt that has failed, unless they are the checkpoint by now."""
+    """Remove the files of a failed save, unless its ``metadata.json`` is already in place."""
     if has_files_of(folder, token):
         return
     remove_others(folder, of=token)
     if not (folder / METADATA).exists():
-        # Beside a damaged metadata.json it may be the only whole copy.
+        # If metadata.json exists but is damaged, the first copy may be the only complete one, so it is kept then.
         written_first(folder / METADATA).unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:
-    """Take a checkpoint away, and its folder unless something else is in it, which stays."""
-    # First what makes it one, so that a half-deleted one is none.
+    """Delete a checkpoint, and its folder unless the folder contains other files."""
+    # Delete the metadata first, so that a half-deleted checkpoint does not count as complete.
     written_first(folder / METADATA).unlink(missing_ok=True)
     (folder / METADATA).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -174,10 +174,10 @@ def remove(folder: Path) -> None:
 
 
 def require_files(folder: Path, names: Iterable[str]) -> None:
-    """Make sure that what was written is still there before it gets its name.
+    """Check that files exist, before the file that makes them a checkpoint or an export gets its name.
 
     Raises:
-        CheckpointError: something is gone.
+        CheckpointError: a file is missing.
     """
     gone = sorted(set(names).difference(os.listdir(folder)))
     if gone:
@@ -185,21 +185,23 @@ def require_files(folder: Path, names: Iterable[str]) -> None:
 
 
 _UNTOUCHED = "Nothing was saved, and what was there before is as it was"
-_IN_PLACE = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
+_IN_PLACE = (
+    "It is in place and complete, but a crash of the machine may undo that, and files of the one before may be left"
+)
 
 
 @dataclass(eq=False)
 class CheckpointWriter:
-    """One rank's part in writing a checkpoint.
+    """One rank's work in writing a checkpoint.
 
     Attributes:
-        path: the checkpoint's folder; what symbolic links on the way lead to.
-        token: of this attempt alone, the same on every rank.
-        contents: of this rank; only read.
-        checks: algorithm of checksums.
-        limit: largest size of a file.
-        progress: of this rank.
-        completed: called on the first rank when the checkpoint is in place.
+        path: folder of the checkpoint, with symbolic links resolved.
+        token: random token of this save, the same on every rank.
+        contents: this rank's share; not modified.
+        checks: checksum algorithm.
+        limit: maximum size of a file in bytes, without its header.
+        progress: this rank's progress.
+        completed: called on rank 0 when the checkpoint is in place; None for nothing.
     """
 
     path: Path
@@ -209,20 +211,21 @@ class CheckpointWriter:
     limit: int
     progress: Progress
     completed: Callable[[], None] | None = None
-    # How things are, for errors; only the first rank's comes to change.
+    # Text for errors that says which state the save leaves behind. It changes on rank 0 only.
     _left: str = field(default=_UNTOUCHED, init=False)
     _made: bool = field(default=False, init=False)
     _discarded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # Two links to one folder are one path for is_under_way(). Of each rank: nodes may have other links.
+        # Resolve links, so that is_under_way() recognizes a folder by any path. Each rank resolves its own path,
+        # because nodes may have different links.
         self.path = Path(os.path.realpath(self.path))
 
     def write_checkpoint(self, sync: RankSync) -> None:
-        """Write it; every rank calls this.
+        """Write the checkpoint. Collective.
 
         Raises:
-            CheckpointError: some rank could not; on every rank, with its cause.
+            CheckpointError: a rank failed; raised on every rank, with the cause.
         """
         first = sync.rank == 0
         try:
@@ -241,7 +244,7 @@ class CheckpointWriter:
                 (lambda: self._finish(self._metadata(written))) if first else _nothing,
             )
         except BaseException:
-            # Unless all ranks know of the error, and it was done in their rounds.
+            # _together() has already called _discard() if all ranks received the error.
             if first and not self._discarded:
                 self._discard()
             raise
@@ -250,7 +253,7 @@ class CheckpointWriter:
             self.progress.close()
 
     def _together(self, sync: RankSync, doing: str, work: Callable[[], _T]) -> list[_T]:
-        """Every rank's result, or an error on every rank if one has failed."""
+        """Do local work on all ranks and return the result of every rank; raise on all ranks if one failed."""
         try:
             result, error, told = sync.do(work, doing, self.progress)
             answers = sync.exchange((result, told, self._left), doing)
@@ -260,12 +263,13 @@ class CheckpointWriter:
             raise CheckpointError(f"{lost}. {self._left}") from lost
         failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}
         if failed:
-            # A large one may take long to remove, and a lost rank is the next call's concern.
+            # Removing a large checkpoint may take long, so it runs in sync.do(). If a rank is lost meanwhile, the next
+            # collective call reports that.
             with contextlib.suppress(RuntimeError):
                 sync.do(self._discard if sync.rank == 0 else _nothing, "removing what was written", self.progress)
             if error is not None and not isinstance(error, Exception):
                 raise error
-            _, _, left = answers[0]  # the first rank's, which alone puts it in place
+            _, _, left = answers[0]  # rank 0's text: only rank 0 puts the checkpoint in place
             raise CheckpointError(
                 f"{doing} at {str(self.path)!r} failed on rank{'s'[: len(failed) - 1]} {', '.join(map(str, failed))}: "
                 f"{next(iter(failed.values()))}. {left}; saving again is possible"
@@ -273,7 +277,7 @@ class CheckpointWriter:
         return [result for result, _, _ in answers]  # type: ignore[misc]
 
     def _make(self) -> None:
-        """Make the folder, or remove what attempts that were cut off have left in it."""
+        """Create the folder, or remove the files that cut-off saves left in it."""
         if is_under_way(self.path):
             raise CheckpointError(
                 "another checkpoint is being written there by this process; wait() for it first, or give each model a "
@@ -286,13 +290,14 @@ class CheckpointWriter:
         clear(self.path)
 
     def _discard(self) -> None:
+        """Remove the files of this save after a failure."""
         self._discarded = True
         if self not in _under_way:
-            return  # the place is another's
+            return  # another save of this process is writing to the folder
         with contextlib.suppress(OSError):
             remove_attempt(self.path, self.token)
             if self._made:
-                self.path.rmdir()  # which fails, as it should, where the checkpoint is in it
+                self.path.rmdir()  # fails, as intended, if the complete checkpoint is in the folder
 
     def _metadata(self, ranks: Iterable[tuple[Written, dict[str, Any]]]) -> Metadata:
         written, own = zip(*ranks, strict=True)
@@ -314,14 +319,15 @@ class CheckpointWriter:
         )
 
     def _finish(self, metadata: Metadata) -> None:
+        """Put the checkpoint in place, on rank 0, and remove the files of the earlier checkpoint."""
         require_files(self.path, (file.name for file in metadata.files))
         try:
-            # The names of the files are on the disk before the metadata that names them.
+            # Sync the names of the files to disk before the metadata that lists them.
             sync_folder(self.path)
             sync_folder(self.path.parent)
             metadata.write(self.path)
         except BaseException:
-            # It may have its name all the same, and not be synced.
+            # metadata.json may be in place although the write failed, for example in the last sync.
             if has_files_of(self.path, self.token):
                 self._left = _IN_PLACE
             raise
@@ -335,13 +341,13 @@ class CheckpointWriter:
         self._left = "It is complete all the same"
 
 
-# Of this process, on first ranks.
+# Saves in progress in this process, for models of which this process is rank 0.
 _under_way: set[CheckpointWriter] = set()
 
 
 def is_under_way(path: Path) -> bool:
-    """Tell whether this process writes a checkpoint to a path, which has no symbolic links."""
-    return any(each.path == path for each in list(_under_way))  # other threads add to it
+    """Return True if this process is writing a checkpoint to ``path``, which must not contain symbolic links."""
+    return any(each.path == path for each in list(_under_way))  # a copy, because other threads change the set
 
 
 def _nothing() -> None:
@@ -349,10 +355,10 @@ def _nothing() -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse to write over what is no checkpoint, or has more in it.
+    """Check that a save would overwrite nothing but a checkpoint of zeropp.
 
     Raises:
-        CheckpointError: something else is there.
+        CheckpointError: the path is a file, or a folder with other files.
     """
     if not path.exists():
         return
@@ -371,9 +377,10 @@ def check_target(path: Path) -> None:
 
 
 def _merged(written: Iterable[Written], contents: SavePlan) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
+    """Merge the files and tensors of all ranks into entries of the metadata."""
     files: list[FileEntry] = []
     found: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]] = {}
-    # A tensor without elements is among no rank's boxes, and has to be named all the same.
+    # List all tensors of the model first: an empty tensor has no boxes, but a load must find it.
     for name, (dtype, shape) in contents.shapes.items():
         found[name] = dtype_code(dtype, name), shape, []
     for each in written:
@@ -397,31 +404,38 @@ def _merged(written: Iterable[Written], contents: SavePlan) -> tuple[list[FileEn
 
 
 _log = logging.getLogger("zeropp")
-_ALIGNED = 64  # bytes; so that every dtype may lie at the beginning of a part
-# Seconds at most for others' disks once training has failed: no longer than torchrun lets a rank take to end.
+_ALIGNED = 64  # alignment in bytes of each box in the host copy; enough for every dtype
+# Maximum seconds to wait for other ranks' writes after training has lost a rank. torchrun kills a rank that takes
+# longer than this to end.
 _AFTER_LOSS = 30.0
 
 
 class _BackgroundSync(RankSync):
-    """The writing threads of all ranks, in a group of their own: collectives of one group need one order."""
+    """A :class:`RankSync` between the writing threads of all ranks.
+
+    It has its own process group, because collectives of training in the same group could interleave in another order.
+    """
 
     def __init__(self, comm: Comm, warn_after: float | None, number: int) -> None:
         super().__init__(comm, comm.timeout.total_seconds(), warn_after)
-        # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
+        # A writing thread refers to this object, and so keeps ``comm`` and its groups alive if the engine is dropped.
         self._comm = comm
         self._group = None if self.alone else comm.host_group(f"checkpoint {number}")
         self._timeout = comm.timeout
-        self.broken = False  # some rank has not come, and gloo takes no word from it any more
+        self.broken = False  # True once a collective has failed: gloo cannot use the group any more
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's value."""
+        """Return the value of every rank, in rank order. Collective."""
         if self._group is None:
             return [value] * self.world
         with self._lost(doing):
             return gather_pickled(value, self._group, self._timeout.total_seconds())
 
     def exchange_number(self, number: int, doing: str) -> list[int]:
-        """Every rank's number, unless training has lost a rank that still writes: its disk may take no end."""
+        """Return the integer of every rank, in rank order. Collective.
+
+        Raise some seconds (``_AFTER_LOSS``) after training has lost a rank, because that rank's write may never end.
+        """
         assert self._group is not None
         since = self._comm.lost_at
         limit = min(_AFTER_LOSS, self._timeout.total_seconds())
@@ -433,6 +447,7 @@ class _BackgroundSync(RankSync):
 
     @contextmanager
     def _lost(self, doing: str) -> Iterator[None]:
+        """Mark the group as broken if a collective inside fails, and raise CheckpointError."""
         try:
             yield
         except RuntimeError as error:
@@ -441,7 +456,7 @@ class _BackgroundSync(RankSync):
 
 
 class Background:
-    """The checkpoint of one engine that is being written, if any, and the memory for the next."""
+    """The background save of one engine, if there is one, and the host memory for copies, which is reused."""
 
     def __init__(self, comm: Comm, warn_after: float | None) -> None:
         self._meetings = 0
@@ -453,16 +468,16 @@ class Background:
         self.meet_anew()
 
     def meet_anew(self) -> None:
-        """Make another group, since some rank could not be heard in this one. Collective."""
+        """Replace the process group of the writing threads, because a collective in it failed. Collective."""
         comm = self._comm()
-        assert comm is not None  # of an engine that is being used
+        assert comm is not None  # the engine is in use
         comm.free_host_group(f"checkpoint {self._meetings}")
         self._meetings += 1
         self._sync = _BackgroundSync(comm, self._warn_after, self._meetings)
 
     @property
     def broken(self) -> bool:
-        """True if this rank has missed another one."""
+        """True if a collective of the writing threads has failed on this rank."""
         return self._sync.broken
 
     @property
@@ -471,16 +486,16 @@ class Background:
         return self._task is not None and not self._task.done
 
     def wait_for_save(self) -> None:
-        """Until it is written.
+        """Wait until the background save is complete.
 
         Raises:
-            CheckpointError: it could not be; once, and on every rank.
+            CheckpointError: the save failed. Every rank raises it, in its first call after the failure only.
         """
         if (task := self._task) is None:
             return
         task.wait()
         if self._task is not task:
-            # A signal's handler, or another thread, has waited for it meanwhile, and was told.
+            # A signal handler or another thread has waited for this save meanwhile and received its error.
             return
         self._task = None
         _unfinished.pop(self, None)
@@ -490,7 +505,7 @@ class Background:
             raise CheckpointError(f"the checkpoint {self._path!r}, saved asynchronously, failed: {error}") from error
 
     def finish_save(self) -> None:
-        """As :meth:`wait_for_save`, where nobody can be told but by the log, until somebody asks."""
+        """Wait for the save; log its error instead of raising, and keep the error for :func:`wait`."""
         try:
             self.wait_for_save()
         except CheckpointError as error:
@@ -498,11 +513,11 @@ class Background:
             _logged.append(str(error))
 
     def copied(self, writer: CheckpointWriter) -> CheckpointWriter:
-        """The same of values that training does not change; the one before must have been waited for."""
+        """Return the writer with its boxes copied to host memory; a save that uses the memory must be over."""
         return replace(writer, contents=replace(writer.contents, parts=self._copied(writer.contents.parts)))
 
     def start(self, writer: CheckpointWriter) -> None:
-        """Write what was copied, and return meanwhile."""
+        """Start a thread that writes the copied checkpoint."""
         self._path = str(writer.path)
         sync = self._sync
 
@@ -510,22 +525,23 @@ class Background:
             writer.write_checkpoint(sync)
             _unfinished.pop(self, None)
 
-        # Before it begins, since it may end at once.
+        # Register the save before the thread starts, because the thread removes the entry at its end.
         _unfinished[self] = None
         self._task = Task(write, "zeropp checkpoint")
         try:
             self._task.start()
         except RuntimeError:
-            # The system has no thread for it.
+            # The system cannot start another thread.
             self.forget_save()
             raise
 
     def forget_save(self) -> None:
-        """There is nobody who writes it."""
+        """Drop the save, because no thread writes it."""
         self._task = None
         _unfinished.pop(self, None)
 
     def _copied(self, parts: Sequence[TensorBox]) -> list[TensorBox]:
+        """Copy boxes to host memory and wait for the copies."""
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
         memory = self._room(sum(sizes), parts)
         found = []
@@ -539,7 +555,7 @@ class Background:
         return found
 
     def _room(self, nbytes: int, parts: Sequence[TensorBox]) -> Tensor:
-        """Memory that is kept for the next time: fresh pages cost many times what the copy does."""
+        """Return host memory for the copies; kept for later saves, since touching new pages is slower than copying."""
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory = None
             pinned = any(part.values.is_cuda for part in parts)
@@ -548,42 +564,42 @@ class Background:
 
 
 def wait_for_cards(parts: Iterable[TensorBox]) -> None:
-    """Wait for what was queued on cards: their values are there, or copied, when this returns."""
-    # Each on the stream of its device, which need not be the one that is current.
+    """Synchronize the current CUDA stream of each device with boxes, so that their values or copies are complete."""
+    # A box may be on another device than the current one.
     for device in dict.fromkeys(part.values.device for part in parts if part.values.is_cuda):
         torch.cuda.current_stream(device).synchronize()
 
 
 backgrounds: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
-# In order. What is written for an engine that is dropped goes on, and an error of it waits here for whoever asks.
+# Saves that are not complete, in order. A save outlives its engine, and keeps its error here for wait().
 _unfinished: dict[Background, None] = {}
-# Errors of those whose engine was closed, which nobody has asked for.
+# Errors that finish_save() has logged and wait() has not raised yet.
 _logged: list[str] = []
 
 
 def background_of(engine: Engine) -> Background:
-    """That of an engine. Collective when first asked for."""
+    """Return the :class:`Background` of an engine. The first call for an engine is collective: it creates a group."""
     if engine not in backgrounds:
         backgrounds[engine] = made = Background(engine.comm, engine.agreement.warn_after)
-        # Its group goes with the engine, and a checkpoint that is nearly written should not.
+        # Closing the engine destroys the group, so wait for the save first.
         engine.on_close(made.finish_save)
     return backgrounds[engine]
 
 
 def wait() -> None:
-    """Wait until every checkpoint that was begun with ``asynchronous=True`` is written.
+    """Wait until every checkpoint that was begun with ``asynchronous=True`` is complete.
 
     Raises:
-        CheckpointError: one could not be; on every rank of its model.
+        CheckpointError: a save failed; raised on every rank of its model.
     """
     told = list(_logged)
     cause = None
-    # Those that are done, too: their threads may not have ended yet.
+    # ``backgrounds`` also has saves that are complete, and so not in _unfinished, but whose threads have not ended yet.
     for each in dict.fromkeys([*backgrounds.values(), *_unfinished]):
         try:
             each.wait_for_save()
         except CheckpointError as error:
-            # After the others have been waited for.
+            # Raise it after all other saves have been waited for.
             told.append(str(error))
             cause = cause or error.__cause__
     del _logged[:]
@@ -592,16 +608,17 @@ def wait() -> None:
 
 
 def wait_together(engine: Engine, left: str) -> None:
-    """Wait for the checkpoint of an engine that is being written, if any; its error is every rank's. Collective.
+    """Wait for the background save of an engine, if there is one; raise its error on every rank. Collective.
 
-    Ranks may have asked for it one by one, and some have been told already: those alone would go on.
+    Some ranks may have received the error already, in :func:`wait`. Without the exchange here those ranks would go on
+    while the others raise.
 
     Args:
-        engine: of the model.
-        left: how things are after an error.
+        engine: engine of the model.
+        left: text for errors that says which state an error leaves behind.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the save failed.
     """
     background = backgrounds.get(engine)
     if background is not None:
@@ -609,14 +626,14 @@ def wait_together(engine: Engine, left: str) -> None:
 
 
 def _forget_all() -> None:
-    """Forget what the parent of this process writes."""
+    """Drop the parent's saves in a forked process, which does not have their threads."""
     for each in {*backgrounds.values(), *_unfinished}:
         each.forget_save()
     del _logged[:]
 
 
 def _tell() -> None:
-    """Log the errors that nobody has asked for; threads that write have ended by then."""
+    """Log errors of saves that were never waited for, at the end of the program; all writing threads have ended."""
     for each in list(_unfinished):
         each.finish_save()
 
@@ -636,30 +653,30 @@ def save(
     exclude_frozen_parameters: bool = False,
     progress: bool = True,
 ) -> None:
-    """Make ``path`` one complete checkpoint. Collective: every rank calls it, between optimizer steps.
+    """Save a complete checkpoint to a folder. Collective: every rank calls it, between optimizer steps.
 
-    Each rank writes its own part, and nothing twice. What ``path`` has before stays until all of the new is on the
-    disk; a save that fails, or is cut off, leaves it as it is.
+    Each rank writes its own shards, and each element is written once. An earlier checkpoint at ``path`` stays until the
+    new one is complete on disk. A save that fails or is cut off leaves the earlier one unchanged.
 
     Args:
-        path: a directory that all ranks see; made, or replaced if it is a checkpoint. Where ranks give different ones
-            it is rank 0's, with a warning.
-        model: wrapped by a ZeroOptimizer.
-        optimizer: that one; without it weights alone are saved.
-        extra: by name, values of JSON, tensors or numpy arrays, or objects with ``state_dict`` and
-            ``load_state_dict``: schedulers, samplers, scalers. Ranks may have different ones.
-        asynchronous: return when all is copied to the host's memory, and write while training goes on;
-            :func:`wait` and the next save raise what goes wrong. Costs one copy of this rank's part in memory.
-        busy: while another is being written, wait for it or raise.
-        file_nbytes: largest size of a file in bytes, its header aside; at least 65536.
-        exclude_frozen_parameters: leave out parameters that are not trained, as around adapters; a model that has them
-            frozen, too, keeps its own when it loads this.
-        progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
+        path: folder visible to all ranks; created, or replaced if it is a checkpoint. If ranks give different paths,
+            rank 0's path is used, with a warning.
+        model: model wrapped by a ZeroOptimizer.
+        optimizer: the ZeroOptimizer of ``model``; None saves weights only.
+        extra: JSON values, tensors, numpy arrays or objects with ``state_dict`` and ``load_state_dict`` (schedulers,
+            samplers, scalers), by name. Ranks may give different states.
+        asynchronous: return after copying this rank's share to host memory, and write it while training goes on. The
+            copy takes as much host memory as the share. :func:`wait` and the next save raise errors of the write.
+        busy: if another save is in progress, "wait" waits for it and "refuse" raises.
+        file_nbytes: maximum size of a file in bytes, without its header; at least 65536.
+        exclude_frozen_parameters: leave out frozen parameters, for example around adapters. A model in which they are
+            frozen can load the checkpoint and keeps its own values of them.
+        progress: show a bar on rank 0 after two seconds, if tqdm is installed.
 
     Raises:
-        CheckpointError: it cannot be saved; on every rank, and nothing has changed.
-        RuntimeError: called inside a pass, or ranks are at different calls.
-        TypeError: the optimizer is none that zeropp has wrapped.
+        CheckpointError: the save failed; raised on every rank. The message says which state the failure leaves.
+        RuntimeError: the call is inside a pass, or ranks are at different calls.
+        TypeError: ``optimizer`` is not a ZeroOptimizer.
     """
     begin_save(
         path,
@@ -688,9 +705,10 @@ def begin_save(
     completed: Callable[[], None] | None = None,
     in_window: bool = False,
 ) -> Path:
-    """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place; returns its path.
+    """Save like :func:`save`, with two more options, and return the checkpoint's path.
 
-    ``in_window`` saves between two steps, too, without the gradients that have come since the first of them.
+    ``completed`` is called on rank 0 when the checkpoint is in place. With ``in_window``, a save inside an accumulation
+    window is allowed; the gradients accumulated so far are not saved.
     """
     engine = engine_of(model)
     engine.require_idle("checkpoint.save()")
@@ -698,7 +716,7 @@ def begin_save(
     engine.agreement.require_same_call(f"checkpoint.save(..., {how})")
     background = background_of(engine) if asynchronous else None
     _wait_for_others(engine, busy)
-    # What is cached of older weights is renewed first: it may be a part of what is saved.
+    # Refresh cached weights first: they may be saved, too (bases of differences).
     engine.finish_load()
     engine.start_delayed_refresh()
     engine.wait_for_refresh()
@@ -717,7 +735,7 @@ def begin_save(
     shown = Progress(f"saving {target.name}", progress and sync.rank == 0)
     writer = CheckpointWriter(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
-        # Threads copy from cards, on streams of their own.
+        # Writing threads copy from the GPU on their own streams, so pending work on the present streams must be over.
         wait_for_cards(found.parts)
         writer.write_checkpoint(sync)
     else:
@@ -727,7 +745,7 @@ def begin_save(
 
 
 def _wait_for_others(engine: Engine, busy: str) -> None:
-    """The one that is being written comes first; its error is this call's."""
+    """Wait for an earlier background save and raise its error; with ``busy="refuse"``, raise if one is in progress."""
     if busy not in ("wait", "refuse"):
         raise ValueError(f'busy is {busy!r}; expected "wait" or "refuse"')
     background = backgrounds.get(engine)
@@ -745,9 +763,9 @@ def _prepare(
     limit: int,
     waiting: int,
 ) -> tuple[SavePlan, str]:
-    """This rank's contents, and the attempt's token; fails on all ranks if it fails on any.
+    """Collect this rank's share and agree on the token of the save; raise on all ranks if one rank failed.
 
-    ``waiting`` micro-batches have gradients that would be lost.
+    ``waiting`` is the number of micro-batches whose gradients would be lost; any such gradients are an error.
     """
 
     def prepare() -> SavePlan:
@@ -764,7 +782,7 @@ def _prepare(
         return found
 
     collected, error, told = result_or_error(prepare)
-    # A rank that has failed still takes part in the exchange, to say so.
+    # A rank that failed still takes part in the exchange: otherwise the other ranks would wait for it.
     found = collected or SavePlan()
     own = (told, found.digest, secrets.token_hex(4))
     accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")
