@@ -1,7 +1,8 @@
-"""``load``: restore a checkpoint in place, whatever ranks and layout it was saved with.
+"""``load``: restore a checkpoint in place, saved on any number of ranks and with any partition.
 
-A :class:`Restore` is checked when it is made, then read, then finished. Files of other programs may have a tied
-parameter under each of its names; their values must be equal.
+A :class:`Restore` is one load on one rank. Its constructor checks that the checkpoint fits and changes nothing.
+``read_values`` then reads tensors into shards, and ``finish_restore`` loads everything else. Files of other programs
+may store a tied parameter under each of its names; these values must be equal.
 """
 
 from __future__ import annotations
@@ -59,16 +60,17 @@ __all__ = ["IN_PART", "KINDS", "Loaded", "Restore", "load", "load_foreign", "loa
 
 
 def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[str, str], source: TensorReader) -> None:
-    """Make sure that what is one here is one there: each rank compares its own part, and nothing changes.
+    """Check that tensors which the model ties have equal values in the files. Each rank compares its own shards.
 
     Args:
-        engine: of the model.
-        aliases: further names of tied tensors, and the first of each.
-        renamed: the names that tensors are read under, by their first.
-        source: of the files.
+        engine: engine of the model.
+        aliases: first name of each tied tensor, by its other names.
+        renamed: name in the files of each tensor of the model, by its first name.
+        source: reader of the files.
 
     Raises:
-        CheckpointError: values differ by more than a rounding, or shapes do, and all but one would be lost.
+        CheckpointError: tied tensors differ in shape, or in value by more than the rounding to a stored dtype. Loading
+            would keep only one of them.
     """
     apart = {
         alias: first
@@ -82,8 +84,8 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
         here, there = (tensors[MODEL + name].shape for name in (renamed[first], alias))
         if here != there:
             raise CheckpointError(
-                f"{alias!r} is tied to {first!r} here, and there of shape {there} beside {here}; strict=False takes "
-                f"{renamed[first]!r} for both"
+                f"{alias!r} is tied to {first!r} here, but has shape {there} there, and {renamed[first]!r} has {here}; "
+                f"strict=False takes {renamed[first]!r} for both"
             )
     firsts = set(apart.values())
     before = source.nbytes_read
@@ -97,7 +99,7 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
             own, other = (torch.empty_like(part.values) for _ in range(2))
             pairs = (renamed[first], own), (alias, other)
             source.read_boxes([TensorBox(MODEL + name, part.shape, part.box, values) for name, values in pairs])
-            # One may have been rounded, as it was saved: both are, to either dtype.
+            # One of the two may have been rounded when it was saved, so round both to both stored dtypes.
             for name in (renamed[first], alias):
                 own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
             if not torch.allclose(own, other, rtol=0, atol=0, equal_nan=True):
@@ -105,13 +107,13 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
                     f"{alias!r} is tied to {first!r} here, and has other values there, which would be lost; "
                     f"strict=False takes those of {renamed[first]!r}"
                 )
-    # Besides what the model needs.
+    # Count the bytes read for this comparison apart from those that the model needs.
     source.nbytes_converted += source.nbytes_read - before
     source.nbytes_read = before
 
 
 IN_PART = "weights and states are changed in part: load again, or another checkpoint"
-"""The state of things after an error from here on."""
+"""Text for errors that occur after the load has begun to change values."""
 
 
 @dataclass
@@ -119,13 +121,14 @@ class Loaded:
     """The result of a load.
 
     Attributes:
-        extra: values of the checkpoint that are no objects' states, by name.
-        missing: parameters and buffers of the model that the checkpoint does not have; they keep their values.
-        unexpected: those of the checkpoint that the model does not have.
-        fresh: parameters that are trained and of which the checkpoint has no optimizer states.
-        nbytes_read: by this rank.
-        nbytes_converted: by this rank, besides, of tensors that transformers' conversions made others of, and of those
-            that are compared since they are tied here.
+        extra: saved ``extra`` values that no given object with ``load_state_dict`` received, by name.
+        missing: names of parameters, buffers and module extra states that the checkpoint does not have; they keep their
+            values.
+        unexpected: names of parameters, buffers and module extra states in the checkpoint that the model does not have.
+        fresh: names of trained parameters without optimizer states in the checkpoint.
+        nbytes_read: bytes that this rank has read, without ``nbytes_converted``.
+        nbytes_converted: bytes that this rank has read as inputs of transformers' conversions, or to compare tensors
+            that the model ties.
     """
 
     extra: dict[str, Any] = field(default_factory=dict)
@@ -137,7 +140,20 @@ class Loaded:
 
 
 class Restore:
-    """One load on one rank: checked when it is made, before anything changes."""
+    """One load on one rank. The constructor checks that the checkpoint fits, before anything changes.
+
+    Args:
+        engine: engine of the model.
+        model: the wrapped model.
+        optimizer: the model's optimizer, or None to load weights only.
+        extra: objects to restore, by name.
+        source: reader of the checkpoint.
+        strict: raise if the model and the checkpoint have different tensors or states.
+        kinds: the parts to load, out of :data:`KINDS`.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+    """
 
     def __init__(
         self,
@@ -158,17 +174,17 @@ class Restore:
         self.metadata = source.metadata
         self.result = Loaded()
         self.named, aliases = model_names(model)
-        # The checkpoint's names of the model's tensors.
+        # Name in the checkpoint by name in the model.
         self._renamed = match(self.named, aliases, self.metadata)
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.groups: list[dict[str, Any]] = []
-        # What :meth:`_encoded` gives, decoded.
+        # Decoded values of _encoded(), set by read_values().
         self.values: dict[str, Any] = {}
         if "model" in self.kinds:
             self.result.missing, self.result.unexpected = compare(
                 self.named, aliases, self._renamed, self.metadata, strict
             )
-            # Files of other programs may have different values under names that are tied here.
+            # Files of other programs (world = 0) may have different values under names that the model ties.
             if strict and not self.metadata.world:
                 require_equal(engine, aliases, self._renamed, source)
         if self._loads_optimizer:
@@ -186,7 +202,8 @@ class Restore:
                     f"extra has {unknown}, and the checkpoint has {sorted(self._saved_extra())}; leave them out, or "
                     "load with strict=False"
                 )
-        # JSON of what is asked for, and room for its tensors, which is refused here if they are not there.
+        # The JSON of the requested values, and memory for the tensors in it. Missing tensors raise here, before
+        # anything changes.
         self._json = self._encoded()
         self._held = {name: source.room(name) for name in dict.fromkeys(tensors_in(self._json))}
         self._averages = averages_of(engine, extra, self._json.get("extra", {}))
@@ -196,7 +213,11 @@ class Restore:
         return self.optimizer is not None and "optimizer" in self.kinds and "groups" in self.metadata.values
 
     def _compare_optimizers(self, strict: bool) -> None:
-        """Refuse, or warn of, states of another class of optimizer, and warn of switches that were set otherwise."""
+        """Compare the class and settings of the optimizer with those in the checkpoint.
+
+        Another class of optimizer raises with ``strict`` and warns otherwise. A boolean setting that differs warns, and
+        so do states of parameters that are frozen here, which are not loaded.
+        """
         assert self.optimizer is not None
         first = self.engine.comm.rank == 0
         here = type(self.optimizer.inner).__qualname__
@@ -230,7 +251,7 @@ class Restore:
             )
 
     def _note_no_states(self, strict: bool) -> None:
-        """The checkpoint has weights alone, and states are wanted."""
+        """Handle a checkpoint without optimizer states: raise with ``strict``, else report all parameters as fresh."""
         assert self.optimizer is not None
         if strict:
             raise CheckpointError(
@@ -240,9 +261,9 @@ class Restore:
         self.result.fresh = [part.name for part in self.optimizer.slices.all]
 
     def _compare_modules(self, strict: bool) -> None:
-        """States that modules have besides tensors (``get_extra_state``), by torch's names for them."""
+        """Compare the modules with extra states (``get_extra_state``) in the model and in the checkpoint."""
         there = {_extra_key(path) for path in self.metadata.values.get("modules", {})}
-        # Files of other programs have no extra states of modules, so none are missing.
+        # Extra states are not read from files of other programs (world = 0), so none count as missing there.
         modules = self.model.named_modules()
         here = {_extra_key(path) for path, each in modules if has_extra_state(each)} if self.metadata.world else there
         self.result.missing += sorted(here - there)
@@ -254,12 +275,17 @@ class Restore:
             )
 
     def _own(self) -> dict[str, Any]:
-        """The checkpoint's values of this rank, if it was saved by as many."""
+        """Return the values that this rank saved; empty if the checkpoint was saved by another number of ranks."""
         same = self.metadata.world == self.engine.comm.world
         return self.metadata.ranks[self.engine.comm.rank] if same else {}
 
     def _there(self, parts: Iterator[TensorBox], prefix: str) -> Iterator[TensorBox]:
-        """Parts that the checkpoint has, under its names."""
+        """Yield the boxes of tensors that the checkpoint has, renamed to the checkpoint's names.
+
+        Args:
+            parts: boxes with the model's names.
+            prefix: prefix of the names, such as :data:`MODEL`.
+        """
         for part in parts:
             name = self._renamed.get(part.name.removeprefix(prefix))
             coded = prefix == MODEL and name in self.metadata.coded
@@ -267,16 +293,16 @@ class Restore:
                 yield TensorBox(prefix + name, part.shape, part.box, part.values)
 
     def look_up(self) -> None:
-        """Find where the model's values lie, and read none."""
+        """Look up the places of this rank's weights in the files without reading them."""
         self.source.find(self._there(main_parts(self.engine, "slice"), MODEL))
 
-    # Reading: from here on values change.
+    # From here on, methods change values.
 
     @torch.no_grad()
     def read_values(self) -> None:
-        """Read all that is this rank's into its shards and states, and the job's values."""
+        """Read this rank's weights, optimizer states and averages into their memory, and decode the other values."""
         engine = self.engine
-        # In one call, which reads each stretch of a file once.
+        # Pass all boxes to one read_boxes() call, so that each stretch of a file is read only once.
         parts: list[Iterable[TensorBox]] = [self._held.values()]
         if "model" in self.kinds:
             spread = {name for buffer in engine.buffers for name in buffer.names}
@@ -300,7 +326,7 @@ class Restore:
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
 
     def _round_main(self) -> None:
-        """Round the main weights that were read to the dtypes that are computed with."""
+        """Round the loaded main weights to the dtypes of the forward pass (``load_from_fp32_weights`` is false)."""
         dtypes = {name: buffer.compute_dtype for buffer in self.engine.buffers for name in buffer.names}
         for part in main_parts(self.engine, "slice"):
             name = part.name.removeprefix(MODEL)
@@ -308,7 +334,7 @@ class Restore:
                 part.values.copy_(part.values.to(dtypes[name]))
 
     def _encoded(self) -> dict[str, Any]:
-        """The values among what is asked for that are no tensors, in the checkpoint's encoding."""
+        """Return the requested values other than sharded tensors, as JSON of :func:`encode`."""
         own = self._own()
         found: dict[str, Any] = {}
         if "model" in self.kinds:
@@ -321,7 +347,7 @@ class Restore:
                 name: numbers[there] for name, there in self._renamed.items() if name in here and there in numbers
             }
             found["groups"] = self.groups
-            # Of another layout they are of other slices.
+            # Carried quantization errors belong to this rank's slices, so they fit only the same layout.
             found["carried"] = own.get("carried") if own.get("layout") == self.engine.layout_id() else None
         if "random" in self.kinds:
             found["random"] = (own or self.metadata.ranks[0])["random"]
@@ -330,7 +356,7 @@ class Restore:
         return found
 
     def _read_codes(self) -> None:
-        """Read parameters that are in codes here: codes as they are, values to be encoded."""
+        """Read the parameters that this model stores as codes: copy saved codes, or encode saved values."""
         encoded = Encoded(self.engine, self._renamed, self.metadata)
         values = {part.name.removeprefix(MODEL) for part in encoded.parts}
         for prefix in (CODES, SCALES):
@@ -341,7 +367,7 @@ class Restore:
         encoded.encode()
 
     def _state_parts(self) -> Iterator[TensorBox]:
-        """Parts of the optimizer's states, in tensors made for them."""
+        """Allocate this rank's elementwise optimizer states and yield their boxes, with the checkpoint's names."""
         optimizer = self.optimizer
         assert optimizer is not None
         keys = self._keys()
@@ -356,7 +382,7 @@ class Restore:
             yield TensorBox(f"{STATE}{self._renamed[name]}.{key}", piece.shape, piece.box, piece.values)
 
     def _keys(self) -> dict[str, dict[str, torch.dtype]]:
-        """By parameter the keys of its states that have an element for each of its own, with their dtypes."""
+        """Return the dtypes of the elementwise optimizer states in the checkpoint, by parameter name and key."""
         ranks = self.metadata.ranks
         numbers = {(name, key) for rank in ranks for name, found in rank.get("numbers", {}).items() for key in found}
         keys: dict[str, dict[str, torch.dtype]] = {}
@@ -367,12 +393,18 @@ class Restore:
                     keys.setdefault(name, {})[key] = DTYPES[entry.dtype]
         return keys
 
-    # Afterwards, on all ranks alike.
+    # Called on all ranks after all have read.
 
     def finish_restore(self, doing: str) -> None:
-        """Let everything follow from what was read; what modules, optimizer or objects refuse, every rank hears of."""
+        """Load module extra states, optimizer, ``extra`` objects and random states, and mark the weights as changed.
+
+        Collective. An error in the user's code on one rank is raised on every rank.
+
+        Args:
+            doing: description of the load, for errors.
+        """
         if "model" in self.kinds:
-            # First, since they may be modules' own tensors.
+            # Before _weights_changed(), because set_extra_state() may change weights.
             run_between_passes(self.engine, doing, self._load_modules, IN_PART)
             self._weights_changed()
         if self.optimizer is not None:
@@ -386,12 +418,14 @@ class Restore:
         self.result.nbytes_converted = self.source.nbytes_converted
 
     def _weights_changed(self) -> None:
+        """Mark main weights as changed and start the refresh of cached weights that were not restored."""
         engine = self.engine
         engine.weights_changed(engine.buffers, for_now=True)
         for buffer in engine.trainable_buffers:
             names = [BASES + self._renamed.get(name, "") for name in buffer.names]
             if buffer.base is not None and not buffer.counts_escapes and all(n in self.metadata.tensors for n in names):
-                # What others hold of these weights is as it was, and needs no renewal, which would move it.
+                # The cached weights that differences are taken to were restored with the main weights. A refresh would
+                # change them, and the run would not continue bit for bit.
                 buffer.cache_restored()
         engine.start_delayed_refresh()
 
@@ -408,6 +442,7 @@ class Restore:
             self._load_slices(self.optimizer)
 
     def _load_slices(self, optimizer: ZeroOptimizer) -> None:
+        """Load states and settings into the inner optimizer, by its own ``load_state_dict``."""
         for part in optimizer.slices.all:
             if part.name in self.values["numbers"]:
                 self.states.setdefault(part.parameter, {}).update(self.values["numbers"][part.name])
@@ -418,13 +453,13 @@ class Restore:
         read: dict[nn.Parameter, dict[str, Any]] = {}
         names = {part.parameter: part.name for part in optimizer.slices.all}
         for group, settings in zip(inner.param_groups, self.values["groups"], strict=True):
-            # torch takes groups as they are loaded, and would drop settings that the checkpoint does not have.
+            # torch replaces the whole group, so keep the settings that the checkpoint does not have.
             kept = {key: value for key, value in group.items() if key != "params"}
             numbers = []
             for parameter in group["params"]:
                 found = self.states.get(parameter)
                 if found:
-                    # Counts of steps are cloned: two slices of a parameter count for themselves, in place.
+                    # Clone counts of steps: each slice of a parameter increments its own count in place.
                     read[parameter] = state[index] = {
                         k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()
                     }
@@ -438,18 +473,18 @@ class Restore:
         optimizer.step_result.load(self.metadata.values["skipped_steps"], self.metadata.values.get("loss_scale"))
 
     def _keep_kinds(self, state: dict[str, Any], read: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-        """Undo what torch makes of states that are not of the parameter's dtype when it loads them.
+        """Undo the conversions that torch's ``load_state_dict`` applies to states, where the saved dtype must stay.
 
         Args:
-            state: of a parameter, as torch has loaded it; changed in place.
-            read: the same, as it was read.
-            name: of the parameter.
-            dtype: of the parameter, which torch gives them.
+            state: state of one parameter after torch has loaded it; changed in place.
+            read: the same state as read from the checkpoint.
+            name: name of the parameter.
+            dtype: dtype of the parameter, to which torch converts states.
         """
         entry = self.metadata.tensors.get(MODEL + self._renamed.get(name, ""))
         usual = dtype if entry is None else DTYPES[entry.dtype]
         for key, value in read.items():
-            # A count of steps torch leaves as it is, or has it as the optimizer needs it.
+            # torch has its own rules for "step" and keeps its dtype, or gives it the one that the optimizer needs.
             if key != "step" and key in state:
                 state[key] = _as_read(state[key], value, dtype, usual)
 
@@ -492,16 +527,25 @@ class Restore:
 
 
 def _extra_key(path: str) -> str:
+    """Return the name that torch's state dicts give to a module's extra state."""
     return f"{path}._extra_state" if path else "_extra_state"
 
 
 def _as_read(there: Any, read: Any, dtype: torch.dtype, usual: torch.dtype) -> Any:
-    """A state as torch has loaded it, but with the dtype and type it was read with, if those are its own."""
+    """Return a loaded optimizer state with the dtype and type that it has in the checkpoint, where these must stay.
+
+    Args:
+        there: the state after torch has loaded it.
+        read: the state as read from the checkpoint.
+        dtype: dtype of the parameter here, to which torch converts states.
+        usual: dtype of the parameter in the checkpoint.
+    """
     if isinstance(there, Tensor) and isinstance(read, Tensor):
-        # What had the parameter's dtype there has it here; and an optimizer may have converted its states itself.
+        # Keep torch's result if the saved state had the parameter's dtype (it then follows the dtype here, too), or if
+        # the optimizer itself has converted the state to another dtype. Otherwise restore the saved dtype.
         return there if read.dtype == usual or there.dtype != dtype else read.to(there.device)
     if isinstance(read, str):
-        # As a sequence, torch has made a generator of it.
+        # torch treats a string as a sequence and turns it into the repr of a generator.
         return read
     if isinstance(read, dict) and isinstance(there, dict) and read.keys() == there.keys():
         return {key: _as_read(there[key], each, dtype, usual) for key, each in read.items()}
@@ -511,7 +555,7 @@ def _as_read(there: Any, read: Any, dtype: torch.dtype, usual: torch.dtype) -> A
 
 
 KINDS = ("model", "optimizer", "extra", "random")
-"""The parts of a checkpoint that can be loaded alone."""
+"""The parts of a checkpoint that the argument ``only`` of :func:`load` can select."""
 
 
 def load(
@@ -527,35 +571,37 @@ def load(
 ) -> Loaded:
     """Restore what :func:`zeropp.checkpoint.save` saved. Collective: every rank calls it, between optimizer steps.
 
-    On any number of ranks, of nodes, in any stage and placement, with other units, precision, frozen parameters or
-    order of parameter groups; each rank reads the bytes of its own part. On the same ranks and layout everything goes
-    on bit for bit.
+    The number of ranks and nodes, stage, units, precision, frozen parameters and order of groups may differ from those
+    at the save. Each rank reads only its own shards. With the same ranks and layout, training continues bit for bit.
 
     Args:
-        path: the directory.
-        model: wrapped by a ZeroOptimizer.
-        optimizer: that one; without it weights alone are restored.
-        extra: objects whose ``load_state_dict`` gets what was saved under their names. Values that are no objects come
-            back in the result.
-        strict: raise if model and checkpoint have other parameters or buffers, or ``extra`` has names that it has not.
-        only: some of "model", "optimizer", "extra" and "random"; None for all that there is.
-        verify: check every byte that is read, and of files that nobody reads the rest; or a sample of stretches; or
-            nothing.
-        progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
+        path: folder of the checkpoint.
+        model: model wrapped by a ZeroOptimizer.
+        optimizer: the ZeroOptimizer of ``model``; None restores weights only.
+        extra: objects by name; each one's ``load_state_dict`` receives the state saved under its name. Saved values
+            without such an object are returned in ``Loaded.extra``.
+        strict: raise if model and checkpoint have different tensors, or ``extra`` has names that were not saved.
+        only: names of the parts to load, out of "model", "optimizer", "extra" and "random"; None for all.
+        verify: "all" verifies the checksums of all files, "sample" those of one in 16 stretches that are read, "none"
+            none.
+        progress: show a bar on rank 0 after two seconds, if tqdm is installed.
+
+    Returns:
+        Values, and names of missing and unexpected tensors.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, damaged, or does not fit; on every rank. The message says whether
-            values have changed.
-        RuntimeError: called inside a pass, or ranks are at different calls.
-        TypeError, ValueError: an argument is wrong.
+        CheckpointError: the checkpoint is incomplete, damaged or does not fit; raised on every rank. The message says
+            if values have changed.
+        RuntimeError: the call is inside a pass, or ranks are at different calls.
+        TypeError, ValueError: an argument is invalid.
     """
     engine = engine_of(model)
     engine.require_idle("checkpoint.load()")
-    # Sorted, since each process has an order of its own in a set of strings.
+    # Sorted, because the iteration order of a set of strings differs between processes.
     kinds = only if only is None or isinstance(only, str) else sorted(map(str, only))
     engine.agreement.require_same_call(f"checkpoint.load(..., strict={strict}, only={kinds}, {verify!r})")
-    # What was given: nodes may have other links to one disk. As save() has it, "a/../b" is b, whether or not there is
-    # an a.
+    # Ranks compare the paths before links are resolved, because nodes may have different links to one disk. realpath
+    # accepts "a/../b" even if a does not exist, as save() does.
     folder = Path(os.path.realpath(common_path(engine, path, "checkpoint.load()")))
     if engine in backgrounds:
         wait_together(engine, "nothing was changed")
@@ -576,19 +622,24 @@ def load(
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, progress: bool = True
 ) -> Loaded:
-    """Read weights and buffers of safetensors files, as Hugging Face has them, straight into the shards.
+    """Load weights and buffers from safetensors files in Hugging Face's layout directly into the shards.
 
-    Collective, between optimizer steps. Each rank reads the bytes of its own part; names are those of the plain
-    model's ``state_dict()``, any of a tied parameter's, or what transformers converts to them for its own models.
+    Collective: every rank calls it, between optimizer steps. Each rank reads only its own shards. Names in the files
+        are
+    those of the plain model's ``state_dict()``, with any name of a tied parameter. For transformers' models, names and
+    shapes that transformers can convert are accepted as well.
 
     Args:
-        model: wrapped by a ZeroOptimizer.
-        path: a file, or a folder with one, with an index, or with any safetensors files.
-        strict: raise if model and files have other tensors.
-        progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
+        model: model wrapped by a ZeroOptimizer.
+        path: a file, or a folder with ``model.safetensors``, with an index, or with any safetensors files.
+        strict: raise if the model and the files have different tensors.
+        progress: show a bar on rank 0 after two seconds, if tqdm is installed.
+
+    Returns:
+        Names of missing and unexpected tensors, and the bytes that were read.
 
     Raises:
-        CheckpointError: files are missing, damaged, or of another model; on every rank.
+        CheckpointError: files are missing, damaged, or do not fit the model; raised on every rank.
     """
     engine = engine_of(model)
     engine.require_idle("checkpoint.load_safetensors()")
@@ -613,22 +664,27 @@ def load_foreign(
     prefix: str | None = None,
     progress: bool = True,
 ) -> Loaded:
-    """Read what other programs saved straight into the shards. Collective, between optimizer steps.
+    """Load a checkpoint of another program directly into the shards. Collective: every rank calls it, between steps.
 
-    Files of ``torch.save``, folders of torch.distributed.checkpoint as FSDP2 and torchtitan write them, DeepSpeed's of
-    ZeRO stages 1 to 3, and safetensors. Each rank reads the bytes of its own part. Nothing that a file names is run.
+    Supported are files of ``torch.save``, folders of torch.distributed.checkpoint (FSDP2, torchtitan), folders of
+    DeepSpeed (ZeRO stages 1 to 3), and safetensors. Each rank reads only its own shards. Files are unpickled without
+    running any code that they name.
 
     Args:
-        path: a file or a folder; of DeepSpeed's that with ``latest``, or that of a tag.
-        model: wrapped by a ZeroOptimizer.
-        optimizer: that one, to restore its states and its groups' settings, too.
-        strict: raise if model and files have other tensors, or no states are there for ``optimizer``.
-        prefix: what stands before the model's names in files that name other tensors, too, as in ``"model."``; None
-            for what most of them have.
-        progress: as in :func:`load`.
+        path: a file or a folder. For DeepSpeed, the folder with the file ``latest``, or the folder of one tag.
+        model: model wrapped by a ZeroOptimizer.
+        optimizer: the ZeroOptimizer of ``model``, to load its states and settings; None loads weights only.
+        strict: raise if the model and the files have different tensors, or if there are no states for ``optimizer``.
+        prefix: prefix of the model's names in the files, such as ``"model."``, if the files contain other tensors, too.
+            None takes the prefix under which most of the model's names are found.
+        progress: show a bar on rank 0 after two seconds, if tqdm is installed.
+
+    Returns:
+        Names of missing and unexpected tensors and of parameters without states, and the bytes that were read.
 
     Raises:
-        CheckpointError: it is of no known format, damaged, of another model, or names code; on every rank.
+        CheckpointError: the format is unknown, or the files are damaged, do not fit the model, or name code; raised on
+            every rank.
     """
     engine = engine_of(model)
     engine.require_idle("checkpoint.load_foreign()")
@@ -643,21 +699,22 @@ def load_foreign(
         source.progress = shown
         work = Restore(engine, model, ours, {}, source, strict, frozenset(["model", "optimizer"]))
         if source.locate is not None:
-            # Each box has a header of its own, and may be no tensor at all: found before anything changes.
+            # Each box of torch.distributed.checkpoint has its own header and may be damaged. Reading all headers now
+            # finds that before anything changes.
             work.look_up()
         return work
 
     return _run(engine, f"loading {str(place)!r}", shown, prepare)
 
 
-@torch.inference_mode(False)  # a step cannot write to states that are made in it
+@torch.inference_mode(False)  # the optimizer's step could not write to states made in inference mode
 def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Restore]) -> Loaded:
     work = run_between_passes(engine, doing, prepare, "nothing was changed", at_disk=shown)
     engine.finish_load()
     engine.start_delayed_refresh()
-    # Refreshes read what is about to be written.
+    # A refresh in flight reads the main weights that the load is about to overwrite.
     engine.wait_for_refresh()
-    # Of the ranks of a node one after the other, or all at once.
+    # Read on all ranks at once, or on one rank of each node after the other (pipeline_loading_checkpoint).
     turns = engine.comm.local if engine.options.loads_in_turns else 1
     try:
         for turn in range(turns):
@@ -670,6 +727,7 @@ def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Rest
 
 
 def _kinds(only: Collection[str] | None) -> frozenset[str]:
+    """Check the argument ``only`` of :func:`load` and return it as a set; all kinds for None."""
     if only is None:
         return frozenset(KINDS)
     wrong = [each for each in only if each not in KINDS] if not isinstance(only, str) else [only]
