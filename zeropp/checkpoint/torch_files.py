@@ -1,8 +1,8 @@
-"""Files of ``torch.save``: their values, and the byte at which each tensor lies; no tensor is read.
+"""Read the values of ``torch.save`` files, and the place of each tensor in the file, without reading tensor data.
 
-torch's own restricted reader makes the values, so nothing that a file names is called. Tensors come from it without
-memory, on the meta device, with the place of their storage in the file. A memory map would read them when they are
-used, and a file that is cut short meanwhile would end the process.
+``torch.load(weights_only=True, map_location="meta")`` unpickles the values, so no code that a file names is run. It
+returns tensors on the meta device, with the offset of their storage in the file. The file is not memory-mapped, because
+a file that is truncated while it is mapped would crash the process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from zeropp.checkpoint.boxes import CheckpointError
 
 __all__ = ["Record", "TorchFileTensor", "read_torch_file", "refused"]
 
-_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the first bytes of a file of torch before 1.6
-_HEADER, _LENGTHS = 30, 26  # bytes of an entry's own header, and the place of two lengths in it
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # first bytes of a file written by torch before 1.6
+# Zip local file header: its fixed size in bytes, and the byte offset of the lengths of name and extra field in it.
+_HEADER, _LENGTHS = 30, 26
 
 
 class Record:
-    """A stand-in for an object whose class is known by its name alone; it does nothing.
+    """An inert stand-in for an unpickled object whose class is not imported.
 
     Attributes:
-        name: of the class.
-        args: arguments of the object's constructor.
-        state: state that the object would have been given.
+        name: name of the object's class.
+        args: arguments in the pickle for the object's constructor.
+        state: state in the pickle for the object, usually a dict of its attributes.
     """
 
     name = ""
@@ -50,13 +51,20 @@ class Record:
         self.state = state
 
     def get(self, key: str) -> Any:
-        """One attribute of the object, or None."""
+        """Return one attribute of the object; None if the object does not have it."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
 @dataclass(frozen=True)
 class TorchFileTensor:
-    """A tensor in a file: first byte of its first element, dtype, shape, and strides in elements."""
+    """The place of a tensor in a ``torch.save`` file.
+
+    Attributes:
+        begin: first byte of the tensor's first element in the file.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        strides: strides of the tensor in elements.
+    """
 
     begin: int
     dtype: torch.dtype
@@ -65,7 +73,7 @@ class TorchFileTensor:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file as a file of its own."""
+    """A byte range of a file, presented as a file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file = file
@@ -95,17 +103,20 @@ class _Window(io.RawIOBase):
 
 
 def read_torch_file(path: Path, records: Collection[str] = (), begin: int = 0, length: int | None = None) -> Any:
-    """The values of a file of ``torch.save``, with a :class:`TorchFileTensor` for each tensor.
+    """Read a file of ``torch.save``, with a :class:`TorchFileTensor` in place of each tensor.
 
     Args:
-        path: of the file.
-        records: packages whose classes become a :class:`Record`.
-        begin: first byte of the archive in the file.
-        length: of the archive in bytes; None for the rest of the file.
+        path: path of the file.
+        records: names of packages whose classes are replaced by :class:`Record`.
+        begin: first byte of the zip archive in the file.
+        length: length of the archive in bytes; None for the rest of the file.
+
+    Returns:
+        The saved object, usually a dict.
 
     Raises:
-        CheckpointError: the file cannot be read, is none of ``torch.save``, is compressed, or names other classes or
-            functions. Nothing is run.
+        CheckpointError: the file cannot be read, was not written by ``torch.save``, is compressed, or names a class or
+            function that is not allowed. No such function is called.
     """
     try:
         with path.open("rb") as file:
@@ -121,7 +132,7 @@ def read_torch_file(path: Path, records: Collection[str] = (), begin: int = 0, l
     except CheckpointError:
         raise
     except Exception as error:
-        # A damaged file may lead to any error: names that are no text, versions that there never were.
+        # A damaged file may lead to any exception, such as names that are not UTF-8 or unknown zip versions.
         raise CheckpointError(
             f"{str(path)!r} is no file of torch.save with its usual pickle_protocol, or is damaged: "
             f"{type(error).__name__}: {str(error)[:300]}"
@@ -129,7 +140,7 @@ def read_torch_file(path: Path, records: Collection[str] = (), begin: int = 0, l
 
 
 def refused(path: Path, names: Collection[str]) -> CheckpointError:
-    """The error for a file that names classes or functions that are not known."""
+    """Return the error for a file whose pickle names classes or functions that are not allowed."""
     shown = f"{', '.join(sorted(names)[:5])}{' and others' if len(names) > 5 else ''}"
     return CheckpointError(
         f"{str(path)!r} is refused: it names {shown}, which unpickling would call. Nothing was called: values, tensors "
@@ -138,7 +149,7 @@ def refused(path: Path, names: Collection[str]) -> CheckpointError:
 
 
 def _storages(path: Path, file: IO[bytes]) -> dict[int, int]:
-    """First byte and length of each entry of an archive, counted from the archive's first byte."""
+    """Return the length in bytes of each entry's data, by the offset of the data from the start of the archive."""
     if file.read(len(_OLD)) == _OLD:
         raise CheckpointError(
             f"{str(path)!r} is of the format of torch before 1.6, of which no part can be read alone; load it with "
@@ -152,10 +163,11 @@ def _storages(path: Path, file: IO[bytes]) -> dict[int, int]:
                     f"{str(path)!r} has compressed entries, of which no part can be read alone; load it with "
                     "torch.load(weights_only=True) and save it again"
                 )
-            # All entries lie in one folder, which is named after the file.
+            # All entries lie in one folder of the archive, named after the file.
             if info.filename.partition("/")[2] == "byteorder" and archive.read(info) != b"little":
                 raise CheckpointError(f"{str(path)!r} is in big-endian order; save it again on this machine")
-            # The archive's directory does not tell the length of this header: torch pads it to align the data.
+            # Read the header's lengths from the header itself: torch pads its extra field to align the data, which the
+            # archive's central directory does not show.
             file.seek(info.header_offset + _LENGTHS)
             name, padding = struct.unpack("<HH", file.read(4))
             found[info.header_offset + _HEADER + name + padding] = info.file_size
@@ -163,6 +175,7 @@ def _storages(path: Path, file: IO[bytes]) -> dict[int, int]:
 
 
 def _load(path: Path, file: IO[bytes], records: Collection[str]) -> Any:
+    """Unpickle a file with tensors on the meta device; classes of the packages ``records`` become :class:`Record`."""
     file.seek(0)
     unknown = get_unsafe_globals_in_checkpoint(file)
     if others := [name for name in unknown if name.split(".")[0] not in records]:
@@ -174,17 +187,23 @@ def _load(path: Path, file: IO[bytes], records: Collection[str]) -> Any:
 
 
 class _Notes:
-    """Notes of the places of tensors, which take the place of the tensors."""
+    """Replacement of the meta tensors in a loaded object by :class:`TorchFileTensor`.
+
+    Args:
+        path: path of the file, for errors.
+        begin: first byte of the archive in the file.
+        storages: length of each entry's data, by its offset in the archive.
+    """
 
     def __init__(self, path: Path, begin: int, storages: dict[int, int]) -> None:
         self._path = path
         self._begin = begin
         self._storages = storages
-        # With the value itself, whose number would else be given to another.
+        # id -> (value, replacement). The value is kept because Python could give its id to another object otherwise.
         self._done: dict[int, tuple[object, object]] = {}
 
     def replace(self, value: Any) -> Any:
-        """A value with notes in place of the tensors inside; dicts and lists stay the same objects."""
+        """Return a value with its tensors replaced; dicts, lists and records are changed in place."""
         if isinstance(value, Tensor):
             return self._note(value)
         if not isinstance(value, dict | list | tuple | Record):
@@ -207,6 +226,7 @@ class _Notes:
         return found
 
     def _note(self, tensor: Tensor) -> TorchFileTensor:
+        """Return the place of a meta tensor, or raise CheckpointError if the tensor cannot be read from its bytes."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise self._error(
                 f"of class {type(tensor).__module__}.{type(tensor).__qualname__}, with layout {tensor.layout}; "
@@ -219,7 +239,8 @@ class _Notes:
             )
         storage = tensor.untyped_storage()
         begin: int = getattr(storage, "_checkpoint_offset", -1)
-        # torch computes places where it knows the writer, and does not look at the archive.
+        # torch computes the offset of a storage without looking at the archive, so check that an entry of sufficient
+        # length begins there.
         if storage.nbytes() > self._storages.get(begin, -1):
             raise self._error(
                 f"of shape {tuple(tensor.shape)}, whose {storage.nbytes()} bytes are no entry of it: it is damaged, or "
@@ -229,4 +250,5 @@ class _Notes:
         return TorchFileTensor(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def _error(self, what: str) -> CheckpointError:
+        """Return an error about a tensor in the file; ``what`` continues "has a tensor"."""
         return CheckpointError(f"{str(self._path)!r} has a tensor {what}")
