@@ -1,12 +1,14 @@
-"""Files of other programs as a source of tensors: safetensors, ``torch.save``, torch.distributed.checkpoint.
+"""Present checkpoints of other programs as checkpoints of zeropp: safetensors, ``torch.save``, DCP.
 
-Safetensors files are one, several with an index, or all of a folder, as Hugging Face has them. ``torch.save`` wrote
-one file, or a folder with an index. A folder of torch.distributed.checkpoint (FSDP2, torchtitan) has ``.metadata``,
-a pickle of DCP's own classes; each box of a tensor is a file of ``torch.save`` inside another file. Extensions read
-further formats (`zeropp._extensions`).
+- Safetensors, as Hugging Face writes them: one file, several files with an index, or all files of a folder.
+- ``torch.save``: one file, or a folder with an index.
+- torch.distributed.checkpoint (DCP; FSDP2, torchtitan): a folder with ``.metadata``, a pickle of DCP's own classes.
+Each
+  box of a tensor is a ``torch.save`` archive inside a larger file.
+- Extensions read further formats (`zeropp._extensions`).
 
-Plain torch and DCP nest dicts and lists in different ways. Here both are a flat dict of paths with dots between, as
-torch itself writes them: which are the model's, and which are its optimizer's states and settings.
+torch.save and DCP nest dicts and lists in different ways. This module flattens both to paths joined by dots, finds the
+prefix of the model's names, and picks out the optimizer's states and settings.
 """
 
 from __future__ import annotations
@@ -66,17 +68,20 @@ __all__ = [
 
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MOST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_MOST_HEADER = 100_000_000  # maximum bytes of a header; the limit of the safetensors library
 
 
 def safetensors_metadata(path: Path) -> tuple[Path, Metadata]:
-    """The folder of files, and what they hold, as a checkpoint of a model says it.
+    """Read the headers of safetensors files and describe the files as a checkpoint of a model.
 
     Args:
-        path: a file, or a folder with ``model.safetensors``, an index, or any files.
+        path: a file, or a folder with ``model.safetensors``, an index, or any safetensors files.
+
+    Returns:
+        (folder of the files, metadata of a checkpoint with the same tensors).
 
     Raises:
-        CheckpointError: there are none, or one is damaged.
+        CheckpointError: there are no files, or a file is damaged.
     """
     if path.is_file():
         folder = path.parent
@@ -110,6 +115,7 @@ def safetensors_metadata(path: Path) -> tuple[Path, Metadata]:
 
 
 def _names(folder: Path) -> list[str]:
+    """Return the names of the safetensors files of a folder: the single file, those of the index, or all."""
     if (folder / _SINGLE).is_file():
         return [_SINGLE]
     if (folder / _INDEX).is_file():
@@ -128,12 +134,12 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_header(path: Path, number: int) -> tuple[int, dict[str, TensorEntry]]:
-    """Size of a file, and its tensors."""
+    """Return the size in bytes of safetensors file ``number``, and the entries of its tensors by prefixed name."""
     try:
         with path.open("rb") as file:
             nbytes = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
-            # Looked at before the header is read: a file of another kind may begin with any number.
+            # Check the length before reading the header, because another kind of file may start with any number.
             if nbytes < 8 or length > min(nbytes - 8, _MOST_HEADER):
                 raise CheckpointError(f"{str(path)!r} is no safetensors file: its header would be {length} bytes long")
             header: dict[str, Any] = json.loads(file.read(length))
@@ -167,27 +173,32 @@ def _read_header(path: Path, number: int) -> tuple[int, dict[str, TensorEntry]]:
     return nbytes, found
 
 
-# What the model that is trained is kept under, and wrappers around it.
+# Usual keys of the trained model in a checkpoint's dict, and attribute names of wrappers around a model.
 _USUAL = frozenset({"model", "state_dict", "model_state_dict", "module", "_orig_mod"})
 
 
 @dataclass(frozen=True)
 class LazyValue:
-    """A value that lies in a file of its own and is read when it is wanted."""
+    """A value that is read from its file only when it is needed.
+
+    Attributes:
+        read: function that reads and returns the value.
+    """
 
     read: Callable[[], object]
 
 
 @dataclass
 class FoundValues:
-    """The contents of files.
+    """The contents of the files of another program's checkpoint.
 
     Attributes:
-        place: of them, for errors.
-        folder: that they are in.
-        files: with their sizes.
-        entries: tensors, values, and values that are read later, by path.
-        locate: as in :class:`~zeropp.checkpoint.tensor_reader.TensorReader`.
+        place: path given by the user, for errors.
+        folder: folder of the files.
+        files: names and sizes of the files.
+        entries: the leaves of the checkpoint's nested dicts by path: :class:`TensorEntry`, :class:`LazyValue` or
+            values.
+        locate: function that completes the place of a box by reading its file; None if ``entries`` has all places.
     """
 
     place: Path
@@ -199,7 +210,14 @@ class FoundValues:
 
 @dataclass
 class Named:
-    """Tensors by their names in a checkpoint, and an optimizer's numbers and groups, as its metadata has them."""
+    """Tensors and optimizer values of another program's checkpoint, under the names of a checkpoint of zeropp.
+
+    Attributes:
+        tensors: entries of the tensors, by name with prefix.
+        aliases: first name of each tied tensor, by its other names.
+        numbers: encoded single-number optimizer states, by parameter name and key.
+        groups: parameter names and encoded settings of each group; None without an optimizer.
+    """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -207,28 +225,41 @@ class Named:
     groups: list[dict[str, Any]] | None = None
 
     def add_state(self, name: str, key: str, value: object) -> None:
-        """Add a state of a parameter: a tensor of its shape, or a number."""
+        """Add an optimizer state of a parameter.
+
+        Args:
+            name: name of the parameter; ``tensors`` should have its weight already.
+            key: key of the state, such as "exp_avg".
+            value: a :class:`TensorEntry`, or a plain value.
+        """
         if not isinstance(value, TensorEntry):
             self.numbers.setdefault(name, {})[key] = encode(value, f"{STATE}{name}.{key}", {})
             return
         full = f"{STATE}{name}.{key}"
         weight = self.tensors.get(MODEL + name)
         self.tensors[full] = value
-        # A parameter that is one number itself has moments that are: "step" alone is known to count.
+        # A scalar tensor is a single number per parameter, unless the parameter is a scalar itself: then its moments
+        # are scalars, too, and only "step" is known to be a count.
         if key == "step" or (not value.shape and weight is not None and weight.shape):
             self.numbers.setdefault(name, {})[key] = {"~tensor": full}
 
     def add_group(self, names: Iterable[str], settings: Mapping[str, Any], known: Iterable[str]) -> None:
-        """Add the settings of some parameters: those that this optimizer knows."""
+        """Add a parameter group.
+
+        Args:
+            names: names of the group's parameters.
+            settings: settings of the group.
+            known: keys of the settings that the optimizer here has; other settings are dropped.
+        """
         own = {key: settings[key] for key in known if key in settings and key not in ("params", "param_names")}
         encoded = encode(own, "the settings of a group", {})
         self.groups = [*(self.groups or []), {"parameters": list(names), "settings": encoded}]
 
 
 def metadata_of(files: Iterable[FileEntry], named: Named) -> Metadata:
-    """The metadata of a checkpoint that has the same contents."""
+    """Return the metadata of a checkpoint of zeropp with the given files and contents."""
     values = {} if named.groups is None else {"groups": named.groups, "skipped_steps": 0}
-    # A world of 0: nothing that ranks of zeropp would have saved for themselves is expected.
+    # world = 0 marks another program's files, which lack the values that ranks of zeropp save for themselves.
     return Metadata(
         format=FORMAT,
         zeropp="",
@@ -251,18 +282,19 @@ def named_source(
     optimizer: ZeroOptimizer | None,
     prefix: str | None,
 ) -> TensorReader:
-    """The tensors of files under the names of a checkpoint.
+    """Make a reader that finds the tensors of files under the names of a checkpoint of zeropp.
 
     Args:
-        found: the files.
-        names: of the model's parameters and buffers.
-        optimizer: whose states are wanted, or None.
-        prefix: of the model's names there, its dot included; None for what most of them have. Of several that fit
-            equally well, none or a usual one ("model.", "state_dict.", "module.") is taken, with a warning.
+        found: contents of the files.
+        names: parameters and buffers of the model, by name.
+        optimizer: optimizer to find states for; None for weights only.
+        prefix: prefix of the model's names in the files, with its dot; None for the prefix under which most names are
+            found. If several prefixes fit equally well, an empty or a usual one ("model.", "state_dict.", "module.") is
+            taken, with a warning.
 
     Raises:
-        CheckpointError: no tensor has one of the names; several prefixes fit equally well, and it is not clear which is
-            meant; states are there in a form that is not known.
+        CheckpointError: no tensor has one of the names, several prefixes fit and none or several are usual, or the
+            optimizer states cannot be matched with the optimizer's groups.
     """
     flat = {".".join(path): value for path, value in found.entries.items()}
     tensors = {name: value for name, value in flat.items() if isinstance(value, TensorEntry)}
@@ -276,7 +308,7 @@ def named_source(
     named = Named()
     for path, value in found.entries.items():
         full = ".".join(path)
-        # At the top, what lies deeper is of something else.
+        # With an empty prefix, take only top-level entries: nested entries belong to something else.
         if isinstance(value, TensorEntry) and full.startswith(prefix) and (prefix or len(path) == 1):
             named.tensors[MODEL + full.removeprefix(prefix)] = value
     if optimizer is not None:
@@ -285,8 +317,8 @@ def named_source(
 
 
 def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, object]) -> str:
-    """The prefix of most of the model's names."""
-    # The name of most parts says most: others are ends of many names.
+    """Return the prefix under which most of the model's names are found; raise CheckpointError if that is ambiguous."""
+    # Search with the names that have the most dots. A short name such as "weight" is the end of many other names.
     probes = sorted(names, key=lambda name: (-name.count("."), name))[:20]
     found = {full.removesuffix(name) for name in probes for full in tensors if full.endswith(name)}
     fitting = Counter({each: sum(each + name in tensors for name in names) for each in found if each[-1:] in ("", ".")})
@@ -303,7 +335,7 @@ def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, objec
 
 
 class _Optimizer:
-    """States and settings of an optimizer, found in any of the forms that torch gives them."""
+    """Search of a checkpoint for an optimizer's states and settings, in any of the forms that torch saves."""
 
     def __init__(
         self,
@@ -321,7 +353,8 @@ class _Optimizer:
         self._optimizer = optimizer
         self._known = [key for group in optimizer.param_groups for key in group]
         head = prefix
-        # Of wrappers around the model, then what its states are kept under: "model_state_dict" is two of them.
+        # Strip the model's wrappers and the key of its state dict from the prefix, to get the prefix of the dict that
+        # also contains the optimizer. "model_state_dict." takes two steps: "state_dict." and "model_".
         for end in ("module.", "_orig_mod.", "model.", "state_dict.", "model_"):
             head = head.removesuffix(end)
         candidates = [f"{head}{key}." for key in ("optimizer", "optimizer_state_dict", "optim", "optimizer_states.0")]
@@ -332,6 +365,7 @@ class _Optimizer:
                 break
 
     def add(self) -> None:
+        """Add the optimizer's states and groups to ``named``, with the model's parameter names."""
         groups = dict(self._groups())
         listed = {key: value for key, value in groups.items() if key.isdigit() and "params" in value}
         names = self._numbered(listed) if listed else {}
@@ -343,7 +377,7 @@ class _Optimizer:
             for value in listed.values():
                 self._named.add_group([names.get(str(each), str(each)) for each in value["params"]], value, self._known)
             return
-        # Settings are given by parameter here; those with equal ones become a group again.
+        # This form has settings per parameter. Parameters with equal settings become one group.
         alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
         for name, settings in groups.items():
             alike.setdefault(json.dumps(settings, default=repr, sort_keys=True), ([], settings))[0].append(name)
@@ -351,7 +385,7 @@ class _Optimizer:
             self._named.add_group(own, settings, self._known)
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """By number or by name of a parameter, its settings."""
+        """Yield (number of a group, or name of a parameter; its settings), depending on the form of the checkpoint."""
         found: dict[str, dict[str, Any]] = {}
         for full, value in self._flat.items():
             if full.startswith("param_groups."):
@@ -361,16 +395,23 @@ class _Optimizer:
         yield from found.items()
 
     def _setting(self, value: object, name: str) -> object:
-        """A setting as a value; a learning rate may be a tensor there, of one number."""
+        """Return a setting as a plain value; a setting that is stored as a tensor, such as lr, is read."""
         if not isinstance(value, TensorEntry):
             return value
         one = metadata_of(self._found.files, Named(tensors={name: value}))
         return TensorReader(self._found.folder, one, "none", locate=self._found.locate).tensor(name).tolist()
 
     def _numbered(self, listed: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-        """Names of parameters that are numbers there, by number: those that groups list, else by their order.
+        """Return the names of parameters that the checkpoint numbers, by number.
 
-        The order is torch's own way.
+        The names come from ``param_names`` if all groups have them. Otherwise parameters are matched by their order in
+        the groups, as ``torch.optim.Optimizer.load_state_dict`` does.
+
+        Args:
+            listed: settings of each group, by number of the group.
+
+        Raises:
+            CheckpointError: the groups have other sizes than those of the optimizer here.
         """
         if all("param_names" in value for value in listed.values()):
             pairs = (zip(value["params"], value["param_names"], strict=True) for value in listed.values())
@@ -394,6 +435,7 @@ class _Optimizer:
 
 
 def _value(value: object) -> object:
+    """Return a value, read from its file if it is a :class:`LazyValue`."""
     return value.read() if isinstance(value, LazyValue) else value
 
 
@@ -401,10 +443,14 @@ TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def find_torch(place: Path) -> FoundValues:
-    """The tensors of a file or a folder, and their places.
+    """Find the values of ``torch.save`` files, and the places of their tensors.
+
+    Args:
+        place: a file, or a folder with ``pytorch_model.bin`` or its index.
 
     Raises:
-        CheckpointError: a file is missing, is none of ``torch.save``, or names what is not known.
+        CheckpointError: a file is missing, was not written by ``torch.save``, or names a class or function that is not
+            allowed.
     """
     if place.is_file():
         folder = place.parent
@@ -426,6 +472,7 @@ def find_torch(place: Path) -> FoundValues:
 
 
 def _all_paths(tree: Mapping[Any, Any], path: Path) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the leaves of :func:`paths_of`; raise CheckpointError for a dict that contains itself."""
     try:
         return list(paths_of(tree))
     except RecursionError:
@@ -433,10 +480,10 @@ def _all_paths(tree: Mapping[Any, Any], path: Path) -> list[tuple[tuple[str, ...
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Files that an index of Hugging Face's names, in order.
+    """Return the sorted names of the files that a Hugging Face index lists.
 
     Raises:
-        CheckpointError: it is damaged, or names files elsewhere.
+        CheckpointError: the index is damaged, or lists files outside of its folder.
     """
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -448,7 +495,12 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def paths_of(tree: Mapping[Any, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dicts, and of lists of dicts, with their paths."""
+    """Yield (path, leaf) for all leaves of nested dicts and lists of dicts.
+
+    Args:
+        tree: the outermost dict.
+        above: path of ``tree`` itself.
+    """
     for key, value in tree.items():
         path = (*above, str(key))
         if isinstance(value, Mapping):
@@ -460,9 +512,14 @@ def paths_of(tree: Mapping[Any, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 
 def box_of(stored: TorchFileTensor, number: int) -> BoxEntry:
-    """All of a tensor of a file as one box, counted from its own first element."""
+    """Return the place of a stored tensor as one box that covers the whole tensor; a StridedBox if not contiguous.
+
+    Args:
+        stored: the tensor in its file.
+        number: number of the file.
+    """
     offsets = (0,) * len(stored.shape)
-    # Strides of dimensions of one element may be anything.
+    # Ignore the strides of dimensions of size 1, which have no meaning.
     given = [s for s, size in zip(stored.strides, stored.shape, strict=True) if size > 1]
     usual = [s for s, size in zip(row_major(stored.shape), stored.shape, strict=True) if size > 1]
     if given == usual or 0 in stored.shape:
@@ -471,7 +528,13 @@ def box_of(stored: TorchFileTensor, number: int) -> BoxEntry:
 
 
 def entry_of(stored: TorchFileTensor, number: int, name: str) -> TensorEntry:
-    """A tensor of a file, as a checkpoint's metadata has it."""
+    """Return the metadata entry of a stored tensor.
+
+    Args:
+        stored: the tensor in its file.
+        number: number of the file.
+        name: name of the tensor, for errors.
+    """
     return TensorEntry(dtype=dtype_code(stored.dtype, name), shape=stored.shape, boxes=(box_of(stored, number),))
 
 
@@ -479,7 +542,7 @@ DCP_METADATA = ".metadata"
 _MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
-    "torch.distributed._shard.sharded_tensor.metadata",  # where torch before 2.3 had two of them
+    "torch.distributed._shard.sharded_tensor.metadata",  # the module of two of the classes in torch before 2.3
 )
 _CLASSES = {
     "BytesStorageMetadata", "ChunkStorageMetadata", "MEM_FORMAT_ENCODING", "Metadata", "MetadataIndex", "StorageMeta",
@@ -487,14 +550,14 @@ _CLASSES = {
 }  # fmt: skip
 
 
-# Functions and types that are called, all of them types that a pickle cannot change.
+# Builtin types that replace functions and types which a pickle of DCP calls. A pickle cannot modify builtin types.
 _CALLED = {("torch", "Size"): tuple, ("torch.serialization", "_get_layout"): str, ("collections", "OrderedDict"): dict}
 
 
 class _Unpickler(pickle.Unpickler):
-    """A reader of ``.metadata``, for which DCP's classes are records, and which calls nothing else that it names.
+    """A restricted unpickler for ``.metadata``: DCP's classes become :class:`Record`, and other names are refused.
 
-    torch's own restricted reader knows pickle's protocol 2 alone, and DCP writes Python's newest.
+    torch's restricted unpickler supports only pickle protocol 2, but DCP writes Python's default protocol.
     """
 
     def __init__(self, path: Path) -> None:
@@ -502,29 +565,35 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name in the pickle."""
-        # A path is there to say where the folder was.
+        """Return the replacement for a class or function in the pickle.
+
+        Raises:
+            CheckpointError: the name is not allowed.
+        """
+        # The metadata contains a pathlib path of the original folder.
         is_path = module in ("pathlib", "pathlib._local") and name.endswith("Path") and name.isidentifier()
         if is_path or (module in _MODULES and name in _CLASSES):
             return type("Record", (Record,), {"name": name})
         if (module, name) in _CALLED:
             return _CALLED[module, name]
-        # Of what is there: asked for, some attributes of torch would be imported.
+        # Use vars() instead of getattr(), because accessing some attributes of torch imports a module.
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise refused(self._path, [f"{module}.{name}"])
 
 
 def find_dcp(folder: Path) -> FoundValues:
-    """The contents of a folder: tensors by their boxes, each of which is located when it is read.
+    """Find the contents of a folder of torch.distributed.checkpoint. Boxes are located when they are read.
 
     Raises:
-        CheckpointError: its metadata is damaged, or names what is not DCP's.
+        CheckpointError: the metadata is damaged, or names a class or function that is not allowed.
     """
     return _Folder(folder).find()
 
 
 class _Folder:
+    """A folder of torch.distributed.checkpoint. Keys (file number, first byte) identify the archives in its files."""
+
     def __init__(self, folder: Path) -> None:
         self._path = folder / DCP_METADATA
         self._folder = folder
@@ -535,6 +604,7 @@ class _Folder:
         self._names: dict[tuple[int, int], str] = {}
 
     def find(self) -> FoundValues:
+        """Read the metadata and return the folder's contents."""
         try:
             entries = dict(self._entries(_Unpickler(self._path).load()))
         except OSError as error:
@@ -542,7 +612,7 @@ class _Folder:
         except CheckpointError:
             raise
         except Exception as error:
-            # A damaged pickle may lead to any error.
+            # A damaged pickle may raise any exception.
             raise CheckpointError(f"{str(self._path)!r} is damaged: {type(error).__name__}: {error}") from error
         files = [FileEntry(name=name, nbytes=self._nbytes(name), sums="") for name in self._numbers]
         return FoundValues(self._folder, self._folder, files, entries, self.locate)
@@ -554,11 +624,12 @@ class _Folder:
             raise CheckpointError(f"{str(self._folder / name)!r} cannot be read: {error}") from error
 
     def _entries(self, metadata: Any) -> Any:
+        """Yield (path, entry) for each item of DCP's metadata."""
         stored: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.get("storage_data").items():
             offset = index.get("offset")
             stored[index.get("fqn"), None if offset is None else tuple(offset)] = info
-        # torch flattens nested dicts to names with dots, and keeps the paths here.
+        # DCP flattens nested dicts to names joined by dots, and stores the original paths in planner_data.
         paths = metadata.get("planner_data") or {}
         for name, entry in metadata.get("state_dict_metadata").items():
             path = tuple(map(str, paths[name])) if name in paths else (name,)
@@ -570,6 +641,7 @@ class _Folder:
             yield path, self._tensor(name, dtype, shape, entry.get("chunks"), stored)
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Any, stored: Any) -> TensorEntry:
+        """Return the entry of a tensor. The first byte of each box is that of its archive until :meth:`locate`."""
         boxes = []
         for chunk in chunks:
             offsets = tuple(chunk.get("offsets"))
@@ -585,7 +657,7 @@ class _Folder:
         return TensorEntry(dtype=dtype_code(dtype, name), shape=shape, boxes=tuple(boxes))
 
     def _item(self, name: str, info: Record) -> tuple[int, int]:
-        """Number of the file that an item is in, and its first byte there."""
+        """Return (number of the file, first byte in it) of an item's archive."""
         path = info.get("relative_path")
         offset = info.get("offset")
         length = info.get("length")
@@ -601,6 +673,7 @@ class _Folder:
         return number, offset
 
     def _value(self, name: str, info: Record) -> object:
+        """Read an item that is not a tensor."""
         number, begin = self._item(name, info)
         path = self._folder / list(self._numbers)[number]
         value = self._read(name, path, begin, self._items[number, begin])
@@ -609,7 +682,14 @@ class _Folder:
         return value
 
     def locate(self, entry: BoxEntry) -> BoxEntry:
-        """A box with its first byte, counted from its own first element; its strides are what its file says."""
+        """Return a box with the place and strides of its data, read from the header of its archive.
+
+        Args:
+            entry: the box; ``begin`` is the first byte of its archive.
+
+        Raises:
+            CheckpointError: the archive has no tensor with the shape and dtype in the metadata.
+        """
         key = entry.file, entry.begin
         if key not in self._located:
             path = self._folder / list(self._numbers)[entry.file]
@@ -626,6 +706,7 @@ class _Folder:
         return self._located[key]
 
     def _read(self, name: str, path: Path, begin: int, length: int) -> Any:
+        """Read the archive at a byte range of a file; errors name the item."""
         try:
             return read_torch_file(path, begin=begin, length=length)
         except CheckpointError as error:
@@ -640,6 +721,7 @@ _KNOWN = (
 
 
 def _known() -> str:
+    """Return the descriptions of all supported formats, for errors."""
     return ", ".join([*_KNOWN, *(each for extension in extensions() for each in extension.checkpoint_formats)])
 
 
@@ -651,18 +733,18 @@ def foreign_source(
     prefix: str | None,
     safetensors: bool = False,
 ) -> TensorReader:
-    """The tensors of others' files, under the names of a checkpoint.
+    """Make a reader of another program's checkpoint, with the names of a checkpoint of zeropp.
 
     Args:
         place: a file or a folder.
-        model: whose tensors are wanted.
-        optimizer: whose states are wanted, or None.
-        strict: raise if they are not there.
-        prefix: of the model's names there; see :func:`zeropp.checkpoint.load_foreign`.
-        safetensors: take it for safetensors files, whatever else is there.
+        model: model to load.
+        optimizer: optimizer to load states for; None for weights only.
+        strict: raise if there are no states for ``optimizer``.
+        prefix: prefix of the model's names in the files; see :func:`zeropp.checkpoint.load_foreign`.
+        safetensors: read safetensors files, even if the folder has files of other formats.
 
     Raises:
-        CheckpointError: it is of no known format, damaged, or of a checkpoint of zeropp itself.
+        CheckpointError: the format is unknown, the files are damaged, or the checkpoint is one of zeropp.
     """
     names, aliases = model_names(model)
     if safetensors:
@@ -670,7 +752,7 @@ def foreign_source(
     else:
         source = _source(place, names, optimizer, prefix)
     if source.locate is None:
-        # What was saved file by file; jobs save their models' own names.
+        # Not for DCP, whose checkpoints come from training jobs and have the model's own names.
         source = convert_source(source, model, names.keys() | aliases.keys())
     if optimizer is not None and strict and "groups" not in source.metadata.values:
         raise CheckpointError(
@@ -683,6 +765,7 @@ def foreign_source(
 def _source(
     place: Path, names: Mapping[str, Tensor], optimizer: ZeroOptimizer | None, prefix: str | None
 ) -> TensorReader:
+    """Find the format of a file or a folder and make its reader."""
     if not place.exists():
         raise CheckpointError(f"there is nothing at {str(place)!r}; expected {_known()}")
     if place.is_file() and place.suffix != ".safetensors":
