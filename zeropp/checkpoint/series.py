@@ -1,4 +1,4 @@
-"""``Series``: the checkpoints of one run, by step: the newest is known, old ones go once a newer one is complete."""
+"""``Series``: the checkpoints of one run by step, with a record of the newest and deletion of old ones."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Series:
-    """Checkpoints ``root/step-00000100`` and on, and the file ``root/latest``, which names the newest.
+    """A folder of checkpoints ``root/step-00000100`` ..., and the file ``root/latest`` with the step of the newest.
 
     Attributes:
-        root: a directory that all ranks see; made when something is saved.
-        keep: how many to keep, the one that was saved last among them; None for all. Those of later steps, which a run
-            that went back has left, go first, then those of the earliest.
+        root: folder visible to all ranks; created by the first save.
+        keep: number of checkpoints to keep, including the one saved last; None keeps all. After a save, checkpoints of
+            later steps are deleted first (left by a run that was resumed at an earlier step), then those of the
+            earliest steps.
     """
 
     root: str | os.PathLike[str]
@@ -49,33 +50,42 @@ class Series:
             raise ValueError(
                 f"keep is {self.keep!r}; expected how many checkpoints to keep, 1 or more, or None for all"
             )
-        # Where it is now: a checkpoint may be completed after the program has gone to another directory.
+        # Resolve the path now: the program may change its working directory before a background save completes.
         object.__setattr__(self, "root", Path(self.root).absolute())
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
-        # numpy's numbers, too.
+        """Return the folder of a step's checkpoint.
+
+        Args:
+            step: number of the step, 0 or more.
+
+        Raises:
+            ValueError: ``step`` is not an integer, or is negative.
+        """
+        # __index__ accepts numpy integers as well.
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"step is {step!r}; expected a number of steps, 0 or more")
         return Path(self.root) / f"step-{operator.index(step):08d}"
 
     def steps(self) -> list[int]:
-        """Steps of which there is a complete checkpoint, in order."""
+        """Return the steps that have a complete checkpoint, ascending."""
         root = Path(self.root)
         found = [_NAME.fullmatch(each.name) for each in root.iterdir()] if root.is_dir() else []
         steps = [int(match.group(1)) for match in found if match is not None]
         return sorted(step for step in steps if (self.path(step) / METADATA).is_file())
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None if there is none.
+        """Return the step of the checkpoint that was saved last; None if there is no complete checkpoint.
 
-        What ``latest`` names; where that file is damaged or names what is not there, the last of :meth:`steps`.
+        The step is read from the file ``latest``. If that file is missing, is damaged or names an incomplete
+        checkpoint, the result is the highest of :meth:`steps`.
         """
         steps = self.steps()
         named = None
         path = Path(self.root) / _LATEST
         if path.exists():
-            # Where files cannot be renamed it may have been cut off while it was written over.
+            # On file systems without rename, an in-place overwrite of the file may have been cut off. The first copy is
+            # complete then.
             named = next((n for n in map(_read_latest, (path, written_first(path))) if n is not None), None)
             if named not in steps:
                 warn_user(
@@ -97,7 +107,16 @@ class Series:
         exclude_frozen_parameters: bool = False,
         progress: bool = True,
     ) -> Path:
-        """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
+        """Save a checkpoint of a step. Collective. The other arguments are those of :func:`zeropp.checkpoint.save`.
+
+        When the checkpoint is complete, ``latest`` is updated and old checkpoints are deleted.
+
+        Args:
+            step: number of the step, 0 or more.
+
+        Returns:
+            Path of the checkpoint.
+        """
         path = self.path(step)
         step = operator.index(step)
         completed = functools.partial(self._completed, step)
@@ -126,16 +145,19 @@ class Series:
         verify: Verify = "all",
         progress: bool = True,
     ) -> tuple[int, Loaded] | None:
-        """Restore the newest checkpoint, or that of a step; see :func:`zeropp.checkpoint.load`.
+        """Restore a checkpoint of the series. Collective. Other arguments are those of :func:`zeropp.checkpoint.load`.
+
+        Args:
+            step: step of the checkpoint; None for the newest.
 
         Returns:
-            The step and what was found; None, on every rank, if there is no checkpoint yet.
+            (step, result of the load); None, on every rank, if there is no checkpoint yet.
         """
         engine = engine_of(model)
         engine.agreement.require_same_call("Series.load()")
-        # It may be the one to load.
+        # A background save in progress may be the checkpoint to load.
         wait_together(engine, "nothing was changed")
-        # The first rank's: others may see an older state of a network's file system.
+        # Rank 0 looks for the newest checkpoint, because other ranks may see an older state of a network file system.
         looks = step is None and engine.comm.rank == 0
         own = run_between_passes(
             engine,
@@ -151,13 +173,13 @@ class Series:
         return chosen, load(self.path(chosen), model, optimizer, extra, **how)
 
     def _completed(self, step: int) -> None:
-        """On the first rank, once a checkpoint is in place: name it, and let old ones go."""
+        """Update ``latest`` and delete old checkpoints; called on rank 0 when a checkpoint is in place."""
         root = Path(self.root)
         body = json.dumps({"step": step})
         checks = Checksums.crc32()
         write_synced(root / _LATEST, json.dumps({"checksum": checks.hexdigest(body.encode()), "latest": body}).encode())
         for left in root.iterdir():
-            # Of jobs that ended while they wrote, perhaps another step; of nothing else that may be written here.
+            # Remove the folders of saves that were cut off, but not of a save in progress in this process.
             unfinished = _NAME.fullmatch(left.name) and is_unfinished(left)
             if unfinished and not is_under_way(Path(os.path.realpath(left))):
                 shutil.rmtree(left, ignore_errors=True)
@@ -169,6 +191,7 @@ class Series:
 
 
 def _read_latest(path: Path) -> int | None:
+    """Return the step in a file ``latest``; None if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
         body = found["latest"]

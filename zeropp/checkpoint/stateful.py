@@ -1,6 +1,7 @@
-"""``state``: a model and its optimizer for torch.distributed.checkpoint, under the names that torch gives them.
+"""``state``: present a model and its optimizer to torch.distributed.checkpoint (DCP), under torch's names.
 
-What torch saves of it, FSDP2 and single processes load, and the other way round: values are boxes of true shapes.
+DCP stores each tensor in its true shape, as chunks. So FSDP2 jobs and single processes can load checkpoints that DCP
+saves from this state, and this state can load theirs.
 """
 
 from __future__ import annotations
@@ -40,34 +41,37 @@ __all__ = ["ShardedTensorView", "state"]
 
 
 def state(model: nn.Module, optimizer: Optimizer | None = None) -> Stateful:
-    """A model and its optimizer, as ``torch.distributed.checkpoint`` saves and loads them.
+    """Return a Stateful of a model and its optimizer for ``torch.distributed.checkpoint``.
 
-    ``dcp.save({"app": zeropp.checkpoint.state(model, optimizer)}, checkpoint_id=path)``, ``dcp.load`` and
-    ``dcp.async_save`` alike; or ``state(...).state_dict()`` in place of the dict. Collective, as they are. Main weights
-    in full precision, optimizer states, settings by parameter; no random numbers, carried errors or anything else that
-    belongs to zeropp: :func:`zeropp.checkpoint.save` has all of it.
+    Use ``dcp.save({"app": zeropp.checkpoint.state(model, optimizer)}, checkpoint_id=path)``, and ``dcp.load`` and
+    ``dcp.async_save`` in the same way. ``state(...).state_dict()`` may take the place of the dict. These calls are
+    collective. The state has main weights in full precision, optimizer states, and settings by parameter. It lacks
+    random states, carried quantization errors and other state of zeropp, which :func:`zeropp.checkpoint.save` saves.
 
     Args:
-        model: wrapped by a ZeroOptimizer.
-        optimizer: that one, or None for weights alone.
+        model: model wrapped by a ZeroOptimizer.
+        optimizer: the ZeroOptimizer of ``model``; None for weights only.
 
     Returns:
-        ``state_dict()`` gives "model", by name, and "optimizer", by ``state.<name>.<key>`` and
-        ``param_groups.<name>.<key>``, as torch flattens them.
+        An object whose ``state_dict()`` has "model", with tensors by name, and, with an optimizer, "optimizer", with
+        keys ``state.<name>.<key>`` and ``param_groups.<name>.<key>``, as torch flattens them.
 
     Raises:
-        TypeError, ValueError: the optimizer is not that of the model.
+        TypeError: ``optimizer`` is not a ZeroOptimizer.
+        ValueError: ``optimizer`` belongs to another model.
     """
     engine = engine_of(model)
     return _State(engine, model, require_ours(engine, optimizer))
 
 
 class ShardedTensorView(Tensor):
-    """A tensor of which this rank has boxes; torch's planners ask it for them, and nothing else can be done with it.
+    """A sharded tensor for DCP: shape and dtype of the whole tensor, and the boxes that this rank has.
+
+    DCP's planners get the boxes through the ``__create_..._`` methods. Other operations raise.
 
     Attributes:
-        written: boxes that this rank saves.
-        read: boxes that it loads, into their values.
+        written: boxes that this rank saves. Replicas are left out, so the boxes of all ranks do not overlap.
+        read: boxes that this rank loads; a load writes to their values in place.
     """
 
     written: list[TensorBox]
@@ -77,7 +81,7 @@ class ShardedTensorView(Tensor):
     def __new__(
         cls, written: list[TensorBox], read: list[TensorBox], shape: Sequence[int], dtype: torch.dtype
     ) -> ShardedTensorView:
-        # It has a shape but no memory: no rank has the whole tensor.
+        # A wrapper subclass has a shape but no memory, because no rank has the whole tensor.
         made: ShardedTensorView = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.written = written
         made.read = read
@@ -90,7 +94,7 @@ class ShardedTensorView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # What a copy for asynchronous saving begins with; boxes follow as attributes.
+        # dcp.async_save starts its copy of a tensor with these operations.
         if function in (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default):
             own = args[0]
             return ShardedTensorView(own.written, own.read, own.shape, own.dtype)
@@ -100,10 +104,11 @@ class ShardedTensorView(Tensor):
         )
 
     def _of(self, parts: list[TensorBox]) -> list[TensorBox]:
-        """Boxes; of a tensor without elements, which nobody has a piece of, one of none, as torch expects it."""
+        """Return the boxes; for an empty tensor, which no rank has a box of, one empty box, as torch expects."""
         return parts if self.numel() else [whole("", torch.empty(self.shape, dtype=self.dtype, device="cpu"))]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        """Return a write item for each box that this rank saves; called by DCP's save planner."""
         return [
             WriteItem(
                 index=MetadataIndex(name, torch.Size(part.box.offsets)),
@@ -116,9 +121,11 @@ class ShardedTensorView(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the chunks that this rank loads; called by DCP's load planner."""
         return [_chunk(part.box) for part in self._of(self.read)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the values of the box at ``index.offset``; called by DCP's planners."""
         wanted = tuple(index.offset or ())
         for part in self._of(self.read):
             if part.box.offsets == wanted:
@@ -127,23 +134,27 @@ class ShardedTensorView(Tensor):
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    """Return a box as DCP's chunk."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 class _State(Stateful):
-    """See :func:`state`."""
+    """The Stateful that :func:`state` returns."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: ZeroOptimizer | None) -> None:
         self._engine = engine
         self._model = model
         self._optimizer = optimizer
-        # Decoded values of buffers that exist in codes, while they are out.
+        # Decoded values of buffers stored as codes, from state_dict() until load_state_dict() encodes them again.
         self._decoded: list[tuple[CodedBuffer, Tensor]] = []
         self._states_of: list[tuple[Slice, dict[str, Any]]] = []
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Boxes of this rank's own memory: a load writes to them, and :meth:`load_state_dict` ends it."""
+        """Return the model's and the optimizer's state, with views of this rank's shards. Collective.
+
+        ``dcp.load`` writes to these views. :meth:`load_state_dict` must be called after that.
+        """
         engine = self._engine
         engine.require_idle("checkpoint.state()")
         engine.agreement.require_same_call("state_dict() of checkpoint.state()")
@@ -157,6 +168,7 @@ class _State(Stateful):
         return found
 
     def _weights(self) -> dict[str, Any]:
+        """Return main weights as :class:`ShardedTensorView`, and the other tensors of the model, by name."""
         engine = self._engine
         self._decoded = [(buffer, buffer.decoded()) for buffer in engine.buffers if isinstance(buffer, CodedBuffer)]
 
@@ -168,18 +180,19 @@ class _State(Stateful):
         dtypes = {name: buffer.main_dtype for buffer in engine.buffers for name in buffer.names}
         named, aliases = model_names(self._model)
         spread = _spread(parts, {MODEL + name: (named[name].shape, dtype) for name, dtype in dtypes.items()})
-        # Under all its names, as torch's own state dicts have tied ones.
+        # Include every name of a tied tensor, as torch's state dicts do.
         names = {name: name for name in named} | aliases
         return {n: spread[MODEL + first] if first in dtypes else named[first].detach() for n, first in names.items()}
 
     def _states(self, optimizer: ZeroOptimizer) -> dict[str, Any]:
+        """Return the optimizer states by ``state.<name>.<key>``; elementwise ones as :class:`ShardedTensorView`."""
         rows: list[tuple[Slice, str, Tensor]] = []
         shapes: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         numbers: dict[str, Any] = {}
         named, _ = model_names(self._model)
         self._states_of = []
         for part in optimizer.slices.all:
-            # A load finds places only for states that are there; see :func:`fresh_state`.
+            # dcp.load fills only the states that exist here. For a parameter without states, fresh_state() makes them.
             state = optimizer.inner.state.get(part.parameter) or fresh_state(optimizer.inner, part.parameter)
             self._states_of.append((part, state))
             for key, value in state.items():
@@ -187,12 +200,14 @@ class _State(Stateful):
                     rows.append((part, key, value))
                     shapes[f"{STATE}{part.name}.{key}"] = named[part.name].shape, value.dtype
                 else:
-                    # A copy: torch loads in place, and a parameter may turn out to have no state there.
+                    # Clone, because torch loads in place, and the load may turn out to have no state for this
+                    # parameter.
                     numbers[f"state.{part.name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
         spread = _spread(lambda which: state_parts(self._engine, rows, which), shapes)
         return {**{f"state.{name.removeprefix(STATE)}": value for name, value in spread.items()}, **numbers}
 
     def _settings(self, optimizer: ZeroOptimizer) -> dict[str, Any]:
+        """Return the settings of all groups, by ``param_groups.<parameter name>.<key>``."""
         names = names_of(self._engine)
         found: dict[str, Any] = {}
         for group, given in zip(optimizer.inner.param_groups, optimizer.slices.given, strict=True):
@@ -204,7 +219,11 @@ class _State(Stateful):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let everything follow from what was loaded into the boxes, and take over what has none."""
+        """Complete a load after DCP has written to the views of :meth:`state_dict`. Collective.
+
+        Encodes quantized weights and refreshes cached weights. With an optimizer, takes over states and settings that
+        are not views, and discards pending gradients and carried quantization errors.
+        """
         engine, optimizer = self._engine, self._optimizer
         engine.require_idle("load_state_dict() of checkpoint.state()")
         engine.agreement.require_same_call("load_state_dict() of checkpoint.state()")
@@ -218,7 +237,8 @@ class _State(Stateful):
         loaded = state_dict["optimizer"]
         for part, state in self._states_of:
             own = {key: loaded.get(f"state.{part.name}.{key}", value) for key, value in state.items()}
-            # Boxes lie in the states' own memory. A number is copied: two slices of a parameter count one by one.
+            # Elementwise states were loaded in place. Clone a count of steps, because each slice of a parameter
+            # increments its own in place.
             values = {
                 key: state[key]
                 if isinstance(value, ShardedTensorView)
@@ -228,11 +248,12 @@ class _State(Stateful):
             if values:
                 optimizer.inner.state[part.parameter] = values
         self._take_settings(optimizer, loaded)
-        # Errors carried until now belong to other gradients, and torch's checkpoint has none.
+        # The present carried errors belong to other gradients, and DCP's checkpoint does not have any.
         load_carried(engine, optimizer.carried, None)
         optimizer.zero_grad(now=True)
 
     def _take_settings(self, optimizer: ZeroOptimizer, loaded: dict[str, Any]) -> None:
+        """Set the settings of each group; raise CheckpointError if its parameters have different values."""
         names = names_of(self._engine)
         for number, (group, given) in enumerate(zip(optimizer.inner.param_groups, optimizer.slices.given, strict=True)):
             for key in [key for key in group if key not in ("params", "param_names")]:
@@ -247,22 +268,30 @@ class _State(Stateful):
 
 
 def _same(left: object, right: object) -> bool:
+    """Return True if two settings are equal; tensors are compared by value."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return bool(torch.as_tensor(left == right).all())
     return left == right
 
 
 def names_of(engine: Engine) -> dict[int, str]:
-    """Names of the model's parameters, by identity."""
+    """Return the names of the model's parameters, by id of the parameter."""
     return {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
 
 
 def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """The state that a parameter has after a step that changes nothing: places for what is loaded.
+    """Return zeroed optimizer states for a parameter that has none, as memory to load states into.
 
-    Found on a parameter of two elements, so that the optimizer's own are not touched; empty if it has none.
+    The keys, shapes and dtypes come from a step of a copy of the optimizer on a separate parameter with two elements.
+
+    Args:
+        optimizer: the inner optimizer, which is not changed.
+        parameter: a 1-D slice parameter of the optimizer.
+
+    Returns:
+        The states by key; empty if the optimizer has no states.
     """
-    # Not one element: a count of steps of shape [1] would pass for a state of elements.
+    # With one element, a count of steps of shape [1] could not be told from an elementwise state.
     probe = nn.Parameter(torch.zeros(2, dtype=parameter.dtype, device=parameter.device))
     group = next(group for group in optimizer.param_groups if any(parameter is other for other in group["params"]))
     twin = Twin(optimizer, group, [probe])
@@ -281,7 +310,15 @@ def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]
 def _spread(
     parts: Callable[[Which], Iterator[TensorBox]], shapes: dict[str, tuple[Sequence[int], torch.dtype]]
 ) -> dict[str, ShardedTensorView]:
-    """Tensors of the given names, with the boxes of them that this rank has."""
+    """Collect this rank's boxes of sharded tensors.
+
+    Args:
+        parts: returns the boxes for "own" (to save) and "pieces" (to load); see :data:`Which`.
+        shapes: (shape, dtype) of each whole tensor, by name.
+
+    Returns:
+        A view per tensor, by name; without boxes if this rank has no elements of it.
+    """
     boxes: dict[str, dict[str, list[TensorBox]]] = {name: {"own": [], "pieces": []} for name in shapes}
     for which in ("own", "pieces"):
         for part in parts(which):
