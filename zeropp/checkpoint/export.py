@@ -1,4 +1,4 @@
-"""Out of zeropp: files of whole tensors that transformers and torch read, from a running model or a checkpoint."""
+"""Write files of whole tensors for transformers and torch, from a model in memory or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["consolidate", "export", "gather_16bit", "save_16bit_model"]
 Layout = Literal["hf", "single"]
 _CONFIGS = ("config.json", "generation_config.json")
 _UNFINISHED = ".saving-"
-"""Beginning of the names of folders in an export's folder that its files are written to."""
+"""Prefix of the name of the temporary folder, inside the export's folder, that files are first written to."""
 
 
 def export(
@@ -45,27 +45,28 @@ def export(
 ) -> None:
     """Write whole weights and buffers to files. Collective: every rank calls it, between passes.
 
-    The files are safetensors. The ranks share them out; each has one unit in memory at a time. Names are those of the
-    plain model's ``state_dict()``, tied ones under the first; those of a transformers model are what transformers
-    itself would save, also where it splits or joins weights for that. Its configuration is written beside, so that
-    ``from_pretrained`` reads the directory.
+    Ranks gather one unit at a time, and each rank writes a part of the safetensors files. Names are those of the plain
+    model's ``state_dict()``; in safetensors files, a tied tensor has only its first name. A transformers model is
+    written with the names and shapes that transformers itself would save, and with its configuration, so that
+    ``from_pretrained`` reads the folder.
 
     Args:
-        path: a directory, made, or its files replaced if it is an earlier export; rank 0's, with a warning, where ranks
-            differ.
-        model: wrapped by a ZeroOptimizer.
-        dtype: of floating weights; None for the dtype that the model computes in.
-        layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one;
-            "torch" for one of ``torch.save`` in place of safetensors: the file ``path`` with the ``state_dict()``,
-            which the first rank has whole in its memory.
-        file_nbytes: largest size of a file in bytes.
-        progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
+        path: folder to write to; created, or replaced if it is an earlier export. With ``layout="torch"``, a file. If
+            ranks give different paths, rank 0's path is used, with a warning.
+        model: model wrapped by a ZeroOptimizer.
+        dtype: dtype of floating-point weights in the files; None for the dtype that the model computes in.
+        layout: "hf" writes several files with an index if one file would be larger than ``file_nbytes``. "single"
+            writes one file. "torch" writes the ``state_dict()`` to the file ``path`` with ``torch.save``; rank 0 then
+            holds the whole model in CPU memory.
+        file_nbytes: maximum size of a file in bytes, without its header; used by "hf".
+        progress: show a bar on rank 0 after two seconds, if tqdm is installed.
 
     Raises:
-        OSError, CheckpointError: it cannot be written; on every rank, with how things are now.
+        OSError, CheckpointError: the files cannot be written; raised on every rank. The message of a CheckpointError
+            says which state the failure leaves.
     """
     engine = _begin_export(model, "checkpoint.export()", f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
-    # A link would be replaced itself.
+    # Resolve links, because os.replace would replace a symbolic link instead of its target.
     target = Path(os.path.realpath(common_path(engine, path, "checkpoint.export()")))
     if layout == "torch":
         _write_state(engine, target, _gathered(engine, model, dtype, trained_only=False))
@@ -82,7 +83,7 @@ def _write_folder(
     file_nbytes: int,
     progress: bool,
 ) -> None:
-    """:func:`export`, of safetensors files, where ranks have agreed to it."""
+    """Write safetensors files for :func:`export`, after ranks have agreed on the call and the path. Collective."""
     doing = f"exporting to {str(target)!r}"
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
@@ -116,15 +117,18 @@ def _write_folder(
 def _write_tensors(
     engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing: Outgoing
 ) -> Callable[[], None]:
-    """Gather one unit after the other, with all ranks, and write this rank's files; returns what closes them.
+    """Gather unit by unit and write this rank's files. Collective.
 
-    That is left to the caller since it waits for the disk, and raises what went wrong on the way.
+    Returns:
+        Function that syncs and closes the files, and raises an error that occurred while writing. The caller runs it
+        with a heartbeat, because syncing may take long.
     """
     own = range(engine.comm.rank, len(files.names), engine.comm.world)
     files.expect(own)
     error: Exception | None = None
 
     def is_own(made: str) -> bool:
+        """Return True if this rank writes the file with the given tensor."""
         return files.file_of(made) in own
 
     def write(name: str, values: Tensor) -> None:
@@ -135,7 +139,7 @@ def _write_tensors(
                     if is_own(made):
                         files.write(made, converted)
             except Exception as caught:
-                # Told at the end: gathering is collective, and the others go on with it.
+                # Raise it at the end. Gathers are collective, so this rank must take part in the remaining ones.
                 error = caught
 
     try:
@@ -148,7 +152,7 @@ def _write_tensors(
             if name not in spread:
                 write(name, tensor)
     except BaseException:
-        # Others gather on without this rank; a deleted file that stays open would keep its room on the disk.
+        # Close the files, because the space of a deleted file is not freed while the file is open.
         files.close_unfinished()
         raise
 
@@ -162,18 +166,19 @@ def _write_tensors(
 
 
 class _ExportFolder:
-    """The folder of an export, and a folder in it that files are written to.
+    """The folder of an export, and a temporary folder inside it for files that are not complete yet.
 
-    The export becomes visible at one instant, as a checkpoint does: when the file that :func:`completes` it, which a
-    reader asks for first, gets its name. Nothing of an export before is there by then.
+    Complete files are moved from the temporary folder to the export's folder. The file that readers open first (see
+    :func:`completes`) is moved last, so readers never see an incomplete export. The files of an earlier export are
+    removed before that.
 
     Args:
-        target: the folder of the export.
-        token: of this export alone.
+        target: folder of the export.
+        token: random token of this export, the same on every rank.
 
     Attributes:
-        folder: to write to.
-        left: how things are, for errors.
+        folder: temporary folder.
+        left: text for errors that says which state an error leaves behind.
     """
 
     def __init__(self, target: Path, token: str) -> None:
@@ -184,7 +189,7 @@ class _ExportFolder:
         self.left = ErrorContext("nothing was written, and what was there before is as it was")
 
     def make(self) -> None:
-        """Make the folder to write to, and remove those of exports that were cut off.
+        """Create the temporary folder, and remove temporary folders of exports that were cut off.
 
         Raises:
             CheckpointError: the target is a file.
@@ -201,14 +206,17 @@ class _ExportFolder:
         self.folder.mkdir()
 
     def check_files(self) -> list[str]:
-        """Names of the files of an earlier export; those of what is about to take their place are known by then.
+        """Return the names of an earlier export's files in the folder.
+
+        Files in the temporary folder must have been created before, as configuration files are recognized by them.
 
         Raises:
-            CheckpointError: something else is there.
+            CheckpointError: the folder contains files that no export wrote.
         """
         names = sorted(set(os.listdir(self._target)) - {self.folder.name})
         files = [name for name in names if is_ours(self._target / name)]
-        # Transformers may save more than configurations with them, and an export that was cut off leave those alone.
+        # transformers may save further files with the configuration; names that this export has as well are accepted.
+        # A cut-off export may have left configuration files without any weights.
         known = {*files, *_CONFIGS, *os.listdir(self.folder)} if files or self._goes_on else set()
         others = [name for name in names if name not in known]
         if others:
@@ -216,10 +224,10 @@ class _ExportFolder:
         return names
 
     def name_files(self, files: WholeFiles) -> None:
-        """Give the files their names, in the place of those of an earlier export."""
+        """Remove the files of an earlier export, and move the new files from the temporary folder to their place."""
         require_files(self.folder, files.names)
         files.write_index()
-        # Again: something may have come in while files were written.
+        # Check again, because another program may have added files to the folder meanwhile.
         before = self.check_files()
         if before:
             self.left.text = "the export that was there is not complete any more; export again"
@@ -235,7 +243,7 @@ class _ExportFolder:
         self.folder.rmdir()
 
     def discard(self) -> None:
-        """Remove what was written, unless it has its names already."""
+        """Remove the temporary folder. Files that were moved to the export's folder stay."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._made:
             with contextlib.suppress(OSError):
@@ -243,14 +251,15 @@ class _ExportFolder:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Names of files of an export, that which makes it complete behind the others."""
+    """Sort the names of an export's files; the file that readers open first comes last."""
     return sorted(names, key=lambda name: (completes(name), name))
 
 
 def _save_configs(model: nn.Module, folder: Path) -> None:
+    """Save the configurations of a transformers model to a folder."""
     each: Any
     for each in (getattr(model, "config", None), getattr(model, "generation_config", None)):
-        # Of transformers: what else has a configuration may save it in another way, or somewhere else.
+        # Only transformers' own classes: save_pretrained() of another class may do something else.
         if type(each).__module__.startswith("transformers.") and hasattr(each, "save_pretrained"):
             each.save_pretrained(folder)
 
@@ -261,19 +270,20 @@ def save_16bit_model(
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """:func:`export` with ``layout="torch"``, by the name and arguments of DeepSpeed's engine.
+    """Write the whole 16-bit weights to one ``torch.save`` file, with the arguments of DeepSpeed's method. Collective.
 
     Args:
-        save_dir: a directory, made if it is not there.
-        model: wrapped by a ZeroOptimizer.
-        save_filename: of the file, which is replaced.
-        exclude_frozen_parameters: leave out parameters that are not trained.
+        save_dir: folder of the file; created if it does not exist.
+        model: model wrapped by a ZeroOptimizer.
+        save_filename: name of the file; an existing file is replaced.
+        exclude_frozen_parameters: leave out frozen parameters.
 
     Returns:
-        Whether it was written: in stage 3 only with ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
+        True if the file was written. In stage 3, False unless ``stage3_gather_16bit_weights_on_model_save`` is set, as
+        in DeepSpeed.
 
     Raises:
-        OSError, CheckpointError: it cannot be written; on every rank, and a file that was there stays.
+        OSError, CheckpointError: the file cannot be written; raised on every rank. An existing file stays.
     """
     call = "checkpoint.save_16bit_model()"
     engine = _begin_export(model, call, f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
@@ -290,13 +300,16 @@ def save_16bit_model(
 
 
 def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-    """Whole weights and buffers on the first rank's CPU, in the dtypes that are computed with; None on other ranks.
+    """Gather whole weights and buffers to rank 0's CPU, in the dtypes that the model computes in.
 
-    Collective, between passes.
+    Collective: every rank calls it, between passes.
 
     Args:
-        model: wrapped by a ZeroOptimizer.
-        exclude_frozen_parameters: leave out parameters that are not trained.
+        model: model wrapped by a ZeroOptimizer.
+        exclude_frozen_parameters: leave out frozen parameters.
+
+    Returns:
+        The plain model's state dict on rank 0, None on other ranks.
     """
     doing = "gathering 16-bit weights"
     return _gathered(
@@ -305,12 +318,12 @@ def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> d
 
 
 def _begin_export(model: nn.Module, call: str, same: str) -> Engine:
-    """The engine of a model whose whole weights are about to be gathered, once ranks have agreed to it.
+    """Check that all ranks make the same call and may gather whole weights. Return the model's engine. Collective.
 
     Args:
-        model: wrapped by a ZeroOptimizer.
-        call: for errors.
-        same: text that has to be the same on every rank.
+        model: model wrapped by a ZeroOptimizer.
+        call: name of the call, for errors.
+        same: description of the call with its arguments, which must be equal on every rank.
     """
     engine = engine_of(model)
     engine.require_idle(call, averaged=True, needs=NOTHING)
@@ -322,15 +335,22 @@ def _begin_export(model: nn.Module, call: str, same: str) -> Engine:
 def _gathered(
     engine: Engine, model: nn.Module, dtype: torch.dtype | None, trained_only: bool
 ) -> dict[str, Tensor] | None:
-    """The plain model's state on the first rank's CPU, and None on other ranks."""
+    """Gather the plain model's state dict to rank 0's CPU; None on other ranks. Collective.
+
+    Args:
+        engine: engine of the model.
+        model: the wrapped model.
+        dtype: dtype of floating-point weights; None for the dtype that the model computes in.
+        trained_only: leave out frozen parameters.
+    """
     first = engine.comm.rank == 0
     state = dict[str, Tensor]()
     named, aliases = model_names(model)
     kinds = _kinds(engine, named, dtype)
-    # In the dtype that is computed with fewer bytes travel.
+    # Gather in the compute dtype if possible, because main weights in float32 have more bytes.
     gather = gather_computed if dtype is None else gather_main
     for buffer in engine.buffers:
-        # Gathering is collective, whoever keeps the values.
+        # Gathers are collective, so all ranks take part, but only rank 0 keeps the values.
         for name, values in zip(buffer.names, gather(engine, buffer), strict=True):
             if first:
                 state[name] = values.to("cpu", kinds[name][0], copy=True)
@@ -338,14 +358,17 @@ def _gathered(
         return None
     frozen = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
     left_out = frozen if trained_only else set()
-    # Copies of the rest, too, which training goes on to write to.
+    # Copy the other tensors, too, because training may change them later.
     state |= {n: t.detach().to("cpu", kinds[n][0], copy=True) for n, t in named.items() if n not in state}
     whole = {name: state[name] for name in named} | {alias: state[name] for alias, name in aliases.items()}
     return {name: tensor for name, tensor in whole.items() if aliases.get(name, name) not in left_out}
 
 
 def _write_state(engine: Engine, path: Path, state: dict[str, Tensor] | None) -> None:
-    """Write the first rank's state to a file of ``torch.save``, beside it first; the other ranks have None."""
+    """Write rank 0's state dict to ``path`` with ``torch.save``, through a temporary file. Collective.
+
+    ``state`` is None on the other ranks.
+    """
     left = ErrorContext("what was there before is as it was")
 
     def write() -> None:
@@ -377,22 +400,22 @@ def consolidate(
     verify: Verify = "all",
     progress: bool = True,
 ) -> None:
-    """Make whole safetensors files of a checkpoint's weights: on any machine, without ranks, one tensor in memory.
+    """Convert a checkpoint's weights to safetensors files of whole tensors, in one process, one tensor at a time.
 
-    Names are those of the plain model's ``state_dict()``. Tied tensors are written once for each name, so that a plain
-    model loads the files strictly.
+    Names are those of the plain model's ``state_dict()``. A tied tensor is written under each of its names, so that a
+    plain model loads the files with ``strict=True``.
 
     Args:
-        checkpoint: a directory that :func:`zeropp.checkpoint.save` wrote.
-        out: a directory, made, or its files replaced if it is an earlier export.
-        dtype: of floating weights; None for what is there: main weights in float32.
-        layout: as in :func:`export`.
-        file_nbytes: largest size of a file in bytes.
-        verify: as in :func:`zeropp.checkpoint.load`.
-        progress: show a bar once it has taken two seconds, if tqdm is installed.
+        checkpoint: folder that :func:`zeropp.checkpoint.save` wrote.
+        out: folder to write to; created, or replaced if it is an earlier export.
+        dtype: dtype of floating-point weights; None for the saved dtype, which for main weights is usually float32.
+        layout: "hf" for several files if needed, or "single", as in :func:`export`.
+        file_nbytes: maximum size of a file in bytes, without its header; used by "hf".
+        verify: "all", "sample" or "none", as in :func:`zeropp.checkpoint.load`.
+        progress: show a bar after two seconds, if tqdm is installed.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, is damaged, or the files cannot be written.
+        CheckpointError: the checkpoint is incomplete or damaged, or the files cannot be written.
     """
     folder = Path(checkpoint).absolute()
     target = Path(os.path.realpath(out))
@@ -428,23 +451,26 @@ def consolidate(
 def _kinds(
     engine: Engine, named: dict[str, Tensor], dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape that each tensor is to have."""
+    """Return the dtype and shape that each tensor has in the export, by name."""
     own = {name: buffer.compute_dtype for buffer in engine.buffers for name in buffer.names}
     return {name: (_as(each, own.get(name, each.dtype), dtype), tuple(each.shape)) for name, each in named.items()}
 
 
 def _as(tensor: Tensor, own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    # Buffers keep theirs: positions and counts are not weights.
+    """Return the dtype that a tensor has in the export; ``own`` is the dtype that the model computes in."""
+    # Buffers keep their dtype, because positions and counts are not weights.
     return _cast(own, dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``dtype`` for a floating-point tensor, if given, else the tensor's own dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype is {dtype!r}; expected a floating torch.dtype, such as torch.bfloat16, or None")
     return dtype if dtype is not None and own.is_floating_point else own
 
 
 def _limit(layout: str, file_nbytes: int) -> int | None:
+    """Check ``layout`` and ``file_nbytes``, and return the maximum size of a file; None for a single file."""
     if layout not in ("hf", "single"):
         raise ValueError(f'layout is {layout!r}; expected "hf" or "single", or in export() "torch"')
     require_file_nbytes(file_nbytes)
@@ -452,6 +478,7 @@ def _limit(layout: str, file_nbytes: int) -> int | None:
 
 
 def _foreign(target: Path, others: list[str]) -> CheckpointError:
+    """Return the error for a target that contains files which no export wrote."""
     return CheckpointError(
         f"{str(target)!r} is there, and is no export of zeropp or has more in it: {others[:5]}; it is left as it is. "
         "Choose another path"
