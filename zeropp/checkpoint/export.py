@@ -243,7 +243,7 @@ class _ExportFolder:
         self.folder.rmdir()
 
     def discard(self) -> None:
-        """Remove the temporary folder. Files that were moved to the export's folder stay."""
+        """Remove the temporary folder, and the export's folder if this export created it and it is empty."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._made:
             with contextlib.suppress(OSError):
@@ -480,6 +480,6 @@ def _limit(layout: str, file_nbytes: int) -> int | None:
 def _foreign(target: Path, others: list[str]) -> CheckpointError:
     """Return the error for a target that contains files which no export wrote."""
     return CheckpointError(
-        f"{str(target)!r} is there, and is no export of zeropp or has more in it: {others[:5]}; it is left as it is. "
+        f"{str(target)!r} is no export of zeropp, or has other files in it: {others[:5]}; it is left as it is. "
         "Choose another path"
     )

@@ -3,8 +3,7 @@
 - Safetensors, as Hugging Face writes them: one file, several files with an index, or all files of a folder.
 - ``torch.save``: one file, or a folder with an index.
 - torch.distributed.checkpoint (DCP; FSDP2, torchtitan): a folder with ``.metadata``, a pickle of DCP's own classes.
-Each
-  box of a tensor is a ``torch.save`` archive inside a larger file.
+  Each box of a tensor is a ``torch.save`` archive inside a larger file.
 - Extensions read further formats (`zeropp._extensions`).
 
 torch.save and DCP nest dicts and lists in different ways. This module flattens both to paths joined by dots, finds the
@@ -330,7 +329,7 @@ def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, objec
     usual = [each for each in best if _USUAL.issuperset(each.split(".")[:-1])]
     if len(usual) != 1:
         raise CheckpointError(f"{told}; say which are meant, by prefix={best[0]!r} for one")
-    warn_user(f"{told}; those under {usual[0]!r} are taken, and any others if prefix= says so")
+    warn_user(f"{told}; those under {usual[0]!r} are taken; give prefix= to take others")
     return usual[0]
 
 

@@ -84,8 +84,8 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
         here, there = (tensors[MODEL + name].shape for name in (renamed[first], alias))
         if here != there:
             raise CheckpointError(
-                f"{alias!r} is tied to {first!r} here, but has shape {there} there, and {renamed[first]!r} has {here}; "
-                f"strict=False takes {renamed[first]!r} for both"
+                f"{alias!r} is tied to {first!r} here, but in the files it has shape {there}, and {renamed[first]!r} "
+                f"has shape {here}; strict=False takes {renamed[first]!r} for both"
             )
     firsts = set(apart.values())
     before = source.nbytes_read
@@ -582,8 +582,8 @@ def load(
             without such an object are returned in ``Loaded.extra``.
         strict: raise if model and checkpoint have different tensors, or ``extra`` has names that were not saved.
         only: names of the parts to load, out of "model", "optimizer", "extra" and "random"; None for all.
-        verify: "all" verifies the checksums of all files, "sample" those of one in 16 stretches that are read, "none"
-            none.
+        verify: "all" verifies the checksums of all files. "sample" verifies one in 16 of the stretches (1 MiB) that are
+            read. "none" verifies nothing.
         progress: show a bar on rank 0 after two seconds, if tqdm is installed.
 
     Returns:
@@ -625,9 +625,8 @@ def load_safetensors(
     """Load weights and buffers from safetensors files in Hugging Face's layout directly into the shards.
 
     Collective: every rank calls it, between optimizer steps. Each rank reads only its own shards. Names in the files
-        are
-    those of the plain model's ``state_dict()``, with any name of a tied parameter. For transformers' models, names and
-    shapes that transformers can convert are accepted as well.
+    are those of the plain model's ``state_dict()``, with any name of a tied parameter. For transformers' models, names
+    and shapes that transformers can convert are accepted as well.
 
     Args:
         model: model wrapped by a ZeroOptimizer.

@@ -371,7 +371,7 @@ def check_target(path: Path) -> None:
             "another path"
         )
     raise CheckpointError(
-        f"the checkpoint {str(path)!r} has more in it: {others[:5]}; it is left as it is. Move that elsewhere, or "
+        f"the checkpoint {str(path)!r} has other files in it: {others[:5]}; it is left as it is. Move them, or "
         "choose another path"
     )
 

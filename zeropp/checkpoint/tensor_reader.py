@@ -343,8 +343,8 @@ class TensorReader:
         if found is None or tuple(found.shape) != shape:
             made = "nothing" if found is None else f"one of shape {tuple(found.shape)}"
             raise CheckpointError(
-                f"{name.removeprefix(MODEL)!r} is of shape {shape} here, and {made} was made for it of what "
-                f"{str(self._folder)!r} has"
+                f"{name.removeprefix(MODEL)!r} is of shape {shape} here, but the conversion of the tensors in "
+                f"{str(self._folder)!r} made {made} for it"
             )
         return found
 

@@ -78,7 +78,7 @@ def test_what_comes_in_while_it_is_written_stays(
     checkpoint.save(folder, *trained)
     monkeypatch.undo()
     assert (folder / "notes").read_text() == "keep me" and len(names(folder)) == 3
-    with pytest.raises(checkpoint.CheckpointError, match=r"has more in it: \['notes'\]"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"has other files in it: \['notes'\]"):
         checkpoint.save(folder, *trained)
     (folder / "notes").unlink()
     checkpoint.save(folder, *trained)
@@ -108,9 +108,9 @@ def test_export_replaces_its_own_alone(trained: Pair, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, theirs / "model.safetensors", metadata={"format": "pt"})
     for folder in (ours, theirs):
         before = contents(folder)
-        with pytest.raises(checkpoint.CheckpointError, match="is no export of zeropp or has more in it"):
+        with pytest.raises(checkpoint.CheckpointError, match="is no export of zeropp, or has other files in it"):
             checkpoint.export(folder, model)
-        with pytest.raises(checkpoint.CheckpointError, match="is no export of zeropp or has more in it"):
+        with pytest.raises(checkpoint.CheckpointError, match="is no export of zeropp, or has other files in it"):
             checkpoint.consolidate(tmp_path / "here", folder)
         assert contents(folder) == before
     assert names(tmp_path) == ["here", "ours", "theirs"]
