@@ -1,4 +1,4 @@
-"""docs/sizing.md and offload.md: formulas hold and settings are accepted. tests/unit/deepspeed checks printed numbers."""
+"""docs/sizing.md and offload.md: formulas hold and settings work. tests/unit/deepspeed checks printed numbers."""
 
 from __future__ import annotations
 
