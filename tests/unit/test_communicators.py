@@ -21,7 +21,7 @@ from zeropp.comm.communicators import Communicator, Ctas, Key, choose_ctas, leas
 from zeropp.setup.choices import choose_ctas_limits, choose_sharing
 
 CARD = torch.device("cuda", 0)
-MULTINODE = Path(__file__).resolve().parents[2] / "docs" / "multinode.md"
+NCCL_PAGE = Path(__file__).resolve().parents[2] / "docs" / "nccl.md"
 
 
 def test_limits_follow_the_card() -> None:
@@ -122,8 +122,8 @@ def counts(world: int, local: int, *, offload: bool) -> list[tuple[int | None, b
 
 
 def test_the_page_says_how_many() -> None:
-    """docs/multinode.md: communicators, and thread blocks on an H100."""
-    text = re.sub(r"\s+", " ", MULTINODE.read_text())
+    """docs/nccl.md gives the number of communicators and thread blocks on an H100."""
+    text = re.sub(r"\s+", " ", NCCL_PAGE.read_text())
     plain, offloaded = counts(16, 8, offload=False), counts(16, 8, offload=True)
     assert "2 on one node" in text and len(counts(8, 8, offload=False)) == 2
     assert "and 5 on several nodes" in text and len(plain) == 5
