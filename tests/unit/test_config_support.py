@@ -225,7 +225,7 @@ def test_all_refusals_come_together() -> None:
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "call zeropp.initialize, which makes it, or make it in your code and pass it in",
     }
-    assert "what is not in this version, 4 problems:" in str(caught.value)
+    assert "features that are not in this version, 4 problems:" in str(caught.value)
 
 
 @pytest.mark.parametrize(("kind", "told"), [("FusedAdam", ', with type "Adam"'), ("adamw", ""), ("SGD", "")])

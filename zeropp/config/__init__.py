@@ -1,7 +1,8 @@
-"""Configuration: DeepSpeed-style JSON as checked, documented, unchangeable objects.
+"""Configuration: DeepSpeed's JSON format, loaded into checked, documented and immutable objects.
 
-Knows names, types, defaults and which settings have an effect; nothing of what they do.
-Start with `top`, then `loading`; `supported` says of each field how far it reaches.
+This package defines the names, types, defaults and support status of all settings. It imports no other part of zeropp
+and does not implement the settings.
+Start with `top`, then read `loading`. `supported` stores the support status of each field.
 """
 
 from zeropp.config.base import ConfigError, UnsupportedConfigError

@@ -1,4 +1,4 @@
-"""Common parts of all blocks of the configuration: number types, "auto", doubled spellings, errors, warnings."""
+"""Common parts of all configuration blocks: number types, "auto" values, alternative keys, errors and warnings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pydantic_core import PydanticCustomError
 # Numbers.
 
 AUTO = "auto"
-# JSON's numbers, and those that YAML reads as strings: 1e-6 and 5e8 have no dot.
+# YAML reads numbers without a dot, such as 1e-6 and 5e8, as strings. This pattern matches them and all JSON numbers.
 _NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
 
 
 def is_auto(value: object) -> bool:
-    """Tell whether a value is left to a trainer to fill in."""
+    """Return True if a value is "auto", the placeholder that a trainer fills in."""
     return isinstance(value, str) and value == AUTO
 
 
 def read_number(value: object) -> object:
-    """Turns a string that is written as a number, such as "1e-6", into that number; returns anything else as it is."""
+    """Convert a string that is written as a number, such as "1e-6", to that number; return other values unchanged."""
     if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
         return value
     try:
@@ -39,14 +39,17 @@ def read_number(value: object) -> object:
 
 
 def number(value: object) -> object:
-    """Refuses booleans, which Python counts as integers: `"queue_depth": true` is a slip, not 1."""
+    """Raise an error for booleans; convert numeric strings to numbers.
+
+    In Python a boolean is an integer. Without this check, `"queue_depth": true` would mean 1 instead of a mistake.
+    """
     if isinstance(value, bool):
         raise PydanticCustomError("not_a_number", "a boolean is not a number")
     return read_number(value)
 
 
 def integer(value: object) -> object:
-    """Turns 5e8 into 500000000; pydantic alone would refuse the floats above 2**63."""
+    """Convert a float with a whole value, such as 5e8, to an integer. Pydantic rejects such floats above 2**63."""
     value = number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -54,7 +57,7 @@ def integer(value: object) -> object:
 
 
 def bound(value: object) -> object:
-    """Rounds a fraction down: "at most 15.4 elements" and "at most 15" allow the same."""
+    """Round a fractional upper bound down to an integer: at most 15.4 elements means at most 15 elements."""
     value = number(value)
     return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
 
@@ -72,45 +75,46 @@ PositiveReal = Annotated[Real, Gt(0)]
 
 
 def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """All keys that set a field; the first is the one the documentation uses."""
+    """Return all JSON keys that set a field. The documentation uses the first one."""
     if isinstance(field.validation_alias, AliasChoices):
         return tuple(str(choice) for choice in field.validation_alias.choices)
     return (name,)
 
 
 def alias(*keys: str) -> AliasChoices:
-    """The accepted keys of a field, the documented one first."""
+    """Declare the accepted JSON keys of a field, the documented key first."""
     return AliasChoices(*keys)
 
 
 class Block(BaseModel):
-    """One JSON object of the configuration: unknown keys are errors, values do not change after loading."""
+    """Base class of configuration blocks: one JSON object. Unknown keys are errors, and instances are immutable."""
 
     model_config = ConfigDict(
-        # A key with a typing error would otherwise be a setting that has no effect.
+        # Without this, a misspelt key would be ignored silently.
         extra="forbid",
-        # One default block may serve all configurations, and what ranks have compared stays as it was.
+        # All configurations share the default blocks, so a change in one would show in the others. Also, values must
+        # not change after ranks have compared them.
         frozen=True,
-        # They become descriptions, of which docs/configuration.md is made.
+        # Field docstrings become field descriptions. docs/configuration.py generates docs/configuration.md from them.
         use_attribute_docstrings=True,
-        # Python's json reads Infinity, which passes any lower bound.
+        # Python's json module accepts Infinity, which would pass every lower bound.
         allow_inf_nan=False,
-        # Before 2.10, pydantic warns of every field that starts with model_.
+        # Pydantic before 2.10 warns about each field whose name starts with model_.
         protected_namespaces=(),
-        # Validators take 0.1 s to build, which an import need not wait for.
+        # Building the validators takes 0.1 s. Defer that to the first use, so that importing zeropp stays fast.
         defer_build=True,
     )
 
     retired: ClassVar[Mapping[str, str]] = {}
-    """Deprecated keys and what took their place, for suggestions and the reference page."""
+    """Deprecated keys and their replacements, for error messages and docs/configuration.md."""
 
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, data: object) -> object:
-        # Pydantic says better what is wrong with the type.
+        # Pydantic reports a value of the wrong type with a better message.
         if not isinstance(data, Mapping):
             return data
-        # A copy: keys are taken out and rewritten here, and the caller's mapping must stay as it is.
+        # Copy first: this method and upgrade() remove and rewrite keys, and the caller's mapping must not change.
         given = dict(data)
         for name, field in cls.model_fields.items():
             found = [key for key in spellings(name, field) if key in given]
@@ -118,14 +122,14 @@ class Block(BaseModel):
                 raise ValueError(f"{' and '.join(found)} are two spellings of one key; keep one of them")
             for key in found:
                 if is_auto(given[key]):
-                    # Stands for the default. Gone before deprecated forms are looked at, so that an old key and a new
-                    # one at "auto" do not clash.
+                    # "auto" means the default, so remove the key. Do this before upgrade(), which would otherwise
+                    # report a conflict between a deprecated key and its replacement at "auto".
                     del given[key]
         return cls.upgrade(given)
 
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
-        """Rewrites deprecated forms to the current ones; blocks that have such forms override it."""
+        """Rewrite deprecated keys to current ones. Blocks that have deprecated keys override this method."""
         return given
 
 
@@ -133,16 +137,23 @@ class Block(BaseModel):
 
 
 def listing(headline: str, lines: Sequence[str], what: str) -> str:
-    """A headline with one line behind it, or with the number of `what` and all lines below it."""
+    """Format a message: the headline and a single line, or the headline, the number of lines and all lines below it.
+
+    Args:
+        headline: first words of the message.
+        lines: the items of the list.
+        what: noun for the items, in the plural.
+    """
     if len(lines) == 1:
         return f"{headline}: {lines[0]}"
     return "\n  ".join([f"{headline}, {len(lines)} {what}:", *lines])
 
 
 class ConfigError(ValueError):
-    """A configuration is malformed, out of bounds or contradicts itself.
+    """Error for a configuration that is malformed, out of bounds or contradicts itself.
 
-    `problems` holds one line per problem, each starting with the path of the key it is about.
+    Attributes:
+        problems: one line per problem. Most lines start with the path of the key.
     """
 
     headline = "the configuration cannot be used"
@@ -156,39 +167,39 @@ class ConfigError(ValueError):
 
 
 class UnsupportedConfigError(ConfigError):
-    """A valid configuration asks for features that this version does not have."""
+    """Error for a valid configuration that asks for features which this version does not have."""
 
-    headline = "the configuration asks for what is not in this version"
+    headline = "the configuration asks for features that are not in this version"
 
 
 # Warnings.
 
-# Packages that may lie between a user's line and a warning; deepspeed is the stand-in.
+# Packages whose stack frames are skipped in the search for the user's line. "deepspeed" is zeropp's stand-in for it.
 _BETWEEN = ("zeropp", "deepspeed", "pydantic", "torch", "contextlib", "functools")
-# The rank's number by torchrun, Open MPI, MPICH and SLURM.
+# Environment variables that hold the rank under torchrun, Open MPI, MPICH and SLURM.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of user code that led here, not at one of this package, of torch or of the libraries between.
+    """Issue a warning that points to the line of user code that called zeropp.
 
-    ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
-    wrapper, and a block may end in contextlib's.
+    A constant ``stacklevel`` cannot do this, because the number of stack frames of zeropp, torch and other libraries
+    between the user's line and this function varies: a learning rate scheduler may wrap the step, for example.
     """
-    # One more, for this function.
+    # _user_frame counts from the caller of this function. warnings.warn counts this function's frame, too.
     warnings.warn(message, category, stacklevel=_user_frame()[1] + 1)
 
 
 def line_of_user() -> str:
-    """The line of user code that led here, as ``file:number``, to be named in a message."""
+    """Return the line of user code that called zeropp, as ``file:number``, for messages."""
     frame, _ = _user_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _user_frame() -> tuple[FrameType, int]:
-    """The innermost frame of user code, and its ``stacklevel`` as the caller's caller counts.
+    """Return the innermost stack frame of user code, and its ``stacklevel`` as seen from the caller's caller.
 
-    This is the one place that looks at frames; only messages depend on what it finds.
+    This is the only function of zeropp that inspects stack frames. Only messages depend on the result.
     """
     frame = sys._getframe(2)
     level = 1
@@ -199,22 +210,26 @@ def _user_frame() -> tuple[FrameType, int]:
 
 
 def notify_once(message: str, category: type[Warning] = UserWarning, *, first: bool | None = None) -> None:
-    """Warn as :func:`warn_user` does, on the first rank alone: all ranks read the same configuration.
+    """Issue a warning with :func:`warn_user` on the first rank only, because all ranks read the same configuration.
 
-    ``first`` says whether this is the first rank of a group; None asks for the first of the job.
+    If a warning filter turns the warning into an error, all ranks raise it. Otherwise the other ranks would wait for
+    the first rank in their next collective.
 
-    A filter that turns the warning into an error raises on every rank, so that none waits for others that have raised.
+    Args:
+        message: text of the warning.
+        category: class of the warning.
+        first: True if this rank is the first of its group; None to decide by the rank in the job.
     """
     if _is_first_rank() if first is None else first:
         warn_user(message, category)
         return
-    # The filters stay in force, and what they let through is recorded instead of shown.
+    # Warning filters still apply here, so a filter "error" raises. A warning is recorded instead of shown.
     with warnings.catch_warnings(record=True):
         warn_user(message, category)
 
 
 def _is_first_rank() -> bool:
-    # Without importing torch: where nobody has, there is no process group.
+    # Do not import torch here: the import is slow, and without it there is no process group.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return bool(distributed.get_rank() == 0)
