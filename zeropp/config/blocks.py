@@ -1,4 +1,4 @@
-"""The other blocks: number formats, files, checkpoints, optimizer, scheduler, and `zeropp` for settings of our own."""
+"""Blocks of the configuration for number formats, file I/O, checkpoints, optimizer, scheduler and zeropp's own keys."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SPELLINGS = {
 
 
 def _canonical(value: object) -> object:
-    """Accepts `float32`, `torch.float32` (string or dtype object) and the like beside `fp32`."""
-    # str() of a dtype object is "torch.float32". What is not known goes on, for pydantic to refuse as it was given.
+    """Convert other spellings of a dtype, such as "float32" or the object torch.float32, to "fp32"."""
+    # str() of a dtype object is "torch.float32". Return an unknown value unchanged: pydantic names it in its error.
     return _SPELLINGS.get(str(value).lower().removeprefix("torch."), value)
 
 
 def _scale(value: object) -> object:
-    """Refuse "dynamic", which other libraries write for a dynamic loss scale; here it is 0."""
+    """Raise an error for a loss scale of "dynamic". Other libraries use this string; here 0 means a dynamic scale."""
     if isinstance(value, str) and value.lower() == "dynamic":
         raise ValueError(f"got {value_text(value)}; expected a number >= 0; set 0, which means a dynamic scale")
     return value
@@ -48,43 +48,48 @@ Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_canonical)]
 
 
 class Fp16Config(Block):
-    """Computes in fp16 with a loss scale that keeps small gradients from vanishing."""
+    """Computation in fp16. A loss scale keeps small gradients from becoming zero."""
 
     enabled: bool = False
-    """Holds weights and activations in fp16; main weights and optimizer states stay in fp32. Losses go through
-    `optimizer.backward(loss)` or `optimizer.scale(loss)`."""
+    """Computes with weights and activations in fp16. Main weights and optimizer states stay in fp32. Call
+    `optimizer.backward(loss)` or `optimizer.scale(loss).backward()`, so that the loss is scaled."""
 
     auto_cast: bool = False
-    """Asks that the floating inputs of the model are cast to fp16. Nothing is left to do: they are, unless
+    """In DeepSpeed, true casts the floating-point inputs of the model to fp16. zeropp always casts them, unless
     `zeropp.cast_inputs` is false."""
 
     loss_scale: Annotated[NonNegative, BeforeValidator(_scale)] = 0.0
-    """Factor on the loss before backward, taken out of the gradients again before the step. 0 chooses it
-    dynamically, any other value is kept throughout."""
+    """Factor that multiplies the loss before backward. The gradients are divided by it before the step. 0 means a
+    dynamic loss scale; any other value stays constant."""
 
     initial_scale_power: Count = 16
-    """The first dynamic scale, as an exponent of 2: 16 starts at a factor of 65,536."""
+    """Initial dynamic loss scale, as an exponent of 2. 16 means a factor of 65,536."""
 
     loss_scale_window: Count = 1000
-    """Consecutive steps with finite gradients after which the dynamic scale is doubled."""
+    """Number of consecutive steps with finite gradients after which the next such step doubles the dynamic loss
+    scale."""
 
     hysteresis: Count = 2
-    """Steps with overflowed gradients until the dynamic scale is halved, that one included. It is full again
-    when the scale is doubled."""
+    """Number of steps with overflowed gradients up to and including the step that first halves the dynamic loss scale.
+    From then on every overflow halves it. When the scale is doubled, the count starts again."""
 
     consecutive_hysteresis: bool = False
-    """Refills the hysteresis at each step without overflow, so that only overflows in a row add up."""
+    """With true, each step without overflow restarts the count of `hysteresis`, so only consecutive overflows
+    count."""
 
     min_loss_scale: NonNegative = 1.0
-    """The factor below which the dynamic scale is never lowered; an overflow there is an error."""
+    """Smallest factor that the dynamic loss scale may reach. An overflow at this scale raises an error when
+    `hysteresis` calls for a lower one."""
 
     fp16_master_weights_and_grads: bool = False
-    """Keeps main weights, gradients and optimizer states in fp16 instead of fp32: half the memory, lower
-    precision. For optimizers that divide by no second moments, such as SGD and Lion: those of AdamW vanish."""
+    """Stores main weights, gradients and optimizer states in fp16 instead of fp32. This halves their memory and lowers
+    the precision. Use it with optimizers without second moments, such as SGD and Lion; the small second moments of
+    AdamW become zero in fp16."""
 
     @model_validator(mode="after")
     def _dynamic_scale_can_move(self) -> Fp16Config:
-        # 0 means dynamic. Halving has to end above 0, and 0 steps say nothing of when to double.
+        # A loss scale of 0 means dynamic. Without a positive minimum, repeated halving ends at 0. A window of 0 steps
+        # does not define when to double the scale.
         if self.loss_scale == 0 and (self.loss_scale_window == 0 or self.min_loss_scale == 0):
             raise ValueError(
                 "a dynamic loss scale (loss_scale 0) needs loss_scale_window and min_loss_scale above 0, got "
@@ -94,143 +99,154 @@ class Fp16Config(Block):
 
 
 class Bf16Config(Block):
-    """Computes in bf16. Its exponent range is that of fp32, so there is no loss scale."""
+    """Computation in bf16. bf16 has the exponent range of fp32, so there is no loss scale."""
 
     enabled: bool = False
-    """Holds weights and activations in bf16; the optimizer steps fp32 weights."""
+    """Computes with weights and activations in bf16. The optimizer steps main weights in fp32."""
 
     immediate_grad_update: bool = False
-    """Adds a gradient to the fp32 sum as soon as backward has made it. There is nothing to choose here: a
-    unit's gradients always go to its fp32 shard when they are complete."""
+    """In DeepSpeed, true adds each gradient to the fp32 sum as soon as backward has computed it. zeropp has no such
+    choice: when all gradients of a unit are computed, it always reduces them into the unit's gradient shard."""
 
     check_grad_overflow: bool = True
-    """Skips and counts a step whose gradients are not finite, on every rank alike. With `false` such a step
-    is taken, as plain torch takes it: a single NaN reaches the weights. The check costs no message."""
+    """With true, all ranks skip and count a step whose gradients contain Inf or NaN. With false the step is taken, as
+    in plain PyTorch, and a NaN reaches the weights. The check needs no extra communication."""
 
     bf16_master_weights_and_grads: bool = False
-    """Keeps main weights and gradients of the optimizer in bf16 instead of fp32: half the memory, updates
-    that are small beside their weight are lost. Only together with `bf16_optimizer_states`."""
+    """Stores main weights and gradient sums in bf16 instead of fp32. This halves their memory, but updates that are
+    small relative to their weight are lost. Requires `bf16_optimizer_states`."""
 
     bf16_optimizer_states: bool = False
-    """Keeps optimizer states in bf16 instead of fp32. Only together with `bf16_master_weights_and_grads`:
-    optimizers of torch make states in the type of the weights that they step."""
+    """Stores optimizer states in bf16 instead of fp32. Requires `bf16_master_weights_and_grads`, because PyTorch's
+    optimizers create states in the dtype of the weights that they step."""
 
 
 class AutocastConfig(Block):
-    """Runs the forward pass under torch autocast, with main weights and most others in fp32."""
+    """Forward passes under torch autocast. Main weights are in fp32. The weights that autocast converts anyway are
+    gathered in the autocast dtype."""
 
     enabled: bool = False
-    """Wraps the model's forward in `torch.autocast`. Losses of fp16 are scaled as the `fp16` block says."""
+    """Runs the model's forward inside `torch.autocast`. With dtype fp16, the loss is scaled by the settings of the
+    `fp16` block."""
 
     dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_canonical)] = "bf16"
-    """Type that autocast lowers to."""
+    """The 16-bit dtype of autocast."""
 
     lower_precision_safe_modules: tuple[str, ...] | None = None
-    """Classes of the modules whose weights are gathered, and whose gradients travel, in the autocast type, by
-    names such as `torch.nn.Linear`; `null` is that and `Conv1d`, `Conv2d`, `Conv3d`. Not their subclasses."""
+    """Names of module classes, such as `torch.nn.Linear`, whose weights and gradients are communicated in the autocast
+    dtype. Subclasses do not count. `null` means `torch.nn.Linear`, `Conv1d`, `Conv2d` and `Conv3d`."""
 
 
 class DataTypesConfig(Block):
-    """Number formats of what is kept rather than computed with."""
+    """Dtypes of gradient sums, of the weights in the computation, and of module buffers."""
 
     grad_accum_dtype: Dtype | None = None
-    """Type of the gradients summed over micro-batches: fp32, or that of main weights that are kept in 16 bits.
-    `null` is that type, and another one is refused."""
+    """Dtype of the gradients summed over micro-batches. The only accepted values are `null` and the dtype in use: fp32,
+    or the compute dtype if main weights are stored in 16 bits."""
 
     param_dtype: Dtype | None = None
-    """Type of the weights in the computation, which must not be another than that of a `bf16` or `fp16` block that
-    is enabled; `null` is that, or without one each parameter's own."""
+    """Dtype of the weights in forward and backward. If the `bf16` or `fp16` block is enabled, the value must agree with
+    it. `null` means the dtype of the enabled block, or each parameter's own dtype if neither is enabled."""
 
     buffer_dtype: Dtype | None = None
-    """Type that floating module buffers are converted to; `null` leaves each as it is."""
+    """Dtype that floating-point module buffers are converted to. `null` keeps each buffer's dtype."""
 
     keep_in_fp32_modules: tuple[str, ...] | None = None
-    """Modules, by parts of their names, whose parameters are computed with in fp32 though `bf16` or `fp16` is
-    enabled. The model converts what it hands them."""
+    """Names of modules whose parameters stay in fp32 in the computation although a 16-bit dtype is enabled. A name must
+    match one or several whole components of a parameter's dotted name. The model itself must convert the inputs of
+    these modules."""
 
 
 # Files, checkpoints, recomputation.
 
 
 class AioConfig(Block):
-    """Asynchronous file I/O of NVMe offload."""
+    """Asynchronous file I/O of NVMe offload. At most `queue_depth` x `intra_op_parallelism` requests, and at most 64,
+    are in flight at once."""
 
     block_size: Positive = 1_048_576
-    """Bytes in one read or write request."""
+    """Bytes of one read or write request."""
 
     queue_depth: Positive = 8
-    """Requests that a thread keeps under way at once."""
+    """Number of requests in flight at once, multiplied by `intra_op_parallelism`."""
 
     intra_op_parallelism: Positive = Field(default=1, validation_alias=alias("intra_op_parallelism", "thread_count"))
-    """Threads that share the requests of one transfer."""
+    """Factor on `queue_depth`: the number of I/O threads is `queue_depth` x `intra_op_parallelism`, at most 64, and
+    each thread runs one request at a time."""
 
     single_submit: bool = False
-    """Hands requests to the kernel one by one instead of in batches."""
+    """With true, each transfer has at most one request in flight. With false, the threads run several requests of one
+    transfer at once."""
 
     overlap_events: bool = True
-    """Collects finished requests while later ones are still being handed in."""
+    """With true, requests of several transfers are in flight at once. With false, a transfer starts when the one before
+    it has finished."""
 
     use_gds: bool = False
-    """Reads what gathers begin with from NVMe into the GPU's memory without a copy in the host's, by kvikio
-    (`zeropp[gds]`). The host steps, so the rest goes through its memory."""
+    """Reads offloaded weight shards from NVMe directly into GPU memory, without a copy in host memory. Needs the
+    package kvikio (`zeropp[gds]`). Optimizer states still pass through host memory, because the host steps them."""
 
 
 class ParallelWriteConfig(Block):
-    """The division of checkpoint files among writers."""
+    """The distribution of checkpoint files over the ranks that write them."""
 
     pipeline_stage: bool = False
-    """Lets the data-parallel ranks of a pipeline stage each write some of its layers. Nothing is left to do: every
-    rank writes its own part, and no other's."""
+    """In DeepSpeed, true distributes the layers of a pipeline stage over its data-parallel ranks for writing. zeropp
+    has no pipeline stages, and each rank always writes its own shards only."""
 
 
 class CheckpointConfig(Block):
-    """Saving and loading of training state, by the engine that `zeropp.initialize` makes."""
+    """Saving and loading of training state by the engine that `zeropp.initialize` returns."""
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
-    """Reaction to ranks that call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
-    first rank's names the checkpoint, which is complete, with a warning or, with "IGNORE", without. Letters may be of
-    either case."""
+    """Reaction if ranks call `save_checkpoint` with different tags. "FAIL" raises an error on all ranks. "WARN" and
+    "IGNORE" save a complete checkpoint under the first rank's tag, with and without a warning. Upper and lower case
+    are both accepted."""
 
     load_universal: bool = False
-    """Lets `load_checkpoint` without a tag load what `latest_universal` names, in place of `latest`. Checkpoints need
-    no conversion to load on other ranks; the files that DeepSpeed's own converter makes are not read."""
+    """With true, `load_checkpoint` without a tag loads the checkpoint named in the file `latest_universal` instead of
+    `latest`. zeropp's checkpoints load on any number of ranks without conversion. Files of DeepSpeed's universal
+    checkpoint converter cannot be loaded."""
 
     use_node_local_storage: bool = False
-    """Saves on a disk of each node instead of on one that all nodes share."""
+    """Saves checkpoints on a local disk of each node instead of a disk that all nodes share."""
 
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
-    """Who writes which file."""
+    """The distribution of files over writing ranks."""
 
     writer: dict[str, JsonValue] | None = None
-    """Settings of a buffered or background writer; `null` writes directly."""
+    """Settings of a buffered or background writer. `null` writes directly."""
 
     checkpoint_serialization: bool = True
-    """Serializes tensors with torch's own format; false leaves the format to the writer. Nothing is left to do: files
-    are safetensors, which are written as they lie in memory."""
+    """In DeepSpeed, true serializes tensors in PyTorch's format, and false lets the writer choose. zeropp always writes
+    safetensors files, which hold the bytes of the tensors without serialization."""
 
 
 class ActivationCheckpointingConfig(Block):
-    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`. The
-    block acts where it is given to `configure` beside that, as in DeepSpeed."""
+    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`. As in
+    DeepSpeed, the block takes effect when it is passed to `zeropp.training.checkpointing.configure`."""
 
     partition_activations: bool = False
-    """Splits kept activations over model-parallel ranks. Nothing is left to do: there is one such rank."""
+    """In DeepSpeed, true splits saved activations over the model-parallel ranks. zeropp has no model parallelism, so
+    there is nothing to split."""
 
     number_checkpoints: Positive | None = None
-    """Checkpointed segments of a forward, for `contiguous_memory_optimization`. Nothing is left to do, likewise."""
+    """Number of checkpointed segments in a forward. DeepSpeed needs it for `contiguous_memory_optimization`; zeropp
+    does not."""
 
     contiguous_memory_optimization: bool = False
-    """Asks for the inputs of segments in one buffer, against fragmentation. Nothing is left to do: torch's allocator
-    reuses the memory of equal inputs, and `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` avoids fragments."""
+    """In DeepSpeed, true copies the inputs of segments into one buffer to avoid fragmentation. zeropp does not need it:
+    PyTorch's allocator reuses the memory of inputs of equal size, and
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` avoids fragmentation."""
 
     cpu_checkpointing: bool = False
-    """Keeps the inputs of segments in the host's page-locked memory until backward."""
+    """Stores the inputs of checkpointed segments in page-locked host memory until backward."""
 
     synchronize_checkpoint_boundary: bool = False
-    """Waits for the GPU where a checkpointed segment begins and where it ends."""
+    """Waits for the GPU at the start and at the end of each checkpointed segment."""
 
     profile: bool = False
-    """Logs how long forward and recomputation of each checkpointed segment take."""
+    """Logs the time of forward and recomputation of each checkpointed segment."""
 
 
 # Optimizer and scheduler.
@@ -241,39 +257,42 @@ def _upper(value: object) -> object:
 
 
 def _with_numbers(value: object) -> object:
-    """Arguments with a number for each string that is written as one; no argument of theirs is such a string."""
+    """Convert numeric strings inside the arguments to numbers, at any depth.
+
+    No optimizer or scheduler takes an argument that must stay a numeric string.
+    """
     if isinstance(value, Mapping):
         return {key: _with_numbers(inner) for key, inner in value.items()}
     return [_with_numbers(inner) for inner in value] if isinstance(value, list | tuple) else read_number(value)
 
 
 class NamedBlock(Block):
-    """An object to make: its class and the arguments."""
+    """Base class of the blocks that describe an object to create: its class and its constructor's arguments."""
 
     harmless: ClassVar[Mapping[str, object]] = {}
-    """Arguments that change nothing at these values."""
+    """Arguments that have no effect at these values."""
 
-    # Pydantic copies such a default for each object.
+    # A mutable default is safe here, because pydantic copies it for each object.
     params: Annotated[dict[str, JsonValue], BeforeValidator(_with_numbers)] = Field(default={})
-    """Keyword arguments of its constructor."""
+    """Keyword arguments of the constructor."""
 
     @property
     def unresolved(self) -> list[str]:
-        """Arguments at "auto", which no default of ours can stand for."""
+        """Names of the arguments that are "auto". The library has no defaults for them."""
         return [key for key, value in self.params.items() if is_auto(value)]
 
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
-        """Leaves out arguments beside `params` that repeat what is in it, or what holds anyway."""
+        """Drop keys beside `params` that repeat an argument of `params` or have no effect at the given value."""
         inside = given.get("params")
-        # DeepSpeed reads `params` alone, so what stands beside it and says the same changes nothing there, either.
+        # DeepSpeed reads arguments from `params` only, so a key beside it with the same value has no effect there.
         known = {**cls.harmless, **inside} if isinstance(inside, Mapping) else cls.harmless
         fields = {*cls.model_fields}
         return {key: value for key, value in given.items() if key in fields or key not in known or known[key] != value}
 
 
 class OptimizerConfig(NamedBlock):
-    """An optimizer that the library makes."""
+    """An optimizer that `zeropp.initialize` creates."""
 
     harmless: ClassVar[Mapping[str, object]] = {
         "adam_w_mode": True, "torch_adam": False, "bias_correction": True, "amsgrad": False, "set_grad_none": True,
@@ -282,136 +301,143 @@ class OptimizerConfig(NamedBlock):
     }  # fmt: skip
 
     type: str | None = None
-    """Name of the optimizer, in letters of either case for the well-known ones, else a class of
+    """Name of the optimizer: one of the well-known names in upper or lower case, or the name of a class in
     `torch.optim`."""
 
     legacy_fusion: bool = False
-    """Chooses the older fusion of DeepSpeed's LAMB and Adam variants."""
+    """Selects the older fused implementation of DeepSpeed's LAMB and Adam variants."""
 
 
 class SchedulerConfig(NamedBlock):
-    """A learning rate scheduler that the library makes and advances at each step that is not skipped."""
+    """A learning rate scheduler that `zeropp.initialize` creates. It advances at each step that is not skipped."""
 
     type: str | None = None
-    """Name of the scheduler, one of DeepSpeed's or a class of `torch.optim.lr_scheduler`."""
+    """Name of the scheduler: one of DeepSpeed's, or the name of a class in `torch.optim.lr_scheduler`."""
 
 
 # The zeropp block.
 
-# older pydantic does not find 8.0 among the choices
+# Older versions of pydantic do not accept the float 8.0 for the choice 8, so convert it first.
 Bits = Annotated[Literal[4, 8, 16, 32], BeforeValidator(integer)]
-# Seconds; backends count nanoseconds in 64 bits, which hold about 9e9 seconds.
+# Longest accepted timeout, in seconds. Backends store timeouts as nanoseconds in 64 bits, which overflow at about 9e9
+# seconds.
 LONGEST_TIMEOUT = 100_000_000
 Seconds = Annotated[PositiveReal, Le(LONGEST_TIMEOUT)]
 
 
 class GradientBitsConfig(Block):
-    """Width of gradients on the wire, hop by hop. 16 and 32 are plain values, fewer are quantized."""
+    """Bits per gradient element in messages, for each kind of hop. 16 and 32 are plain bf16 and fp32 values; 4 and 8
+    are quantized."""
 
     local: Bits = 8
-    """Bits an element takes between ranks of one node."""
+    """Bits per element between ranks of one node."""
 
     cross: Bits = 4
-    """Bits an element takes between nodes; also the width where there is only one hop."""
+    """Bits per element between nodes. If gradients take a single hop, this width applies to it, even inside a node."""
 
 
 class MaxCtasConfig(Block):
-    """Thread blocks that the kernels of one NCCL communicator have at most; NCCL calls it maxCTAs.
+    """Largest number of thread blocks in the kernels of one NCCL communicator (NCCL's maxCTAs).
 
-    More of them move bytes faster and leave fewer multiprocessors to the model. Wrapping refuses limits whose sum over
-    the communicators is more than the card has.
+    More thread blocks transfer faster, but leave fewer streaming multiprocessors (SMs) to the model. Wrapping raises an
+    error if the limits of all communicators add up to more than the SMs of the GPU.
     """
 
     local: Positive | None = None
-    """Of a communicator inside a node. `null` takes 16, and at most an eighth of the card's multiprocessors."""
+    """Limit for a communicator inside a node. `null` means 16, but at most an eighth of the GPU's SMs."""
 
     cross: Positive | None = None
-    """Of a communicator between nodes. `null` takes 8, and at most a sixteenth."""
+    """Limit for a communicator between nodes. `null` means 8, but at most a sixteenth of the GPU's SMs."""
 
 
 class ExtensionConfig(Block):
-    """Settings of zeropp itself. DeepSpeed does not know this block."""
+    """Settings of zeropp itself. DeepSpeed has no such block."""
 
     local_world_size: Positive | None = None
-    """Ranks on one node. `null` takes the environment variable `LOCAL_WORLD_SIZE`, which launchers set; where
-    there is none, each host is a node."""
+    """Number of ranks per node. `null` reads the environment variable `LOCAL_WORLD_SIZE`, which launchers set. Without
+    that variable, each host is a node."""
 
     unit_numel: Bound = 0
-    """Elements above which a unit is cut into the units of its submodules, further down the module tree.
-    Smaller units need less memory at once and more collectives. 0 cuts nothing beyond the default units."""
+    """Largest size of a unit, in elements. A larger unit is split along its submodules; single parameters and leaf
+    modules are not split. Smaller units need less memory at once but more collectives. 0 keeps the default units."""
 
     unit_min_blocks: Count = 128
-    """Blocks of 256 elements that each rank's piece of a unit holds at least. A smaller unit merges with
-    its neighbours, or its parameters become persistent, which bounds padding by 1 %. 0 merges nothing."""
+    """Smallest shard of a unit, in blocks of 256 elements. A smaller unit is merged with its neighbours, or its
+    parameters become persistent. The default keeps the padding of the shards below 1 %. 0 merges nothing."""
 
     host_memory_limit: Positive | None = None
-    """Bytes of a host's memory that the ranks of a node may have together. A configuration that cannot stay below is
-    refused on every rank, with what takes how much and which settings take less, before the model is changed; so is, in
-    `zero.Init` and `materialize`, a model as soon as its pieces alone are more. `zeropp.plan.memory` counts; Python,
-    torch, activations, buffers and the model as it was built are not in it. `null` asks for no limit."""
+    """Limit on the host memory of all ranks of a node together, in bytes. If the sizes computed by `zeropp.plan.memory`
+    exceed it, wrapping raises an error on every rank before the model is changed; the error lists the largest parts
+    and the settings that reduce them. `zero.Init` and `materialize` also check the shards of the model. Python,
+    PyTorch, activations, module buffers and the unwrapped model are not counted. `null` means no limit."""
 
     hang_timeout: Seconds = 420.0
-    """Seconds that a rank waits for a collective before it raises and names the units each rank waits for. Torch ends
-    the process without these names 480 s after its own watchdog stands still, unless
-    `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` says otherwise."""
+    """Seconds that a rank waits for a collective. Then it raises an error that names the unit each rank waits for. Keep
+    the value below the 480 s (`TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`) after which PyTorch ends a process whose NCCL
+    watchdog is stuck, because PyTorch does so without these names."""
 
     max_ctas: MaxCtasConfig = MaxCtasConfig()
-    """Thread blocks of NCCL's kernels, by link."""
+    """Limits on the thread blocks of NCCL's kernels, inside a node and between nodes."""
 
     share_communicators: bool = True
-    """Lets the engines of one process use the same NCCL communicators where their ranks are the same. Then all ranks
-    must use the engines in the same order. False gives each engine its own, and costs their memory."""
+    """With true, the engines of one process share the NCCL communicators that have the same ranks. All ranks must then
+    use the engines in the same order. False creates communicators for each engine, which takes more GPU memory."""
 
     warn_after: Seconds | None = 30.0
-    """Seconds after which a rank that waits for others logs once who waits where; long before
-    `hang_timeout`. `null` never does."""
+    """Seconds that a rank waits for other ranks before it logs, once, where each rank waits. It should be much shorter
+    than `hang_timeout`. `null` disables this log message."""
 
     static_graph: bool = False
-    """Promises that all passes of a kind (training forwards, their backwards, evaluation) use the same modules in
-    the same order, on every rank and every time. Passes that have varied, or that do not use all modules, then
-    exchange nothing at their end either, and nothing else is ever learned: a pass that needs another module is an error
-    on every rank. On a card, hosts then go on without waiting for the sum of gradient norms, if a fused Adam steps."""
+    """A promise that all passes of one kind (training forward, backward, evaluation) use the same modules in the same
+    order, every time and on every rank. After the first pass of each kind, the ranks then exchange no messages about
+    the order, and a pass that uses a unit outside that order is an error. On a GPU with a fused Adam, the host also
+    does not wait for the gradient norm before the step."""
 
     lazy_step: bool = True
-    """Lets `step()` return once it is decided, where states are offloaded: the host then steps one unit after
-    another in the order of the next forward, beside it, and whatever uses a unit waits for that one. The results are
-    the same. False steps all of them first."""
+    """For offloaded optimizer states: with true, `step()` returns before the host has stepped the units. The host steps
+    them one by one during the next forward, in the order that the forward uses them, and each use of a unit waits for
+    that unit's step. With false, `step()` waits for all units. The results are the same."""
 
     warm_up: bool = True
-    """On a card, compiles kernels while the model is wrapped, and not in the middle of its first step."""
+    """With true, zeropp's GPU kernels are compiled while the model is wrapped. With false they are compiled when the
+    first passes and the first step use them."""
 
     cast_inputs: bool = True
-    """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""
+    """With true, floating-point inputs of the root module are cast to the compute dtype that `bf16`, `fp16` or
+    `data_types.param_dtype` selects."""
 
-    # Null and not a block of defaults: to set it without zero_quantized_gradients is worth a warning.
+    # The default is None instead of a default block, so that loading can warn if the key is set without
+    # zero_quantized_gradients.
     gradient_bits: GradientBitsConfig | None = None
-    """Bits of a gradient element on each hop, in place of what `zero_quantized_gradients` stands for."""
+    """Bits per gradient element on each hop, in place of the 8 and 4 bits of `zero_quantized_gradients`."""
 
     reduce_scatter: Literal["auto", "exchange", "backend", "low_latency"] = "auto"
-    """Who sums gradients that travel as plain values: each rank, in float32, after an exchange, or the backend's
-    reduce-scatter, on the way and in the type on the wire, in an order of its own. The latter needs no memory for the
-    messages of all ranks, rounds 16-bit sums once a rank, and sends twice the bytes over gloo. `auto` takes it over
-    NCCL on a 32-bit wire. `low_latency` does, too, and takes it between 32 nodes or more for 16-bit parts below
-    512 KiB, where NCCL's PAT algorithm has log2(n) steps in place of n - 1 messages. PAT rounds the sum to 16 bits at
-    each step: in bf16 over 128 nodes up to 7 x 2^-9 = 1.4 % of the largest partial sum, where an exchange rounds
-    once."""
+    """Method of summing unquantized gradients over ranks. `exchange`: an all-to-all, then each rank sums in fp32.
+    `backend`: the backend's reduce-scatter, which sums in the message dtype. It needs no memory for the messages of all
+    ranks, but rounds 16-bit sums at every addition and sends twice the bytes over gloo. `auto`: `backend` for 32-bit
+    messages over NCCL, otherwise `exchange`. `low_latency`: as `auto`, and `backend` over NCCL also for 16-bit parts
+    below 512 KiB between 32 or more nodes. There NCCL's PAT algorithm takes log2(n) steps instead of n - 1 messages,
+    but rounds at each step: in bf16 over 128 nodes up to 7 x 2^-9 = 1.4 % of the largest partial sum."""
 
     feedback: Literal["cross", "both"] = "cross"
-    """Hops that carry quantization errors over when `zeropp_loco_param` is given. `cross` costs 1/L byte
-    per parameter on a rank, L ranks to a node; `both` costs 1 byte more, unsharded."""
+    """Hops with error feedback when `zeropp_loco_param` is given: only those between nodes (or a single hop), or also
+    those inside a node. On each rank, with L ranks per node, `cross` takes 1/L byte per model parameter, and `both`
+    takes 1 byte more."""
 
     hadamard: bool = False
-    """Rotates groups of 32 gradient elements before they are quantized, which spreads outliers over a
-    group."""
+    """Applies a Hadamard rotation to groups of 32 gradient elements before quantization. The rotation spreads an
+    outlier over its group, so the others are rounded less coarsely."""
 
     weight_codec: Literal["int8", "delta4", "lossless"] | None = None
-    """Encoding of weights when they are gathered: 8-bit blocks, 4-bit differences to what every rank holds, or
-    lossless differences. `null` follows `zero_quantized_weights`."""
+    """Codec of trained weights. `int8`: 8-bit blocks in every gather. `delta4` and `lossless`: 4-bit or exact
+    differences to the weights of the last step that the ranks have cached, sent once per optimizer step. `null` follows
+    `zero_quantized_weights`."""
 
     secondary: Literal["weights", "codes"] = "weights"
-    """Contents of a secondary shard: weights in the compute type, or the received codes at half the
-    bytes."""
+    """Contents of hpZ's secondary shards: `weights` in the compute dtype, or the received quantized `codes`, which take
+    half the bytes of 16-bit weights."""
 
     defer_cross_reduction: bool = False
-    """Sums gradients inside a node over all micro-batches and sends them between nodes once an optimizer
-    step, if `gradient_accumulation_steps` says how many there are. It costs fp32 gradients at the level of the node."""
+    """With true, gradients are summed inside a node over all `gradient_accumulation_steps` micro-batches and sent
+    between nodes once per optimizer step. On each rank, with L ranks per node, this takes the fp32 gradients of 1/L of
+    the model."""
