@@ -1,4 +1,4 @@
-"""Values, types and bounds of the configuration in words, for error messages and the reference page."""
+"""Text forms of configuration values, types and bounds, for error messages and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -31,29 +31,37 @@ BlockNamer = Callable[[type[Block]], str]
 
 
 def value_text(value: object) -> str:
-    """A value as JSON shows it, large integers with separators, `sys.maxsize` and infinity by name."""
+    """Return a value as JSON text. Integers get thousands separators; `sys.maxsize` and infinity appear by name."""
     if isinstance(value, BaseModel):
         return value_text(value.model_dump(mode="json"))
-    # Before integers, which booleans are to Python.
+    # Test for booleans before integers, because isinstance(True, int) is true.
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, int):
-        # The default that stands for no bound; as digits it would say nothing.
+        # sys.maxsize is the default for "no bound", so its name says more than its digits.
         return "sys.maxsize" if value == sys.maxsize else f"{value:,}"
     if isinstance(value, float):
         return "infinity" if value == math.inf else repr(value)
     if isinstance(value, str | dict | list | tuple):
-        # Messages need it: whatever was given must have some text.
+        # default=repr: a message must also show values that JSON cannot encode.
         return json.dumps(value, default=repr, ensure_ascii=False)
     return repr(value)
 
 
 def type_text(annotation: object, block_name: BlockNamer) -> str:
-    """A type in words; `block_name` says how to refer to a nested block."""
+    """Return a type annotation in words.
+
+    Args:
+        annotation: the annotation of a configuration field.
+        block_name: function that returns the text for a nested block.
+
+    Raises:
+        KeyError: the type has no words in `_PLAIN` yet.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         return type_text(get_args(annotation)[0], block_name)
-    # Optional[int] and int | None differ in their origin.
+    # The origin of Optional[int] is Union, and the origin of int | None is UnionType.
     if origin in (Union, UnionType):
         return " or ".join(type_text(arg, block_name) for arg in get_args(annotation))
     if origin is Literal:
@@ -61,11 +69,11 @@ def type_text(annotation: object, block_name: BlockNamer) -> str:
     if origin is dict:
         return "object"
     if origin is tuple:
-        # All tuples here are of one type and any length.
+        # All tuples of the configuration have the form tuple[T, ...].
         return f"list of {type_text(get_args(annotation)[0], block_name)}s"
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return block_name(annotation)
-    # A type that has no words yet fails here, before a page without them is written.
+    # For a type without an entry this raises, so that docs/configuration.md is never generated without its text.
     return _PLAIN[annotation]
 
 
@@ -78,11 +86,11 @@ def _metadata(annotation: object) -> Iterator[object]:
 
 
 def bounds_text(field: FieldInfo) -> str:
-    """The bounds of a number, such as `>= 0, <= 1`; empty where there are none."""
+    """Return the bounds of a numeric field, such as `>= 0, <= 1`; "" if the field has no bounds."""
     found = []
-    # Pydantic moves the bounds of a plain type to the field; in a union they stay with its member.
+    # Pydantic moves the bounds of a plain type to the field, but leaves those of a union's member in the annotation.
     for item in [*field.metadata, *_metadata(field.annotation)]:
-        # Among them are validators and other metadata, which have no sign.
+        # The metadata also holds validators, which are not bounds.
         if type(item) in _SIGNS:
             sign, attribute = _SIGNS[type(item)]
             found.append(f"{sign} {value_text(getattr(item, attribute))}")
@@ -90,26 +98,26 @@ def bounds_text(field: FieldInfo) -> str:
 
 
 def shortened(value: object) -> str:
-    """A value as `value_text` gives it, cut to fit an error message."""
+    """Return the text of a value, cut to 80 characters for an error message."""
     return cut(value_text(value))
 
 
 def cut(text: str) -> str:
-    """The first 80 characters of a text, for an error message."""
+    """Return a text, cut to 80 characters with "..." at the end if it is longer."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def expected_text(field: FieldInfo) -> str:
-    """The values that a field takes, for an error message: type, bounds, default."""
+    """Return the type, bounds and default of a field, for an error message."""
     bounds = bounds_text(field)
-    # A whole block is no help in an error message.
+    # Leave out the default of a nested block: it would be too long for an error message.
     default = "" if isinstance(field.default, BaseModel) else f" (default {shortened(field.default)})"
     return type_text(field.annotation, lambda _: "an object") + (f" {bounds}" if bounds else "") + default
 
 
 def nested_block(field: FieldInfo) -> type[Block] | None:
-    """The block that a field holds, if it holds one."""
-    # A block that may be null is among the members of a union.
+    """Return the class of the block that a field holds; None if the field holds no block."""
+    # The annotation of an optional block is a union, so look at its members, too.
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate
@@ -117,7 +125,11 @@ def nested_block(field: FieldInfo) -> type[Block] | None:
 
 
 def blocks(model: type[Block], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Block]]]:
-    """A block and all blocks below it, each with the documented path that leads to it."""
+    """Iterate over a block and all blocks nested in it.
+
+    Yields:
+        The path of documented keys that leads to the block, and the block's class.
+    """
     yield path, model
     for name, field in model.model_fields.items():
         inner = nested_block(field)
