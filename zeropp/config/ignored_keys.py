@@ -1,7 +1,8 @@
-"""Keys that change nothing here, as tables: their names, what values they take, and what they are in DeepSpeed.
+"""DeepSpeed keys that have no effect in zeropp, as tables of names, types, defaults and descriptions.
 
-Configurations written for DeepSpeed may carry all of them. What belongs to other features, leaves nothing to do or is
-read by nothing is accepted whatever its value; the rest at its default alone. `supported` says so of each.
+Configurations written for DeepSpeed may contain all of them. zeropp accepts keys of other features, keys that need no
+action and keys that it does not read at any value, or at least when they are switched off. The keys in the `Later...`
+classes are accepted at their defaults only. `supported` stores the status of each key.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ __all__ = [
     "UnreadTop",
 ]
 
-_Row = tuple[Any, ...]  # key, type, default, description, spellings where there are several
+_Row = tuple[Any, ...]  # key, type, default, description, and an optional alias with all accepted keys
 
-# accelerate writes infinity for never; nan is no number that Ge lets through
+# Accept infinity, because Accelerate writes it for "never". Ge(0) rejects NaN.
 Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
 
 
 class _Described(Block):
-    """A block whose fields say what they are without docstrings, for which pydantic would search a second."""
+    """Base class of blocks whose fields have explicit descriptions.
+
+    Pydantic would search the source code for attribute docstrings. That is slow, and these classes have none.
+    """
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
@@ -42,42 +46,44 @@ def _block(name: str, text: str, *rows: _Row) -> type[Block]:
         for key, kind, default, description, *keys in rows
     }
     made = create_model(name, __base__=_Described, __doc__=text, **fields)
-    made.model_config = Block.model_config  # of classes that are derived from it, whose own fields have docstrings
+    # Classes that derive from this one have fields with docstrings, so enable the search for them again.
+    made.model_config = Block.model_config
     return made
 
 
 _OUTSIDE = {
-    "amp": "Mixed precision through Apex.",
+    "amp": "Mixed precision with Apex.",
     "autotuning": "Search for a fast configuration by trial runs.",
     "comet": "Reports to Comet.",
-    "comms_logger": "Log of collective calls.",
+    "comms_logger": "A log of collective calls.",
     "compression_training": "Quantization and pruning while training.",
     "csv_monitor": "Reports to CSV files.",
-    "curriculum_learning": "Growing difficulty of training data, in its older form.",
+    "curriculum_learning": "Training data of increasing difficulty, in DeepSpeed's older format.",
     "data_efficiency": "Sampling and routing of training data.",
     "eigenvalue": "Estimates of curvature for compression schedules.",
     "elasticity": "Batch sizes that suit a changing number of devices.",
-    "expert_parallel": "Experts spread over ranks.",
-    "flops_profiler": "Count and timing of operations, module by module.",
+    "expert_parallel": "Expert parallelism: experts distributed over ranks.",
+    "flops_profiler": "Number and time of floating-point operations for each module.",
     "graph_harvesting": "Capture of short kernel sequences as CUDA graphs.",
-    "hybrid_engine": "Alternation of training and generation with one model.",
-    "nebula": "Checkpoints through Azure's Nebula service.",
-    "pipeline": "Layers dealt out to ranks as the stages of a pipeline.",
-    "progressive_layer_drop": "Skipping of layers with growing probability.",
-    "quantize_training": "Quantization-aware training in its older form.",
+    "hybrid_engine": "Alternating training and generation with one model.",
+    "nebula": "Checkpoints with Azure's Nebula service.",
+    "pipeline": "Pipeline parallelism: layers distributed over ranks.",
+    "progressive_layer_drop": "Skipping of layers with increasing probability.",
+    "quantize_training": "Quantization-aware training, in DeepSpeed's older format.",
     "sparse_attention": "Block-sparse attention kernels.",
-    "tensor_parallel": "Layers split over ranks.",
+    "tensor_parallel": "Tensor parallelism: each layer split over ranks.",
     "tensorboard": "Reports to TensorBoard.",
     "timers": "Timers of throughput and of the phases of a step.",
-    "use_data_before_expert_parallelism": "Order of ranks between data and expert parallelism.",
-    "vocabulary_size": "Size of the vocabulary, for a check on its alignment.",
+    "use_data_before_expert_parallelism": "Order of ranks in data and expert parallelism.",
+    "vocabulary_size": "Size of the vocabulary, for a check of its alignment.",
     "wandb": "Reports to Weights & Biases.",
     "weight_quantization": "Quantized weights for inference.",
-    "zenflow": "ZenFlow set beside, not inside, the zero block.",
+    "zenflow": "ZenFlow at the top level instead of in `zero_optimization`.",
 }
 
 if TYPE_CHECKING:
-    # Nobody reads a field of theirs by its name, which is all that a checker could be told.
+    # The classes are built at run time, which type checkers cannot follow. No code reads their fields by name, so
+    # empty classes are enough for type checkers.
     class OutsideKeys(Block): ...
 
     class NeedlessTop(Block): ...
@@ -95,119 +101,123 @@ if TYPE_CHECKING:
 else:
     OutsideKeys = _block(
         "OutsideKeys",
-        "Configurations written for DeepSpeed may carry these keys. What only reports or measures has no effect, and "
-        "one warning names those that are not plainly switched off; what would change the training is refused where it "
-        "is switched on.",
-        # Any JSON: nothing here reads the values, so nothing is checked.
+        "Configurations written for DeepSpeed may contain these keys. Keys that only report or measure have no effect; "
+        "one warning names those that are switched on. Keys that would change the training raise an error if they are "
+        "switched on.",
+        # Accept any JSON value, because zeropp does not use the values.
         *((key, JsonValue, None, text) for key, text in _OUTSIDE.items()),
     )
 
     NeedlessZero = _block(
         "NeedlessZero",
-        "Keys of the zero block that leave nothing to do, each for a reason of its own.",
+        "Keys of `zero_optimization` that need no action in zeropp. The description of each key gives the reason.",
         ("contiguous_gradients", bool, True,
-         "Asks for gradients in one buffer, against fragmentation. Nothing is left to do: a unit's gradients are "
-         "packed into one message anyway."),
+         "In DeepSpeed, true copies gradients into one buffer to avoid fragmentation. zeropp always packs the "
+         "gradients of a unit into one message."),
         ("reduce_scatter", bool, True,
-         "Asks for gradients to be reduced to their owners only, not to everyone. Nothing is left to do: a reduce "
-         "hop always leaves each rank with its own piece. Who adds up is `zeropp.reduce_scatter`."),
+         "In DeepSpeed, true reduces each gradient to the rank that owns it instead of all ranks. zeropp always leaves "
+         "each rank with its own shard only. `zeropp.reduce_scatter` selects the method of summing."),
         ("reduce_bucket_size", Bound, 500_000_000,
-         "Elements collected before gradients are reduced. Nothing is left to do: the unit, whose size "
-         "`zeropp.unit_numel` steers, is what is reduced at a time."),
+         "In DeepSpeed, the number of gradient elements collected for one reduction. zeropp reduces the gradients of "
+         "one unit at a time; `zeropp.unit_numel` sets the size of units."),
         ("use_multi_rank_bucket_allreduce", bool, True,
-         "Asks to reduce for several owners in one call. Nothing is left to do: one collective serves all owners."),
+         "In DeepSpeed, true reduces gradients of several ranks in one call. zeropp always reduces a unit for all "
+         "ranks in one collective."),
         ("allgather_partitions", bool, True,
-         "Asks for an all-gather instead of broadcasts when weights are collected. Nothing is left to do: weights "
-         "are always all-gathered."),
+         "In DeepSpeed, true collects weights with all-gathers and false with broadcasts. zeropp always uses "
+         "all-gathers."),
         ("allgather_bucket_size", Bound, 500_000_000,
-         "Elements of updated weights gathered at a time after a step in stages 1 and 2. Nothing is left to do: "
-         "weights are gathered unit by unit."),
+         "In DeepSpeed, the number of elements of updated weights per all-gather after a step in stages 1 and 2. "
+         "zeropp gathers one unit at a time."),
         ("allgather_sequential", bool, False,
-         "Asks for one gather per parameter, to save the buffer that several share. Nothing is left to do: that "
-         "buffer is the parameters' own storage.", alias("stage3_allgather_sequential", "allgather_sequential")),
+         "In DeepSpeed, true gathers parameters one by one to save a shared buffer. zeropp gathers into the memory of "
+         "the parameters themselves, so there is no such buffer.",
+         alias("stage3_allgather_sequential", "allgather_sequential")),
         ("use_all_reduce_for_fetch_params", bool, False,
-         "Asks to fetch by an all-reduce of zero-filled buffers, which saves a copy at twice the bytes. Nothing is "
-         "left to do: a gather writes to its final place and has no copy to save.",
+         "In DeepSpeed, true gathers weights with an all-reduce of zero-filled buffers, which saves a copy and sends "
+         "twice the bytes. zeropp gathers into the memory of the parameters themselves, so there is no copy to save.",
          alias("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
         ("round_robin_gradients", bool, False,
-         "Asks to deal gradients out to ranks in turn, so that all ranks copy at once. Nothing is left to do: each "
-         "rank owns a piece of every unit."),
+         "In DeepSpeed, true assigns gradients to ranks in rotation, so that all ranks copy at once. In zeropp each "
+         "rank owns a shard of every unit, so the work is already distributed."),
         ("memory_efficient_linear", bool, True,
-         "Asks that linear layers keep no gathered weights alive until backward. Nothing is left to do: what "
-         "autograd saves is a view of the unit's buffer, which is emptied whoever holds views of it."),
+         "In DeepSpeed, true keeps linear layers from holding gathered weights until backward. In zeropp no layer "
+         "does: autograd saves views of the unit's flat buffer, and resharding frees the memory of all views."),
         ("enable_sanity_checks", bool, False,
-         "Asks for checks that ranks agree on what they communicate. Nothing is left to do: these checks always "
-         "run, on a hash that travels with the reduction before each step."),
+         "In DeepSpeed, true checks that all ranks issue the same communication. zeropp always checks this, with a "
+         "hash in the small collective before each step."),
         ("compute_grad_norm", bool, True,
-         "Asks for the norm of gradients where clipping does not. Nothing is left to do: the vector by which ranks "
-         "agree on a step carries it anyway."),
+         "In DeepSpeed, true computes the gradient norm even without clipping. zeropp always computes it, in the small "
+         "collective before each step."),
         ("parameter_alignment", bool, False,
-         "Asks that each parameter begins at a multiple of 16 bytes in a flat buffer, by padding between them. Nothing "
-         "is left to do: each begins on a block of 256 elements, which is such a place in any dtype."),
+         "In DeepSpeed, true aligns each parameter in a flat buffer to 16 bytes. zeropp always starts each "
+         "parameter at a multiple of 256 elements, which is a multiple of 16 bytes in every dtype."),
         ("elastic_checkpoint", bool, False,
-         "Asks for checkpoints that load at another world size. Nothing is left to do: they hold true shapes, and load "
-         "at any."),
+         "In DeepSpeed, true saves checkpoints that load at another world size. zeropp's checkpoints store whole "
+         "shapes and load at any world size."),
     )  # fmt: skip
 
     LaterZero = _block(
         "LaterZero",
-        "Keys of the zero block for what this version does not have.",
+        "Keys of `zero_optimization` for features that this version does not have.",
         ("zenflow", dict[str, JsonValue] | None, None,
-         "Stepping part of the states on the host while the next micro-batches run (ZenFlow)."),
+         "ZenFlow: the host steps part of the states while the next micro-batches run."),
         ("save_muon_momentum_buffer_in_memory", bool, False,
-         "Keeps the momentum of the Muon optimizer in memory while its other states are swapped."),
-        ("legacy_stage1", bool, False, "An old implementation of stage 1. True is an error."),
+         "Keeps the momentum of the Muon optimizer in memory while its other states are swapped to files."),
+        ("legacy_stage1", bool, False, "DeepSpeed's old implementation of stage 1. True is an error."),
     )  # fmt: skip
 
     NeedlessTop = _block(
         "NeedlessTop",
-        "Keys at the top level that leave nothing to do, each for a reason of its own.",
+        "Keys at the top level that need no action in zeropp. The description of each key gives the reason.",
         ("zero_allow_untested_optimizer", bool, False,
-         "Asks to accept optimizers that DeepSpeed's list does not have. Nothing is left to do: there is no list, "
-         "and an optimizer that cannot step shards is refused by name whatever this says."),
+         "In DeepSpeed, true accepts optimizers that are not on its list of tested ones. zeropp has no such list. "
+         "It always raises an error for optimizers that cannot step shards."),
         ("zero_force_ds_cpu_optimizer", bool, True,
-         "Asks to insist on DeepSpeed's own optimizer when states are offloaded. Nothing is left to do: the "
-         "optimizer that is passed in is the one that steps."),
-        ("disable_allgather", bool, False, "A key that DeepSpeed reads and never uses. Nothing is left to do."),
+         "In DeepSpeed, true requires its own optimizer when states are offloaded. zeropp always steps with the "
+         "optimizer that you pass in."),
+        ("disable_allgather", bool, False, "DeepSpeed reads this key and does not use it. zeropp ignores it."),
         ("prescale_gradients", bool, False,
-         "Asks to divide gradients by the number of ranks before they are reduced, against overflow. Nothing is left "
-         "to do: sums are in fp32, and those that go on in fp16 are made smaller by a power of two on the way."),
+         "In DeepSpeed, true divides gradients by the number of ranks before they are reduced, to avoid overflow. "
+         "zeropp sums in fp32, and scales partial sums that are sent in fp16 down by a power of two."),
         ("gradient_predivide_factor", PositiveReal, 1.0,
-         "Asks for a part of that division, a factor, before the reduction. Nothing is left to do, likewise."),
+         "In DeepSpeed, the factor by which gradients are divided before they are reduced, for `prescale_gradients`. "
+         "zeropp avoids overflow as described there."),
     )  # fmt: skip
 
     UnreadTop = _block(
         "UnreadTop",
-        "Keys at the top level that nothing reads.",
+        "Keys at the top level that zeropp does not read.",
         ("steps_per_print", Steps | None, None,
-         "Optimizer steps between two progress messages; a number or infinity, which is never, like `null`."),
-        ("wall_clock_breakdown", bool, False, "Times forward, backward and step."),
+         "Number of optimizer steps between two progress messages. Infinity and `null` mean no messages."),
+        ("wall_clock_breakdown", bool, False, "Measures the time of forward, backward and step."),
         ("memory_breakdown", bool, False, "Reports memory use."),
         ("dump_state", bool, False, "Prints the configuration and the engine's state at the start."),
         ("log_level", str | None, None, "Level of the library's log messages."),
-        ("disable_python_gc", bool, False, "Collects Python's garbage at chosen times alone."),
+        ("disable_python_gc", bool, False, "Runs Python's garbage collection only at certain points of a step."),
     )  # fmt: skip
 
     LaterTop = _block(
         "LaterTop",
-        "Keys at the top level for what this version does not have.",
-        ("sequence_parallel_size", Positive, 1, "Ranks that share one sequence. They count once in the batch sizes."),
+        "Keys at the top level for features that this version does not have.",
+        ("sequence_parallel_size", Positive, 1,
+         "Number of ranks that share one sequence. They count as one rank in the batch sizes."),
         ("seq_parallel_communication_data_type", Dtype, "fp32",
-         "Type in which gradients travel with sequence parallelism.",
+         "Dtype of gradient messages with sequence parallelism.",
          alias("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")),
-        ("sparse_gradients", bool, False, "Reduces the gradients of embeddings as lists of rows."),
+        ("sparse_gradients", bool, False, "Sends the gradients of embeddings as lists of rows."),
     )  # fmt: skip
 
     CompileConfig = _block(
         "CompileConfig",
-        "Passes over compiled graphs that insert communication (DeepCompile).",
-        ("deepcompile", bool, False, "Replaces hooks by operations inside the compiled graph."),
-        ("free_activation", bool, False, "Frees large activations as soon as their last use in the graph is over."),
-        ("free_activation_threshold", Count, 10_485_760, "Bytes from which an activation counts as large."),
-        ("offload_activation", bool, False, "Moves kept activations to host memory between forward and backward."),
+        "DeepCompile: compiler passes that insert communication into compiled graphs.",
+        ("deepcompile", bool, False, "Replaces hooks with operations inside the compiled graph."),
+        ("free_activation", bool, False, "Frees large activations right after their last use in the graph."),
+        ("free_activation_threshold", Count, 10_485_760, "Smallest size of a large activation, in bytes."),
+        ("offload_activation", bool, False, "Moves saved activations to host memory between forward and backward."),
         ("offload_opt_states", bool, False, "Moves optimizer states to host memory outside the optimizer step."),
         ("double_buffer", bool, True, "Gathers into one of two buffers while the other is in use."),
-        ("symmetric_memory", bool, False, "Communicates through memory that peers address directly."),
+        ("symmetric_memory", bool, False, "Communicates through memory that other GPUs access directly."),
         ("debug_log", bool, False, "Writes the graphs to files."),
         ("offload_parameters", bool, False, "Moves weight shards to host memory."),
         ("sync_before_reduce", bool, False, "Waits for the device before each gradient reduction."),
@@ -215,8 +225,8 @@ else:
         ("sync_before_allgather", bool, False, "Waits for the device before each weight gather."),
         ("sync_after_allgather", bool, False, "Waits for the device after each weight gather."),
         ("keep_int_input_tensors", bool, True,
-         "Keeps the values of integer inputs for recompilation instead of stand-ins."),
+         "Keeps the values of integer inputs for recompilation instead of placeholders."),
         ("keep_all_input_tensors", bool, False,
-         "Keeps the values of all inputs for recompilation instead of stand-ins."),
-        ("passes", tuple[str, ...] | None, None, "Names of the passes to run; `null` follows the stage."),
+         "Keeps the values of all inputs for recompilation instead of placeholders."),
+        ("passes", tuple[str, ...] | None, None, "Names of the compiler passes to run. `null` follows the stage."),
     )  # fmt: skip
