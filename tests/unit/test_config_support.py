@@ -217,11 +217,11 @@ def test_all_refusals_come_together() -> None:
         require_supported(config)
     assert set(caught.value.problems) == {
         "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false "
-        "(stage 1 is the one there is)",
+        "(stage 1 is implemented once)",
         "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false "
-        "(a step of offloaded states hides behind the next forward, exactly)",
+        "(with lazy_step, offloaded states are stepped during the next forward, with the same results)",
         "sparse_gradients: true is not in this version; leave it at false "
-        "(gradients of embeddings travel like all others)",
+        "(gradients of embeddings are reduced like all others)",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "call zeropp.initialize, which makes it, or make it in your code and pass it in",
     }

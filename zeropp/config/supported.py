@@ -1,4 +1,4 @@
-"""The settings that this version honours. Every field has one entry here; the others are refused."""
+"""Support status of each configuration field: which values this version implements, and errors for all others."""
 
 from __future__ import annotations
 
@@ -43,23 +43,27 @@ from zeropp.config.zero_block import (
 
 
 class Kind(Enum):
-    """The reach of a setting in this version."""
+    """Support status of a setting in this version."""
 
-    EFFECT = "does what it says, at every value"
-    NEEDLESS = "accepted at every value, nothing is left to do; its description says why"
-    LIMITED = "only some values are honoured, the others are refused"
-    GOVERNED = "read only when another key, which is limited, is set"
-    UNREAD = "accepted, without effect, with a warning"
-    OFF = "accepted where it is switched off; elsewhere it would change what is computed, and is refused"
-    BLOCK = "a block with entries of its own"
+    EFFECT = "implemented for every value"
+    NEEDLESS = "accepted at every value without effect, because zeropp needs no such setting"
+    LIMITED = "implemented for some values; other values are errors"
+    GOVERNED = "read only if another key is set, and that key is limited"
+    UNREAD = "accepted at every value without effect, with a warning"
+    OFF = "accepted if it is switched off; otherwise an error, because it would change the training"
+    BLOCK = "a block whose keys have their own status"
 
 
 @dataclass(frozen=True)
 class Support:
-    """One field's entry.
+    """Support status of one field, with the texts for its error message.
 
-    `accepts` empty means the default alone; `remedy` empty means to go back to it; `instead` is what there is in place
-    of what is refused, or of a key that only an old form reads.
+    Attributes:
+        kind: status of the field.
+        accepts: accepted values of a limited field; () for the default only.
+        remedy: advice for the error message; "" for "leave it at the default".
+        governor: for a governed field, the key that must be set for the field to be read.
+        instead: text about the replacement of an unsupported feature or of a deprecated key; "" for none.
     """
 
     kind: Kind
@@ -77,7 +81,11 @@ def _only(*accepts: object, remedy: str = "") -> Support:
 
 
 def _later(instead: str) -> Support:
-    """Only the default is accepted, and it is the remedy as well."""
+    """Return the status of a field that accepts its default only.
+
+    Args:
+        instead: text about the replacement of the missing feature.
+    """
     return Support(Kind.LIMITED, instead=instead)
 
 
@@ -97,9 +105,9 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
     return _all(model, Support(Kind.GOVERNED, governor=governor)) | own
 
 
-_BESIDE = "a step of offloaded states hides behind the next forward, exactly"
+_BESIDE = "with lazy_step, offloaded states are stepped during the next forward, with the same results"
 
-# Every field has an entry, those without effect as well: a test fails for a field that is forgotten here.
+# Each field needs an entry, also if it has no effect. A test fails for a field without one.
 _ZERO = {
     **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
     **_each(
@@ -113,23 +121,24 @@ _ZERO = {
     ),
     **_all(NeedlessZero, NEEDLESS),
     "zenflow": _later(_BESIDE),
-    # These are errors already when the configuration is loaded.
-    **_each(_later("stage 1 is the one there is"), "save_muon_momentum_buffer_in_memory legacy_stage1"),
+    # Loading the configuration already rejects legacy_stage1.
+    **_each(_later("stage 1 is implemented once"), "save_muon_momentum_buffer_in_memory legacy_stage1"),
 }
 
 _TOP = {
     **_all(OutsideKeys, UNREAD),
-    # A run without these would compute something else, or feed ranks what others are to have.
+    # Raise an error if one of these features is switched on: ignoring it would change the results of the training, or
+    # give ranks the wrong data.
     "amp": _off("bf16, fp16 and torch_autocast compute in 16 bits without Apex"),
-    "elasticity": _off("checkpoints load on any number of ranks, and torchrun restarts them"),
+    "elasticity": _off("checkpoints load on any number of ranks, and torchrun restarts failed ranks"),
     "hybrid_engine": _off("generate inside zeropp.zero.GatheredParameters"),
-    "progressive_layer_drop": _off("leave layers out in the model's forward; ranks may differ in it"),
+    "progressive_layer_drop": _off("skip layers in the model's forward; each rank may skip other layers"),
     "sparse_attention": _off("torch's flex_attention has block masks"),
     "weight_quantization": _off("zero_quantized_weights sends weights as int8"),
     "zenflow": _off(_BESIDE),
-    **_each(_off("give the loader a sampler"), "curriculum_learning data_efficiency"),
+    **_each(_off("pass a sampler to the data loader"), "curriculum_learning data_efficiency"),
     **_each(_off("every rank is data-parallel"), "expert_parallel tensor_parallel"),
-    **_each(_off("models are trained as they are, and compressed by others"), "compression_training quantize_training"),
+    **_each(_off("zeropp does not compress models; use another library"), "compression_training quantize_training"),
     **_each(
         BLOCK,
         "zero_optimization zeropp bf16 fp16 torch_autocast data_types aio checkpoint activation_checkpointing compile",
@@ -143,7 +152,7 @@ _TOP = {
     **_all(NeedlessTop, NEEDLESS),
     **_all(UnreadTop, UNREAD),
     "sequence_parallel_size": _later("every rank is data-parallel"),
-    "sparse_gradients": _later("gradients of embeddings travel like all others"),
+    "sparse_gradients": _later("gradients of embeddings are reduced like all others"),
     "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
     "optimizer": _only(None, remedy="call zeropp.initialize, which makes it, or make it in your code and pass it in"),
     "scheduler": _only(None, remedy="call zeropp.initialize, which makes it, or make it in your code and step it"),
@@ -179,9 +188,9 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {
         **_each(EFFECT, "tag_validation load_universal"),
-        "use_node_local_storage": _only(False, remedy="save to a directory that all nodes see, and leave it at false"),
+        "use_node_local_storage": _only(False, remedy="save to a directory that all nodes share; leave it at false"),
         "parallel_write": BLOCK,
-        "writer": _later("zeropp.checkpoint.save(..., asynchronous=True) writes beside the training"),
+        "writer": _later("zeropp.checkpoint.save(..., asynchronous=True) writes in the background"),
         "checkpoint_serialization": NEEDLESS,
     },
     ParallelWriteConfig: _all(ParallelWriteConfig, NEEDLESS),
@@ -190,7 +199,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         **_each(NEEDLESS, "partition_activations number_checkpoints contiguous_memory_optimization"),
     },
     CompileConfig: _all(
-        CompileConfig, _later("engine.compile() compiles the model, and zeropp gathers outside of graphs")
+        CompileConfig, _later("engine.compile() compiles the model; zeropp gathers weights outside of compiled graphs")
     ),
     OptimizerConfig: _governed(OptimizerConfig, "optimizer"),
     SchedulerConfig: _governed(SchedulerConfig, "scheduler"),
@@ -198,15 +207,15 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
 
 
 def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
-    """The values of a limited field that this version honours."""
+    """Return the values of a limited field that this version implements."""
     return SUPPORT[model][name].accepts or (model.model_fields[name].default,)
 
 
 def is_accepted(model: type[Block], name: str) -> bool:
-    """Tell whether some value of a field other than its default is honoured, or at least taken."""
+    """Return True if a field accepts a value other than its default, with or without effect."""
     support = SUPPORT[model][name]
     inner = nested_block(model.model_fields[name])
-    # `initialize` makes what these two name.
+    # zeropp.initialize implements these two blocks, although require_supported rejects them.
     if name in ("optimizer", "scheduler") or support.governor in ("optimizer", "scheduler"):
         return True
     if support.kind is Kind.BLOCK and inner is not None:
@@ -215,7 +224,7 @@ def is_accepted(model: type[Block], name: str) -> bool:
 
 
 def is_recommended(model: type[Block], name: str) -> bool:
-    """Tell whether a field is worth naming to users: it, or something in its block, changes what is done."""
+    """Return True if error messages may recommend a field: the field, or a field of its block, has an effect."""
     support = SUPPORT[model][name]
     inner = nested_block(model.model_fields[name])
     if support.kind is Kind.BLOCK and inner is not None:
@@ -225,9 +234,12 @@ def is_recommended(model: type[Block], name: str) -> bool:
 
 
 def require_stage_for_offload(config: Config) -> None:
-    """Raises ConfigError where optimizer states are to lie elsewhere in a stage that does not partition them.
+    """Check that the stage allows the offload of optimizer states.
 
-    Not when the configuration is loaded: without an optimizer, where its states would lie does not matter.
+    Loading a configuration does not check this, because without an optimizer the block is irrelevant.
+
+    Raises:
+        ConfigError: `offload_optimizer` names a device in stage 0, or its ratio is below 1 in a stage other than 3.
     """
     zero = config.zero
     wrong = list[str]()
@@ -247,11 +259,11 @@ def require_stage_for_offload(config: Config) -> None:
 
 
 def require_supported(config: Config) -> None:
-    """Raises for settings that contradict each other or that this version cannot honour, one line for each.
+    """Check that this version implements all settings of a configuration.
 
     Raises:
-        ConfigError: offload in a stage that has nothing to offload.
-        UnsupportedConfigError: anything else.
+        ConfigError: the stage does not allow the offload of optimizer states.
+        UnsupportedConfigError: settings are not implemented or contradict each other. The error lists all of them.
     """
     require_stage_for_offload(config)
     refused = [*_refused(config, ()), *_refused_types(config), *_refused_main(config)]
@@ -261,27 +273,26 @@ def require_supported(config: Config) -> None:
 
 def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
     model = type(block)
-    # Governed settings are passed over: what they depend on is refused instead.
+    # Governed settings need no check, because the setting that governs them raises the error.
     for name, support in SUPPORT[model].items():
-        # By field and not by what was given: a default that is not honoured would show, too.
+        # Check every field, not only the given ones. This also finds a default that is not implemented.
         value = getattr(block, name)
-        # The documented spelling, whichever was used.
+        # Name the documented key in messages, whichever key was used.
         here = (*path, spellings(name, model.model_fields[name])[0])
-        # A block that is null asks for nothing.
         if support.kind is Kind.BLOCK and isinstance(value, Block):
             yield from _refused(value, here)
         elif support.kind is Kind.LIMITED and value not in accepted_values(model, name):
             remedy = support.remedy or f"leave it at {value_text(model.model_fields[name].default)}"
-            # The remedy is to make it in code, where no "auto" is filled in.
+            # The remedy is to construct the optimizer or scheduler in code, where "auto" is not a valid argument.
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             if isinstance(value, OptimizerConfig) and value.type and (meant := meant_type(value.type)):
-                # A class such as FusedAdam is no type.
+                # A class name such as FusedAdam is not an accepted type, so name the type that it means.
                 remedy += f', with type "{meant}"' if meant.lower() != value.type.lower() else ""
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {_with_reason(remedy, support)}"
         elif support.kind is Kind.OFF and switched_on(value):
             remedy = _with_reason(support.remedy, support)
-            # Cut short, since blocks such as data_efficiency may be pages long.
+            # Cut the value to 80 characters, because blocks such as data_efficiency may be pages long.
             yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {remedy}"
 
 
@@ -290,11 +301,11 @@ def _with_reason(remedy: str, support: Support) -> str:
 
 
 def _refused_types(config: Config) -> Iterator[str]:
-    """Types of `data_types` that other blocks contradict."""
+    """Iterate over error messages for dtypes in `data_types` that contradict other blocks."""
     computed = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
     named = config.data_types.param_dtype
     sums = config.data_types.grad_accum_dtype
-    # Either could be meant, and the blocks bring more than a type.
+    # Raise instead of choosing one: either could be meant, and the fp16 and bf16 blocks set more than a dtype.
     if named is not None and computed not in (None, named):
         yield f'data_types.param_dtype: "{named}" and {computed}.enabled say different things; leave one of them out'
     if named == "fp16" and computed is None:
@@ -306,12 +317,12 @@ def _refused_types(config: Config) -> Iterator[str]:
 
 
 def _refused_main(config: Config) -> Iterator[str]:
-    """Settings of main weights in 16 bits that do not go with others."""
+    """Iterate over error messages for settings that contradict main weights in 16 bits."""
     bf16 = config.bf16
     codec = config.zeropp.weight_codec
     main = bf16.bf16_master_weights_and_grads
     states = bf16.bf16_optimizer_states
-    # torch's optimizers make states like the weights that they step, and zeropp has none of its own.
+    # PyTorch's optimizers create states in the dtype of the weights, so the two flags must be equal.
     if main != states:
         one = "bf16_master_weights_and_grads"
         other = "bf16_optimizer_states"
@@ -322,16 +333,19 @@ def _refused_main(config: Config) -> Iterator[str]:
             yield f"{block}.{block}_master_weights_and_grads: true without {block}.enabled has no meaning; set both"
     if config.main_in_16_bits and codec in ("delta4", "lossless"):
         yield (
-            f'zeropp.weight_codec: "{codec}" sends what main weights in fp32 have gained, and these are in 16 bits; '
+            f'zeropp.weight_codec: "{codec}" sends changes of fp32 main weights, and main weights are in 16 bits; '
             "leave it out"
         )
 
 
 def switched_on(value: object) -> bool:
-    """Tell whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
+    """Return True if the value of a feature's key switches the feature on.
+
+    A block is on if any "enabled" key in it, at any depth, is true. A non-empty block without such a key is on, too.
+    """
     if not isinstance(value, Mapping):
         return _is_true(value)
-    # Two blocks that say it by a size.
+    # The blocks tensor_parallel and expert_parallel are switched on by a size above 1.
     sizes = [value[key] for key in ("autotp_size", "tp_size", "autoep_size") if key in value]
     if sizes:
         return any(isinstance(size, int | float) and size > 1 for size in sizes)
@@ -340,7 +354,7 @@ def switched_on(value: object) -> bool:
 
 
 def _is_true(value: object) -> bool:
-    # Templates and YAML leave strings, which are true to DeepSpeed.
+    # Templates and YAML files may contain strings such as "true", which DeepSpeed takes for true.
     return value.lower() in ("true", "yes", "on", "1") if isinstance(value, str) else value is True or value == 1
 
 
@@ -353,8 +367,8 @@ def _said(block: Mapping[object, object]) -> Iterator[object]:
 
 
 def uncovered(model: type[Block]) -> list[str]:
-    """Fields without an entry, or entries without a field, of a block and of all blocks below it."""
-    # Both ways: an entry that outlives its field says something untrue.
+    """Return the fields without an entry in SUPPORT, and entries without a field, for a block and all nested blocks."""
+    # Compare in both directions, so that no entry outlives its field.
     wrong = set(model.model_fields) ^ set(SUPPORT.get(model, {}))
     found = [f"{model.__name__}.{name}" for name in sorted(wrong)]
     for field in model.model_fields.values():

@@ -1,4 +1,4 @@
-"""The `zero_optimization` block: partitioning, offload, leaf modules, error feedback, and deprecated keys."""
+"""The `zero_optimization` block: sharding, offload, leaf modules, error feedback, and deprecated keys."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from zeropp.config.base import (
 from zeropp.config.ignored_keys import LaterZero, NeedlessZero
 
 Stage = Annotated[Integer, Ge(0), Le(3)]
-# DeepSpeed writes -1 for no MiCS.
+# DeepSpeed's value for "no MiCS" is -1.
 ShardSize = Annotated[Integer, Ge(-1)]
 _GONE = {
     "legacy_stage1": "each stage has one implementation",
 }
 
 
-# Places of states and weights.
+# Storage tiers of states and weights.
 
 Device = Literal["none", "cpu", "nvme"]
 
 
 class _OffloadBlock(Block):
     device: Device = "none"
-    """Place of these numbers between uses: `none` leaves them on the device that computes, `cpu` puts
-    them in host memory, `nvme` in files below `nvme_path`."""
+    """Storage tier: `none` keeps the data in device memory, `cpu` moves it to host memory, and `nvme` moves it to files
+    in `nvme_path`."""
 
     nvme_path: Path | None = None
-    """Directory of the swap files, on a file system that supports direct I/O. Needed with `nvme`, unused
+    """Directory of the swap files. Its file system must support direct I/O. Required with `nvme` and unused
     otherwise."""
 
-    # After all fields, of which one alone cannot be judged.
+    # This validator runs after all fields are set, because the rules involve several fields.
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> _OffloadBlock:
-        # An empty one, as of a variable that is not set, would be the directory that the program runs in.
+        # Reject an empty path, which comes from an unset variable, for example. It would mean the working directory.
         if self.device == "nvme" and (self.nvme_path is None or self.nvme_path == Path()):
             raise ValueError('device "nvme" needs nvme_path; give the directory that the swap files go to')
-        # The system's own error would name neither the path nor the key.
+        # Without this check, the operating system's error would name neither the path nor the key.
         if self.nvme_path is not None and "\0" in str(self.nvme_path):
             raise ValueError(f"nvme_path {str(self.nvme_path)!r} has a NUL character in it, which no path may have")
-        # Zero is DeepSpeed's lower bound, and does no harm where nothing is offloaded.
+        # The bound of the field is 0, as in DeepSpeed, so that 0 is accepted without offload.
         if self.device != "none" and getattr(self, "buffer_count", 1) < 1:
             raise ValueError(
                 f'buffer_count 0 leaves device "{self.device}" no staging buffer; give at least 1, or leave it out'
@@ -65,74 +65,74 @@ class _OffloadBlock(Block):
 
 
 class OffloadParamConfig(_OffloadBlock):
-    """Keeps the weight shards of released parameters outside device memory. Stage 3 only."""
+    """Offload of weight shards to host memory or NVMe. It applies to stage 3 only."""
 
     buffer_count: Count = 5
-    """Staging buffers in the pool for weights. More of them let more reads be under way at once."""
+    """Number of staging buffers for weights. More buffers allow more reads in flight."""
 
     buffer_size: Bound = 100_000_000
-    """Elements that one staging buffer holds. A larger shard takes several."""
+    """Size of one staging buffer, in elements. A larger shard is copied through several buffers."""
 
     max_in_cpu: Bound = 1_000_000_000
-    """Elements of weights that stay in host memory although `nvme` is set, so that they need no read."""
+    """Number of weight elements per rank that stay in host memory with `nvme`, so that they need no read from files."""
 
     pin_memory: bool = False
-    """Page-locks the staging buffers: copies to the device run faster and beside computing, and the host
-    cannot page them out."""
+    """Page-locks the staging buffers. Copies to the device are then faster and overlap with computation. Page-locked
+    memory cannot be swapped out."""
 
 
 class OffloadOptimizerConfig(_OffloadBlock):
-    """Keeps optimizer states outside device memory and steps on the host."""
+    """Offload of main weights, gradients and optimizer states to host memory or NVMe. The host's CPU steps them."""
 
     buffer_count: Count = 4
-    """Staging buffers in the pool for optimizer states. A tile under way takes one, or a
-    part of one, for each kind of number that is not in the host's memory: main weights, gradients, each
-    state, and new weights as they travel."""
+    """Number of staging buffers for the step. A sub-group in flight takes one buffer, or a part of one, for each kind
+    of data that is not in host memory: main weights, gradients, each optimizer state, and the new weights to send."""
 
     pin_memory: bool = False
-    """Page-locks the staging buffers: copies to and from the device run faster and beside computing, and
-    the host cannot page them out."""
+    """Page-locks the staging buffers. Copies to and from the device are then faster and overlap with computation.
+    Page-locked memory cannot be swapped out."""
 
     pipeline_read: bool = False
-    """Reads the next tile from NVMe while the present one is stepped."""
+    """Reads the next sub-group from NVMe while the current one is stepped."""
 
     pipeline_write: bool = False
-    """Writes a stepped tile back to NVMe while the next one is stepped."""
+    """Writes a stepped sub-group back to NVMe while the next one is stepped."""
 
     fast_init: bool = False
-    """Nothing is left to do: the first weights go to where they stay unit by unit."""
+    """In DeepSpeed, true speeds up the first copy of weights to NVMe. zeropp always writes the first weights to their
+    storage tier unit by unit."""
 
     ratio: Annotated[NonNegative, Le(1)] = 1.0
-    """Fraction of the states, from 0 to 1, that goes to the host and is stepped there; the rest stays on the
-    device, with its weights and gradients, and is stepped there: that of the units that the model defines
-    first. Below 1 it needs stage 3."""
+    """Fraction of the optimizer states, from 0 to 1, that is offloaded and stepped on the host. The remaining states,
+    those of the units that the model defines first, stay on the device with their main weights and gradients and are
+    stepped there. A value below 1 requires stage 3."""
 
     super_offload: bool = False
-    """Speculative host stepping for machines whose host and device share one fast memory link."""
+    """Speculative steps on the host, for machines with a fast memory link between host and device."""
 
     cpuadam_cores_perc: Annotated[NonNegative, Le(1)] = 0.8
-    """Fraction of the host's cores, from 0 to 1, that step states under `super_offload`."""
+    """Fraction of the host's cores, from 0 to 1, that step states with `super_offload`."""
 
     @property
     def pipeline(self) -> bool:
-        """True if files are read or written beside the step."""
+        """True if files are read or written while another sub-group is stepped."""
         return self.pipeline_read or self.pipeline_write
 
 
-# Modules whose parameters are fetched as one.
+# Leaf modules.
 
 
 def _listed(value: object) -> object:
-    # A string is a sequence, too, of its letters.
+    # A single string would otherwise be read as a sequence of its letters.
     return (value,) if isinstance(value, str) else value
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
-# Sparse expert blocks run a different subset of their experts on each rank, so per-expert units would ask for
-# collectives that other ranks do not join.
-# By name, since transformers need not be there.
+# Sparse expert blocks run different experts on different ranks. With one unit per expert, a rank would issue gathers
+# that other ranks do not issue. So these blocks are leaf modules. They are given by name, because transformers may be
+# missing.
 SPARSE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -141,35 +141,35 @@ SPARSE_BLOCKS = (
 
 
 class LeafModuleConfig(Block):
-    """Modules that are fetched and released whole: no unit boundary is put inside them. A single string is
-    taken for a list of one."""
+    """Leaf modules: all parameters of a leaf module belong to one unit, so they are gathered and freed together. A
+    single string means a list with one item."""
 
     classes: Names = SPARSE_BLOCKS
-    """Classes whose every instance is a leaf, by class name or by full dotted name. Names that nothing in
-    the model has are skipped."""
+    """Classes whose instances are leaf modules, by class name or full dotted name. Names that match no module of the
+    model are ignored."""
 
     names: Names = ()
-    """Qualified names of single modules, as `model.named_modules()` spells them."""
+    """Qualified names of leaf modules, as in `model.named_modules()`."""
 
     name_suffixes: Names = ()
-    """Endings of qualified names: each module whose name ends with one of them is a leaf."""
+    """Endings of qualified names. Each module whose name ends with one of them is a leaf module."""
 
 
 # Error feedback of quantized gradients.
 
 
 class LocoConfig(Block):
-    """Carries what quantizing a gradient lost over to the next step (LoCo). It acts on quantized
-    gradients. Where a step is skipped, or gradients are forgotten before a step, what was carried is
-    lost with them, on every rank, and carrying begins anew."""
+    """Error feedback of quantized gradients (LoCo): the quantization error of one reduction is added to the gradients
+    of the next. If a step is skipped, or gradients are dropped before a step, all ranks reset the stored errors to
+    zero."""
 
-    # 1 would keep the old error for ever and take nothing new in. The default is DeepSpeed's.
+    # A value of 1 would keep the first error forever. The default is DeepSpeed's.
     err_beta: Annotated[NonNegative, Lt(1)] = 0.8
-    """Share of the carried error that is kept at each step, below 1; the newest error gets the rest. 0.5
-    leaves less than DeepSpeed's 0.8 in Adam's averages, see docs/convergence.md."""
+    """Share of the old error in the stored one: stored = err_beta * stored + (1 - err_beta) * new error. The default
+    0.8 is DeepSpeed's; 0.5 leaves less error in Adam's averages (docs/convergence.md)."""
 
     reset_T: Positive = 1024
-    """Optimizer steps after which the carried errors are cleared; skipped ones clear them, too."""
+    """Number of optimizer steps after which the stored errors are reset to zero. Skipped steps also reset them."""
 
 
 # Deprecated keys.
@@ -187,11 +187,19 @@ _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_pa
 
 
 def upgrade_zero(given: dict[str, object]) -> dict[str, object]:
-    """Rewrites the deprecated keys of a zero block, with one warning for each that is present.
+    """Rewrite the deprecated keys of a `zero_optimization` block, with one warning for each.
 
-    Raises ValueError where an old key and the one that took its place are both given.
+    Args:
+        given: the block; changed in place.
+
+    Returns:
+        The same dict with current keys.
+
+    Raises:
+        ValueError: a deprecated key and its replacement are both given, or the value is not a boolean.
     """
-    # Taken out first, used last: it goes into blocks that other old keys may have yet to make.
+    # Apply cpu_offload_use_pin_memory last: it sets a key in offload blocks, and the other deprecated keys may create
+    # these blocks.
     pin = _taken(given, "cpu_offload_use_pin_memory")
     for old, new in _OFFLOAD.items():
         wanted = _taken(given, old, new)
@@ -202,14 +210,20 @@ def upgrade_zero(given: dict[str, object]) -> dict[str, object]:
         given[_RENAMED[0]] = gather
     if pin is not None:
         for block in _OFFLOAD.values():
-            # Pinning without offload pins nothing.
+            # Without an offload block there is nothing to page-lock.
             if given.get(block) is not None:
                 given[block] = _pinned(block, given[block], pin)
     return given
 
 
 def _taken(given: dict[str, object], old: str, *new: str) -> bool | None:
-    """Removes a deprecated key and returns its value; None where it is absent or "auto"."""
+    """Remove a deprecated key and return its value; return None if the key is absent or "auto".
+
+    Args:
+        given: the block; changed in place.
+        old: the deprecated key.
+        new: keys that have replaced it.
+    """
     if old not in given:
         return None
     value = given.pop(old)
@@ -218,7 +232,7 @@ def _taken(given: dict[str, object], old: str, *new: str) -> bool | None:
         raise ValueError(f"{old} is the old form of {clash[0]} and both are given; keep only {clash[0]}")
     if not isinstance(value, bool) and not is_auto(value):
         raise ValueError(f"{old}: got {value!r}, expected a boolean; set {REPLACEMENTS[old]} instead")
-    # FutureWarning, since Python hides DeprecationWarning outside of __main__.
+    # Python hides DeprecationWarning outside of __main__, so use FutureWarning.
     notify_once(f"zero_optimization.{old} is deprecated; set {REPLACEMENTS[old]} instead", FutureWarning)
     return value if isinstance(value, bool) else None
 
@@ -236,138 +250,142 @@ def _pinned(name: str, block: object, pin: bool) -> dict[str, object]:
 
 
 class ZeroConfig(NeedlessZero, LaterZero):
-    """The partitioning of a model over ranks: which parts, when they are fetched, and how they travel."""
+    """Sharding of a model over ranks: the sharded parts, the times of gathers, and the communication."""
 
     retired: ClassVar[Mapping[str, str]] = REPLACEMENTS
 
-    # DeepSpeed's default for a file that does not say. Without any file load_config sets 3.
+    # The default is DeepSpeed's, for a configuration without this key. Without a configuration, load_config sets 3.
     stage: Stage = 0
-    """Parts that the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights. Without a
-    configuration the stage is 3. In stages 0 and 1 gradients of several micro-batches are summed on each rank before
-    they travel, if `gradient_accumulation_steps` says how many there are; in stage 2 each micro-batch's travel."""
+    """Parts that are sharded over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights. Without any
+    configuration the stage is 3. With `gradient_accumulation_steps`, stages 0 and 1 sum the gradients of all
+    micro-batches on each rank before they reduce them; stages 2 and 3 reduce the gradients of every micro-batch."""
 
     offload_param: OffloadParamConfig | None = None
-    """Place of weight shards; `null` is on the device. It acts in stage 3 only: elsewhere `device` is read as `none`,
-    with a note."""
+    """Offload of weight shards. `null` keeps them on the device. In stages 0 to 2 its `device` has no effect, and a
+    warning says so."""
 
     offload_optimizer: OffloadOptimizerConfig | None = None
-    """Place where optimizer states are kept and stepped; `null` is on the device."""
+    """Offload of optimizer states, which the host then steps. `null` keeps them on the device."""
 
     sub_group_size: Bound = 1_000_000_000
-    """Elements of a rank's shard that are stepped at a time where states are in files: what a staging buffer holds, at
-    most; 0 stands for the default. Elsewhere nothing is left to do, since a step in parts gives the same bits."""
+    """Largest sub-group, in elements: with offloaded optimizer states, the number of elements of a rank's shard that
+    are stepped at a time, and the size limit of a staging buffer. It does not change the results. 0 means the
+    default."""
 
-    # Absent and null mean the same, so the default goes through the validator, too.
+    # Validate the default, so that an absent key gets the value that null gets.
     overlap_comm: bool | None = Field(default=None, validate_default=True)
-    """Runs gathers and reductions beside the computation, on a GPU on streams of their own, on CPU on threads. False
-    runs each of them in its turn, which gives the same bits more slowly (close ones where gradients are quantized and
-    ranks go different ways through the model: what they send in two parts then depends on timing). `null` means true
-    in stage 3 and where the host steps, and false elsewhere."""
+    """With true, gathers and reductions overlap with the computation, in CUDA streams on a GPU and in threads on CPU.
+    With false they run in sequence, which is slower and gives the same results, except for rounding if gradients are
+    quantized and ranks use different modules. `null` means true in stage 3 and with offloaded optimizer states, and
+    false otherwise."""
 
     prefetch_bucket_size: Bound = Field(
         default=50_000_000, validation_alias=alias("stage3_prefetch_bucket_size", "prefetch_bucket_size")
     )
-    """Elements of coming units that may be gathered ahead of their use. 0 turns prefetching off."""
+    """Largest number of elements that are prefetched, i.e. gathered before their use. A single unit may be larger. 0
+    turns prefetching off."""
 
     param_persistence_threshold: Bound = Field(
         default=100_000, validation_alias=alias("stage3_param_persistence_threshold", "param_persistence_threshold")
     )
-    """Elements up to which a parameter is persistent: its full weights stay gathered between uses and are
-    refreshed after each step. Its optimizer states are partitioned all the same."""
+    """Largest size of a persistent parameter, in elements. The full weights of persistent parameters stay gathered
+    between uses and are refreshed after each step. Their optimizer states are still sharded."""
 
-    # sys.maxsize stands for no bound, as in DeepSpeed.
+    # sys.maxsize means no bound, as in DeepSpeed.
     model_persistence_threshold: Bound = Field(
         default=sys.maxsize, validation_alias=alias("stage3_model_persistence_threshold", "model_persistence_threshold")
     )
-    """Elements that all persistent parameters may have together, counted in the order of the model."""
+    """Largest total size of all persistent parameters, in elements. In the order of the model, a parameter that would
+    exceed the total is not persistent."""
 
     max_live_parameters: Bound = Field(
         default=1_000_000_000, validation_alias=alias("stage3_max_live_parameters", "max_live_parameters")
     )
-    """Elements that may be gathered at once on a rank. Prefetching stops and reuse gives way before the
-    bound is passed; what the modules now running need comes on top."""
+    """Largest number of elements that are gathered at once on a rank, in addition to the unit in use. To stay below it,
+    zeropp prefetches less and frees units that it would otherwise keep for reuse."""
 
     max_reuse_distance: Bound = Field(
         default=1_000_000_000, validation_alias=alias("stage3_max_reuse_distance", "max_reuse_distance")
     )
-    """A unit stays gathered after its use if its next use comes within this many elements of uses, that one
-    included; where the next use is further, units behind it are not fetched ahead of it."""
+    """Largest reuse distance, in elements. A unit stays gathered after its use if the units used from then on, up to
+    and including its next use, have at most this many elements. Otherwise it is freed and gathered again, before the
+    units that are used after it."""
 
     module_granularity_threshold: Annotated[int, BeforeValidator(bound)] = Field(
         default=0, validation_alias=alias("stage3_module_granularity_threshold", "module_granularity_threshold")
     )
-    """A module with at most this many elements of parameters for each module in its tree is a leaf module:
-    many tiny modules are then one unit. 0 and below make none."""
+    """Largest average number of parameter elements per submodule with which a module becomes a leaf module. Many tiny
+    modules then form one unit. 0 and negative values make no leaf modules."""
 
     gather_16bit_weights_on_model_save: bool = Field(
         default=False,
         validation_alias=alias("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
     )
-    """Lets `zeropp.checkpoint.save_16bit_model` gather whole weights in the compute dtype on the first rank and write
-    them in stage 3; false makes it write nothing and return False there, as in DeepSpeed. Other stages write them in
-    any case. `model.state_dict()` and `checkpoint.export`, which are asked for by name, do not depend on it."""
+    """In stage 3, true lets `zeropp.checkpoint.save_16bit_model` gather the weights in the compute dtype and write them
+    on the first rank. With false it writes nothing and returns False in stage 3, as in DeepSpeed. Other stages,
+    `model.state_dict()` and `checkpoint.export` do not depend on this key."""
 
     load_from_fp32_weights: bool = True
-    """Main weights that are loaded are those of the file in full precision. False rounds them to the compute dtype, so
-    that training goes on from exactly what it computes with. It holds for every function of `zeropp.checkpoint` that
-    loads into a managed model, in each stage."""
+    """With true, functions of `zeropp.checkpoint` load main weights in full precision. With false they round them to
+    the compute dtype, so that the main weights equal the weights in the computation. It applies to every stage."""
 
     pipeline_loading_checkpoint: bool = False
-    """Ranks of a node read a checkpoint one after the other. What a rank needs for reading alone (at most 256 MB that
-    wait to be converted, tensors that others are made of, buffers) is there once a node at a time then; its own
-    weights and states, and so what is left afterwards, are the same. Loading takes longer."""
+    """With true, the ranks of a node read a checkpoint one after the other. The temporary memory for reading (up to 256
+    MB of unconverted values, source tensors and module buffers) is then used by one rank per node at a time. Loading
+    takes longer."""
 
     ignore_unused_parameters: bool = True
-    """Leaves a parameter that got no gradient on any rank as it is, like plain PyTorch. False makes the
-    step raise and name such parameters."""
+    """With true, a parameter without a gradient on any rank stays unchanged, as in plain PyTorch. With false the step
+    raises an error that names such parameters."""
 
     zero_hpz_partition_size: Count = 1
-    """Ranks, usually those of a node, among which a second copy of the weights is spread, so that weights cross
-    nodes only once an optimizer step (hpZ); for stage 3. It, the ranks of a node and the number of ranks divide each
-    other. 0 and 1, and as many ranks as the first copy has or a multiple, mean no second copy."""
+    """Number of ranks, usually those of a node, that share a second copy of the weights in stage 3 (hpZ). Weights are
+    then sent between nodes only once per optimizer step. The first copy is shared by S ranks: all ranks, or
+    `mics_shard_size`. This number, the ranks per node and S must divide each other. 0, 1 and multiples of S mean no
+    second copy."""
 
     zero_quantized_weights: bool = False
-    """Sends weights as 8-bit blocks when they are gathered (qwZ)."""
+    """Gathers weights quantized to 8 bits, in blocks of 256 elements (qwZ)."""
 
     zero_quantized_nontrainable_weights: bool = False
-    """Keeps frozen weights as 8-bit blocks and gathers them as such."""
+    """Stores and gathers frozen weights quantized to 8 bits, in blocks of 256 elements."""
 
     zero_quantized_gradients: bool = False
-    """Sends gradients as 8-bit blocks inside a node and 4-bit blocks between nodes (qgZ)."""
+    """Reduces gradients quantized to 8 bits inside a node and to 4 bits between nodes (qgZ)."""
 
     zeropp_loco_param: LocoConfig | None = None
-    """Error feedback of quantized gradients; `null` is none."""
+    """Error feedback of quantized gradients. `null` means none."""
 
     mics_shard_size: ShardSize = -1
-    """Ranks among which a replica of the model is partitioned; the world holds several replicas, which are
-    synchronised once an optimizer step (MiCS); for stage 3. It, the ranks of a node and the number of ranks divide each
-    other. -1 and 0 partition over all ranks."""
+    """Number of ranks that share one replica of the model in stage 3 (MiCS). The replicas are synchronised once per
+    optimizer step. This number, the ranks per node and the number of all ranks must divide each other. -1 and 0 shard
+    over all ranks."""
 
     mics_hierarchical_params_gather: bool = False
-    """Gathers between nodes first and inside the node second where a MiCS replica spans nodes, which sends each
-    weight to a node once. False gathers over the whole replica in one step."""
+    """If a MiCS replica spans nodes, true gathers between nodes first and inside the node second, so that each weight
+    is sent to a node once. With false, one collective gathers over the whole replica."""
 
     log_trace_cache_warnings: bool = False
-    """Logs a warning when a known order of units is given up because a pass ran differently, and is learned
-    anew."""
+    """Logs a warning when a pass uses units in another order than the known one, so that the order must be learned
+    again."""
 
     override_module_apply: bool = True
-    """Inside `zero.Init`, `Module.apply` fetches the parameters of each module together before the function gets it.
-    False fetches each one when the function touches it, and none that it does not."""
+    """Inside `zero.Init`, true makes `Module.apply` gather all parameters of a module before it calls the function.
+    With false, each parameter is gathered when the function accesses it."""
 
     leaf_module: LeafModuleConfig = LeafModuleConfig()
-    """Modules whose parameters are always fetched together."""
+    """Modules whose parameters are always gathered together."""
 
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
-        """Rewrites deprecated keys, one warning each."""
+        """Rewrite deprecated keys, with one warning for each."""
         return upgrade_zero(given)
 
     @field_validator("offload_param")
     @classmethod
     def _keep_weights_below_stage_3(cls, value: OffloadParamConfig | None, info: ValidationInfo) -> object:
-        # Ranks have whole weights there, which are used all the time. Fields above have been validated; one that is
-        # wrong is not there.
+        # Below stage 3 each rank keeps whole weights on the device, so there is nothing to offload. info.data holds the
+        # fields above this one; an invalid field is missing.
         if value is None or info.data.get("stage", 3) == 3:
             return value
         return value.model_copy(update={"device": "none"})
@@ -375,7 +393,7 @@ class ZeroConfig(NeedlessZero, LaterZero):
     @field_validator("sub_group_size")
     @classmethod
     def _default_for_zero(cls, value: int) -> int:
-        # DeepSpeed's smallest sub-group is one parameter, and nothing here is as small as 0 elements.
+        # DeepSpeed accepts 0, where a sub-group has one parameter. A staging buffer here cannot have 0 elements.
         return value or 1_000_000_000
 
     @field_validator("overlap_comm")
@@ -383,14 +401,15 @@ class ZeroConfig(NeedlessZero, LaterZero):
     def _overlap_follows_stage(cls, value: bool | None, info: ValidationInfo) -> bool:
         if value is not None:
             return value
-        # Fields are validated in the order of the class, and these stand above. One that is wrong is not there.
+        # Fields are validated in the order of the class, so the fields above are in info.data. An invalid field is
+        # missing.
         offload = info.data.get("offload_optimizer")
         return info.data.get("stage") == 3 or (offload is not None and offload.device != "none")
 
     @field_validator(*_GONE)
     @classmethod
     def _refuse_what_is_gone(cls, value: bool, info: ValidationInfo) -> bool:
-        # An error when loading already: there is nothing that a later version could add.
+        # Raise when loading: no later version will add these features.
         if value:
             raise ValueError(f"true is refused; remove the key: {_GONE[info.field_name or '']}")
         return value
