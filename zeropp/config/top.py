@@ -1,4 +1,4 @@
-"""The configuration as a whole: top-level keys, the blocks below them, and the sizes of batches."""
+"""The whole configuration: the top-level keys, their blocks, and the computation of batch sizes."""
 
 from __future__ import annotations
 
@@ -28,77 +28,80 @@ def _small(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-# Those keys stand at the top level of a file, so they are inherited and not a block.
+# The keys of the base classes are at the top level of a file, so Config inherits them instead of nesting them as
+# blocks.
 class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
-    """Keys at the top level, and the blocks below it."""
+    """The keys at the top level. Some of them are blocks of further keys."""
 
     train_batch_size: Positive | None = None
-    """Samples of one optimizer step, over all ranks and micro-batches. It is micro-batch size x
-    accumulation steps x ranks; what is left out of the three is derived."""
+    """Number of samples per optimizer step, over all ranks and micro-batches: `train_micro_batch_size_per_gpu` x
+    `gradient_accumulation_steps` x ranks. Any one of the three keys can be left out and is then computed."""
 
     train_micro_batch_size_per_gpu: Positive | None = None
-    """Samples that one rank takes through one forward and backward."""
+    """Number of samples per rank in one forward and backward."""
 
     gradient_accumulation_steps: Positive | None = None
-    """Micro-batches whose gradients are summed before the optimizer steps. `null` derives it, or is 1 where
-    no batch size is given."""
+    """Number of micro-batches whose gradients are summed for one optimizer step. `null` computes it from the batch
+    sizes, and means 1 unless both batch sizes are given."""
 
     managed_gradient_accumulation: bool = True
-    """Lets `step()` act only when at least `gradient_accumulation_steps` micro-batches have been taken since
-    the last step, or with `now=True`. With false every `step()` acts."""
+    """With true, `step()` does nothing before `gradient_accumulation_steps` micro-batches have run since the last step,
+    unless it is called with `now=True`. With false, every call of `step()` takes a step."""
 
     gradient_clipping: NonNegative = 0.0
-    """Largest norm of all gradients together; larger gradients are scaled down to it. 0 clips nothing."""
+    """Largest L2 norm of the gradient of the whole model. A larger gradient is scaled down to this norm. 0 disables
+    clipping."""
 
     zero_optimization: ZeroConfig = ZeroConfig()
-    """Partitioning. A boolean is a deprecated form: true is stage 1, false is stage 0."""
+    """Sharding of the model (ZeRO). A boolean is a deprecated form: true means stage 1 and false means stage 0."""
 
     allgather_size: Bound | None = None
-    """Elements; the `allgather_bucket_size` of a zero block in the deprecated form `true`. Read with that
-    form only."""
+    """The `zero_optimization.allgather_bucket_size`, in elements, for the deprecated form `"zero_optimization": true`.
+    It is read with that form only."""
 
     zeropp: ExtensionConfig = ExtensionConfig()
-    """Settings that DeepSpeed's format has no key for."""
+    """Settings of zeropp that DeepSpeed's format does not have."""
 
     bf16: Bf16Config = Field(default=Bf16Config(), validation_alias=alias("bf16", "bfloat16"))
-    """Computation in bf16. Not together with `fp16`."""
+    """Computation in bf16. It excludes `fp16`."""
 
     fp16: Fp16Config = Fp16Config()
-    """Computation in fp16 with loss scaling. Not together with `bf16`."""
+    """Computation in fp16 with a loss scale. It excludes `bf16`."""
 
     torch_autocast: AutocastConfig = AutocastConfig()
-    """Forward passes of the model under torch autocast."""
+    """Forward passes of the model under `torch.autocast`."""
 
     data_types: DataTypesConfig = DataTypesConfig()
-    """Number formats of gradient sums, weights and buffers."""
+    """Dtypes of gradient sums, weights and module buffers."""
 
     communication_data_type: Dtype | None = None
-    """Type in which plain gradients travel; `null` is the compute type. Sums are in fp32, unless
-    `zeropp.reduce_scatter` leaves them to the backend."""
+    """Dtype of unquantized gradient messages. `null` means the compute dtype. Sums are computed in fp32, unless
+    `zeropp.reduce_scatter` selects the backend's reduce-scatter."""
 
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_small)] = "mean"
-    """Mean or sum of gradients over ranks."""
+    """Reduction of gradients over ranks: mean or sum."""
 
     optimizer: OptimizerConfig | None = None
-    """An optimizer to make; `null` is the one that is passed in."""
+    """Optimizer that `zeropp.initialize` creates. `null` means the optimizer that is passed in."""
 
     scheduler: SchedulerConfig | None = None
-    """A learning rate scheduler to make; `null` is none, or the one that is passed in."""
+    """Learning rate scheduler that `zeropp.initialize` creates. `null` means the scheduler that is passed in, if
+    any."""
 
     dataloader_drop_last: bool = False
-    """Drops the last batch of an epoch where it is not full, in data loaders that `zeropp.initialize` makes."""
+    """With true, data loaders that `zeropp.initialize` creates drop the last batch of an epoch if it is incomplete."""
 
     aio: AioConfig = AioConfig()
-    """File I/O of NVMe offload."""
+    """Asynchronous file I/O of NVMe offload."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving and loading."""
+    """Saving and loading of checkpoints."""
 
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
-    """Recomputation of activations."""
+    """Recomputation of activations in backward."""
 
     compile: CompileConfig = CompileConfig()
-    """Communication inside compiled graphs."""
+    """DeepCompile: communication inside compiled graphs."""
 
     @property
     def zero(self) -> ZeroConfig:
@@ -107,37 +110,48 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
 
     @property
     def loss_scaling(self) -> Fp16Config:
-        """The `fp16` block, enabled also where autocast computes in fp16: small gradients vanish there alike."""
+        """The `fp16` block, with `enabled` true also if autocast computes in fp16.
+
+        Autocast in fp16 needs a loss scale, too, because small gradients become zero in fp16.
+        """
         autocast = self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16"
         return self.fp16.model_copy(update={"enabled": True}) if autocast else self.fp16
 
     @property
     def main_in_16_bits(self) -> bool:
-        """True if main weights, gradient sums and states have the type that the model computes in."""
+        """True if main weights, gradient sums and optimizer states have the 16-bit compute dtype."""
         return self.bf16.bf16_master_weights_and_grads or self.fp16.fp16_master_weights_and_grads
 
     @property
     def checks_overflow(self) -> bool:
-        """True if a step with a gradient that is not finite is skipped."""
+        """True if a step with a non-finite gradient is skipped."""
         return not self.bf16.enabled or self.bf16.check_grad_overflow
 
     @property
     def steps_on_host(self) -> bool:
-        """True if the host's cores step states in the host's memory or in files."""
+        """True if the host's CPU steps optimizer states, which are in host memory or in files."""
         block = self.zero.offload_optimizer
-        # A ratio of 0 leaves every state on the device.
+        # A ratio of 0 offloads no states.
         return block is not None and block.device != "none" and block.ratio > 0
 
     @property
     def offloads(self) -> bool:
-        """True if anything that training needs is off the device."""
+        """True if weights or optimizer states are offloaded."""
         block = self.zero.offload_param
         return self.steps_on_host or (block is not None and block.device != "none")
 
     def resolve_batch(self, world_size: int) -> Triple:
-        """(train_batch_size, micro-batch size, accumulation steps) for a number of ranks.
+        """Compute the batch sizes for a number of ranks.
 
-        Sizes that follow from nothing are None. Raises ConfigError where the three do not agree.
+        Args:
+            world_size: number of ranks.
+
+        Returns:
+            train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps. Both sizes are None if
+            neither is given.
+
+        Raises:
+            ConfigError: the three values contradict each other.
         """
         return resolve_batch(
             self.train_batch_size,
@@ -148,8 +162,8 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
 
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
-        """Rewrites a boolean zero block."""
-        # The form as it was given: below it has been rewritten.
+        """Rewrite the deprecated boolean form of `zero_optimization`, and `allgather_size` with it."""
+        # Keep the original value: the block below replaces it in `given`.
         zero = given.get("zero_optimization")
         if isinstance(zero, bool):
             notify_once(
@@ -158,10 +172,10 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
                 FutureWarning,
             )
             given["zero_optimization"] = {"stage": int(zero)}
-        # Null and absent alike ask for nothing.
+        # A null value means the same as an absent key.
         if given.get("allgather_size") is None:
             return given
-        # Read with the old form only, as DeepSpeed does; a block has a key of its own for it.
+        # As in DeepSpeed, the boolean form reads this key. A block has the key allgather_bucket_size instead.
         if zero is True:
             given["zero_optimization"] = {"stage": 1, "allgather_bucket_size": given["allgather_size"]}
         else:
@@ -175,7 +189,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     @model_validator(mode="after")
     def _one_compute_type(self) -> Config:
         if self.fp16.enabled and self.bf16.enabled:
-            # Neither could win by a rule that a reader of the file would guess.
+            # Raise instead of choosing one, because readers of the file could not guess the choice.
             raise ValueError("fp16.enabled and bf16.enabled are both true; enable one of them")
         return self
 
@@ -190,10 +204,10 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
             raise ValueError(f"{key} and zero_quantized_weights ask for different codecs; leave one of them out")
         if self.zeropp.secondary == "codes":
             raise ValueError(
-                f'{key} sends differences to the weights that are cached, and zeropp.secondary "codes" caches none; '
+                f'{key} sends differences to cached weights, and zeropp.secondary "codes" caches codes instead; '
                 'leave secondary at "weights"'
             )
-        # 0 and 1 make no second copy; whether a size makes one on so many ranks, require_base tells.
+        # Sizes 0 and 1 mean no secondary shards. Larger sizes depend on the number of ranks; require_base checks them.
         if zero.stage == 3 and zero.zero_hpz_partition_size < 2:
             raise ValueError(
                 f"{key} sends differences to weights that are cached between steps, and stage 3 caches none; set "
@@ -208,30 +222,38 @@ Triple = tuple[int | None, int | None, int]
 
 
 def resolve_batch(train: int | None, micro: int | None, steps: int | None, world_size: int) -> Triple:
-    """Completes (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps).
+    """Compute missing batch sizes from ``train = micro * steps * world_size``.
 
-    Sizes are in samples; the first counts all ranks, the second one rank. Two of the three give the third,
-    one size alone stands with a single accumulation step. Without either size both stay None, and the number
-    of accumulation steps is what was given, or 1.
+    If only one size is given, steps is 1. If neither size is given, both stay None.
 
-    Raises ConfigError where the three cannot agree, and where world_size is below 1.
+    Args:
+        train: samples per optimizer step over all ranks, or None.
+        micro: samples per micro-batch of one rank, or None.
+        steps: micro-batches per optimizer step, or None.
+        world_size: number of ranks.
+
+    Returns:
+        The completed (train, micro, steps).
+
+    Raises:
+        ConfigError: the values contradict each other, or world_size is below 1.
     """
-    # True is 1 to a comparison.
+    # Reject booleans: True would pass the comparison as 1.
     if isinstance(world_size, bool) or world_size < 1:
         raise ConfigError(f"world_size: got {world_size!r}, expected the number of ranks, at least 1")
-    # Kept for the message, which tells given sizes from derived ones.
+    # The error message distinguishes given values from computed ones.
     given = (train, micro, steps)
     if micro is None:
         steps = steps or 1
         if train is None:
             return None, None, steps
-        # Divided without a remainder or not: the check at the end finds out, and names all three.
+        # This division may have a remainder. The check at the end finds that and names all three values.
         micro = train // (steps * world_size)
     elif train is None:
         steps = steps or 1
         train = micro * steps * world_size
     else:
-        # 0 where the batch is too small, which the check refuses as well.
+        # The result is 0 if the batch is too small. The check at the end rejects that, too.
         steps = steps or train // (micro * world_size)
     full = (train, micro, steps)
     if train != micro * steps * world_size:
@@ -245,7 +267,7 @@ def _disagreement(given: tuple[int | None, ...], full: tuple[int, int, int], wor
         f"{name} {value} ({'given' if had is not None else 'derived'})"
         for name, had, value in zip(names, given, full, strict=True)
     ]
-    # The product of the sizes as they are, derived ones included, so that the reader can check the sum.
+    # Include the computed values in the product, so that the reader can check the calculation.
     product = full[1] * full[2] * world_size
     return (
         f"{', '.join(parts)} and world size {world_size} do not agree: expected train_batch_size = "
