@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zero_optimization.tensor_parallel": (zero(tensor_parallel={}), "remove it, since it is not in this version"),
     "zero_optimization.offload_optimizer.enabled": (
         zero(offload_optimizer={"device": "cpu", "enabled": False}),
-        'remove it: device says whether the block acts, and "none" switches it off',
+        'remove it: the key "device" switches the block on, and "none" switches it off',
     ),
     "aio.enabled": ({"aio": {"enabled": True}}, "remove it: this block has no such key and takes effect by being"),
     "zeropp.enable": ({"zeropp": {"enable": True}}, "remove it: this block has no such key and takes effect by being"),
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         zero(cpu_ofload=True), "set offload_optimizer instead, which has taken the place of cpu_offload",
     ),
     "fp16.fp16_optimizer_states": (
-        {"fp16": {"fp16_optimizer_states": True}}, "remove it: states are in fp16 where fp16.fp16_master_weights_and_",
+        {"fp16": {"fp16_optimizer_states": True}}, "remove it: fp16.fp16_master_weights_and_grads also stores",
     ),
     "bf16.bf16_optimizer_state": (
         {"bf16": {"enabled": True, "bf16_optimizer_state": True}},
@@ -295,7 +295,7 @@ def test_what_is_refused_with_its_remedy(key: str) -> None:
         (zero(offload_param=False), 'write {"device": "none"}'),
         ({"optimizer": "FusedAdam"}, 'write {"type": "Adam"}'),
         ({"compile": True}, "remove it: engine.compile() compiles the model"),
-        ({"activation_checkpointing": True}, "remove it: the block acts where code calls"),
+        ({"activation_checkpointing": True}, "remove it: the block takes effect when code calls"),
         (zero(stage3_prefetch_bucket_size="1e6 elements"), "stage3_prefetch_bucket_size: got "),
         ({"gradient_clipping": "large"}, "gradient_clipping: got "),
     ],

@@ -1,7 +1,7 @@
-"""Keys that other programs and older DeepSpeed versions write: where each belongs, or why nothing takes its place.
+"""Tables of keys of other programs and older DeepSpeed versions, with the matching key of zeropp or a reason for none.
 
-A key is looked up by its meaning here before its spelling is compared with the keys that there are. No entry leads to a
-key that is refused; a test tries each of them.
+The remedy for an unknown key is looked up in these tables first. Only then is its spelling compared with the existing
+keys. No entry recommends a key that zeropp rejects; a test checks each entry.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = [
 
 
 def _inverted(rows: Mapping[str, str]) -> dict[str, str]:
-    # Many names have one meaning, so the tables are written by meaning and looked up by name.
+    # Many names have the same meaning. So the tables are written as meaning -> names, and looked up by name.
     return {name: value for value, names in rows.items() for name in names.split()}
 
 
-# Keys of the right place -> other names of it. A name with a dot counts in that block only.
+# Right key -> other names for it, separated by spaces. A name with a dot applies inside that block only.
 MOVED: Mapping[str, str] = _inverted({
     "train_micro_batch_size_per_gpu": (
         "micro_batch_size micro_batch_size_per_gpu train_micro_batch_size train_batch_size_per_gpu batch_size_per_gpu "
@@ -37,7 +37,7 @@ MOVED: Mapping[str, str] = _inverted({
         "train_micro_batch_size_per_device mbs minibatch_size samples_per_gpu"
     ),
     "train_batch_size": "global_batch_size total_batch_size total_train_batch_size global_train_batch_size",
-    # This name alone does not tell which of the two is meant.
+    # The name "batch_size" does not show which of the two keys is meant.
     "train_batch_size or train_micro_batch_size_per_gpu": "batch_size bs",
     "gradient_accumulation_steps": (
         "accumulation_steps grad_accumulation_steps grad_accum_steps grad_accum gradient_accumulation gas "
@@ -166,7 +166,7 @@ MOVED: Mapping[str, str] = _inverted({
     "scheduler.params.warmup_max_lr": "warmup_max_lr max_lr scheduler.params.max_lr",
     "scheduler.params.warmup_type": "warmup_type",
 })  # fmt: skip
-"""Names that mean a key of this configuration -> that key, or two of them joined by "or"."""
+"""Other name -> path of the key that it means, or two such paths joined by "or"."""
 
 REMOVED: Mapping[str, str] = _inverted({
     "bf16 has no loss scale": (
@@ -174,41 +174,43 @@ REMOVED: Mapping[str, str] = _inverted({
         "bf16.min_loss_scale bf16.scale_window bf16.min_scale bf16.init_scale bf16.initial_scale bf16.scale "
         "bf16.static_loss_scale bf16.dynamic_loss_scale bf16.growth_interval bf16.delayed_shift bf16.initial_loss_scale"
     ),
-    "a loss scale of 0 is the dynamic one": "dynamic_loss_scale fp16.dynamic_loss_scale fp16.dynamic",
-    "inputs are cast where 16 bits are enabled": "bf16.auto_cast",
-    "a gradient always goes to its sum when it is complete": "accumulate_grads_via_hooks",
+    "fp16.loss_scale 0 means a dynamic loss scale": "dynamic_loss_scale fp16.dynamic_loss_scale fp16.dynamic",
+    "model inputs are always cast to the 16-bit compute dtype": "bf16.auto_cast",
+    "the gradients of a unit are always reduced as soon as they are complete": "accumulate_grads_via_hooks",
     "main weights are in fp32 anyway": (
         "master_weights fp32_master_weights master_weights_in_fp32 keep_fp32_master_weights use_master_weights"
     ),
-    "states are in fp16 where fp16.fp16_master_weights_and_grads is set": "fp16.fp16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads also stores optimizer states in fp16": "fp16.fp16_optimizer_states",
     "gradients are clipped by their norm, by gradient_clipping": "clip_value clip_grad_value grad_clip_value",
-    'device says whether the block acts, and "none" switches it off': " ".join(
+    'the key "device" switches the block on, and "none" switches it off': " ".join(
         f"{block}.{word}"
         for block in ("offload_optimizer", "offload_param")
         for word in ("enabled", "enable", "use", "active", "on")
     ),
-    "what is read ahead of its use follows from zero_optimization.stage3_prefetch_bucket_size": (
+    "zero_optimization.stage3_prefetch_bucket_size limits how many weights are read ahead": (
         "offload_param.pipeline offload_param.pipeline_read offload_param.pipeline_write"
     ),
-    "the configuration is what is inside it": "deepspeed deepspeed_config ds_config deepspeed_plugin",
-    "the first scale is a power of 2, and fp16.initial_scale_power is its exponent": (
+    "pass the contents of this block as the configuration": "deepspeed deepspeed_config ds_config deepspeed_plugin",
+    "fp16.initial_scale_power sets the initial scale, as an exponent of 2": (
         "initial_scale init_scale initial_loss_scale fp16.init_scale fp16.initial_scale fp16.initial_loss_scale"
     ),
     "a warm-up is counted in steps, by scheduler.params.warmup_num_steps": (
         "warmup_ratio warmup_proportion scheduler.params.warmup_ratio scheduler.params.warmup_proportion"
     ),
-    "the dynamic scale is doubled and halved": (
+    "the dynamic scale always changes by a factor of 2": (
         "scale_factor loss_scale_factor growth_factor backoff_factor fp16.scale_factor fp16.loss_scale_factor"
     ),
     "the dynamic scale has no upper bound": "max_loss_scale fp16.max_scale",
-    "the elements that are reduced at a time follow from zeropp.unit_numel": "bucket_size bucket_size_mb bucket_cap_mb",
-    "torch.profiler times the steps of a program": "profile profiler",
-    "the folder and the tag are given to engine.save_checkpoint": (
+    "gradients are reduced unit by unit, and zeropp.unit_numel sets the size of units": (
+        "bucket_size bucket_size_mb bucket_cap_mb"
+    ),
+    "use torch.profiler to measure the steps of a program": "profile profiler",
+    "pass the folder and the tag to engine.save_checkpoint": (
         "checkpoint.dir checkpoint.path checkpoint.tag checkpoint.save_dir checkpoint_dir save_dir"
     ),
-    "the backend is given to zeropp.init_distributed": "backend dist_backend comm_backend",
-    "levels such as O1 are Apex's": "opt_level fp16_opt_level fp16.opt_level bf16.opt_level fp16.level",
-    "one overflow more or less does not change how the scale moves": "fp16.fp16_scale_tolerance fp16.scale_tolerance",
+    "pass the backend to zeropp.init_distributed": "backend dist_backend comm_backend",
+    "levels such as O1 belong to Apex": "opt_level fp16_opt_level fp16.opt_level bf16.opt_level fp16.level",
+    "the loss scale has no such tolerance; see fp16.hysteresis": "fp16.fp16_scale_tolerance fp16.scale_tolerance",
     "a staging buffer of states holds zero_optimization.sub_group_size elements": (
         "offload_optimizer.buffer_size offload_optimizer.max_in_cpu"
     ),
@@ -219,17 +221,17 @@ REMOVED: Mapping[str, str] = _inverted({
         "moe_ep_size sequence_parallel_size seq_parallel_communication_data_type seq_parallel_comm_data_type moe "
         "tp pp dp tensor_parallel_degree pipeline_parallel pipeline_parallel_degree data_parallel_size"
     ),
-    "gradients of embeddings travel like all others": "sparse_embedding_gradients sparse_gradients_enabled",
-    "a parameter without a gradient is left as it is without being named": "find_unused_parameters",
-    "it is for inference without training": "replace_with_kernel_inject kernel_inject replace_method injection_policy",
-    "engine.compile() compiles the model, with the arguments of torch's": (
+    "gradients of embeddings are reduced like all others": "sparse_embedding_gradients sparse_gradients_enabled",
+    "parameters without a gradient are always allowed": "find_unused_parameters",
+    "this key is for inference only": "replace_with_kernel_inject kernel_inject replace_method injection_policy",
+    "engine.compile() compiles the model, with the arguments of torch.compile": (
         "compile.enabled compile.disable compile.backend compile.kwargs compile.mode compile.dynamic compile.fullgraph"
     ),
-    "the block acts where code calls zeropp.training.checkpointing": (
+    "the block takes effect when code calls zeropp.training.checkpointing": (
         "activation_checkpointing.enabled activation_checkpointing.enable"
     ),
 })  # fmt: skip
-"""Names without a key here -> why there is none."""
+"""Other name -> reason why zeropp has no key for it."""
 
 _EVALUATION = "remove it: an evaluation takes the batches that your loop passes in"
 _WORDS: tuple[tuple[str, str], ...] = (
@@ -244,11 +246,11 @@ _WORDS: tuple[tuple[str, str], ...] = (
         r"(micro|mini|local|device|gpu|rank|worker|process)_.*batch|batch_.*(device|gpu|rank|worker|process)",
         "train_micro_batch_size_per_gpu",
     ),
-    # Names that begin like the keys themselves are rather misspelt.
+    # Names that begin with "tr" are more likely misspellings of train_batch_size or train_micro_batch_size_per_gpu.
     (r"^(?!tr).*batch_?size", "train_batch_size or train_micro_batch_size_per_gpu"),
     (r"clip.*(grad|norm)|(grad|norm).*clip", "gradient_clipping"),
 )
-"""Patterns of a key in small letters -> the key that it means; the first that is found counts."""
+"""Pairs of a pattern for a lower-case key and the key that it means. The first pattern that matches is used."""
 
 FOREIGN: frozenset[str] = frozenset(_inverted({
     "older DeepSpeed versions, or names of its code that its configuration never had": (
@@ -263,7 +265,7 @@ FOREIGN: frozenset[str] = frozenset(_inverted({
         "megatron_lm_config num_gpus num_machines num_nodes num_processes rdzv_backend same_network tpu_env "
         "tpu_use_cluster tpu_use_sudo use_cpu world_size zero3_init_flag"
     ),
-    "trainers and scripts: what they report, save, load and repeat": (
+    "trainers and scripts: settings of reports, checkpoints and training loops": (
         "dataloader_num_workers dataloader_pin_memory dataset debug description do_eval do_train epochs "
         "eval_batch_size eval_interval eval_steps eval_strategy evaluation_strategy experiment_name "
         "gradient_checkpointing gradient_checkpointing_kwargs log_interval logging logging_dir logging_steps "
@@ -273,7 +275,7 @@ FOREIGN: frozenset[str] = frozenset(_inverted({
         "tf32 torch_compile train_steps use_cache verbose version wandb_project"
     ),
 }))  # fmt: skip
-"""Keys at the top level that have no effect in DeepSpeed, either: accepted, and named in the note of ignored keys."""
+"""Top-level keys that have no effect in DeepSpeed, either. zeropp accepts them, and one warning lists them."""
 
 _ADAM = (
     "lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused "
@@ -305,29 +307,36 @@ ARGUMENTS: Mapping[str, frozenset[str]] = {
         ),
     }.items()
 }  # fmt: skip
-"""Arguments of the optimizers, in small letters, and schedulers that files name most."""
+"""Name of a common optimizer (in lower case) or scheduler -> names of its arguments."""
 
 
 def place(path: Sequence[str]) -> str:
-    """The right place of a key that has another name: a path, two of them joined by "or", or nothing.
+    """Return the path of the key that an unknown key means.
 
     Args:
-        path: keys that lead to the unknown one, that one last.
+        path: keys that lead to the unknown key, ending with the unknown key.
+
+    Returns:
+        A path, two paths joined by "or", or "" if the meaning is unknown or the key already has that path.
     """
     found = _looked_up(path, MOVED)
-    # A name such as `lr` leads to optimizer.params.lr, which is no remedy where it stands there already.
+    # optimizer.params.lr ends with the name `lr`, which means optimizer.params.lr: that is no remedy.
     return "" if found == ".".join(path) else found
 
 
 def meaning(path: Sequence[str]) -> str:
-    """A remedy for an unknown key, from its meaning; nothing where none is known. The argument is that of `place`."""
+    """Return a remedy for an unknown key from the tables MOVED and REMOVED; "" if they have no entry.
+
+    Args:
+        path: keys that lead to the unknown key, ending with the unknown key.
+    """
     if reason := _looked_up(path, REMOVED):
         return f"remove it: {reason}"
     return f"set {found} instead" if (found := place(path)) else ""
 
 
 def by_words(key: str) -> str:
-    """A remedy for an unknown key by the words that it is made of; nothing where they do not tell."""
+    """Return a remedy for an unknown key from the words in its name; "" if no pattern matches."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower().replace("-", "_")
     words = re.sub(r"(micro|mini)_?batch", r"\1_batch", words)
     found = next((target for pattern, target in _WORDS if re.search(pattern, words)), "")
@@ -336,7 +345,7 @@ def by_words(key: str) -> str:
     return f"set {found} instead" if found else ""
 
 
-# What names of an optimizer's class say of how and where it steps; 8 bits of a state among them.
+# Parts of an optimizer's class name that describe its implementation, such as "fused", "cpu" or "8bit".
 _IMPLEMENTATION = re.compile(r"deepspeed|fused|cpu|torch|apex|paged|bnb|npu|xla|hf|ds|(4|8|32)_?bit|optimizer|[\W_]")
 _TYPES = _inverted({
     "Adam": "adam",
@@ -353,24 +362,24 @@ _TYPES = _inverted({
 
 
 def meant_type(name: str) -> str:
-    """The type of an optimizer or a scheduler that another name of it means, such as FusedAdam; else nothing."""
+    """Return the accepted type for another name of an optimizer or scheduler: "Adam" for "FusedAdam"; "" if unknown."""
     return _TYPES.get(_IMPLEMENTATION.sub("", name.rpartition(".")[2].lower()), "")
 
 
 def _looked_up(path: Sequence[str], table: Mapping[str, str]) -> str:
     words = [part.lower().replace("-", "_") for part in path]
-    # The longest end first: bf16.loss_scale means something else than loss_scale.
+    # Try the longest suffix first, because bf16.loss_scale has another meaning than loss_scale.
     ends = (".".join(words[start:]) for start in range(len(words)))
     return next((table[end] for end in ends if end in table), "")
 
 
 def is_comment(key: object) -> bool:
-    """Tell whether a key stands for a comment: JSON has none, so files have keys such as "_comment" and "comment2"."""
+    """Return True if a key is a comment, such as "_comment" or "comment2". JSON has no comments, so files use keys."""
     return isinstance(key, str) and key.lower().startswith(("_", "comment", "//", "#"))
 
 
 def without_comments(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a JSON object without the keys that are comments, at any depth."""
+    """Return a copy of a JSON object without the keys that are comments, at any depth."""
     return {
         key: without_comments(value) if isinstance(value, Mapping) else value
         for key, value in block.items()
