@@ -1,7 +1,8 @@
-"""Loading: from a dict, a file, JSON or base64 to a checked `Config`, with errors and warnings that name keys.
+"""Loading of a configuration from a dict, a JSON file or base64 into a checked `Config`, with errors and warnings.
 
-A file may have comments and trailing commas, and no key twice. pydantic's errors become lines that say what was given,
-what was expected and what to do. Warnings tell of values at "auto", of the stage, and of keys without effect.
+A file may have comments and trailing commas; duplicate keys are errors. Pydantic's errors are converted to one line
+each, with the given value, the expected values and a remedy. Warnings name values at "auto", a missing stage, and keys
+without effect.
 """
 
 from __future__ import annotations
@@ -40,29 +41,35 @@ ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def load_config(source: ConfigSource = None, *, final: bool = True) -> Config:
-    """Reads and checks a configuration.
+    """Read and check a configuration.
 
-    `source` is a mapping, the path of a JSON file (comments and trailing commas are allowed), a JSON object
-    in url-safe base64, a `Config`, which is returned as it is, or None, which is stage 3 with all other
-    defaults. The source is not changed. With `final` false nothing is said of values at "auto" and of keys without
-    effect: a trainer goes on to fill them in, and gives the configuration again.
+    This function does not check that this version implements all settings; `require_supported` does.
 
-    Raises ConfigError listing every problem found. Whether this version has what is asked for is a separate
-    question, which `require_supported` answers.
+    Args:
+        source: a mapping (not changed), the path of a JSON file (comments and trailing commas are allowed), a JSON
+            object in url-safe base64, a `Config` (returned unchanged), or None for stage 3 and defaults.
+        final: False to omit the warnings about "auto" values and keys without effect, because a trainer will fill in
+            values and load the configuration again.
+
+    Returns:
+        The configuration as an immutable object.
+
+    Raises:
+        ConfigError: the configuration is invalid. The error lists all problems.
     """
-    # Checked when it was made.
+    # A Config was checked when it was created.
     if isinstance(source, Config):
         return source
     given = {"zero_optimization": {"stage": 3}} if source is None else _read(source)
     if not isinstance(given, Mapping):
-        # Base64 has no name, and may be long.
+        # A base64 string has no file name and may be long, so show its first 80 characters.
         name = source if isinstance(source, str | os.PathLike) and os.path.exists(source) else cut(str(source))
         raise ConfigError(f"{name}: got {value_text(given):.80}; expected a JSON object at the top level")
     given, ignored = _without_ignored(without_comments(given))
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
-        # Without pydantic's own error, which repeats all of it in other words.
+        # "from None" hides pydantic's error, which would repeat the same problems.
         raise ConfigError(problems(error, Config, given)) from None
     named = isinstance(source, str | os.PathLike) and os.path.exists(source)
     name = str(source) if named else "the configuration"
@@ -80,11 +87,11 @@ def _read(source: object) -> object:
             f"got {type(source).__name__} {source!r:.80}; expected a dict, a path, base64 of JSON, or None"
         )
     path = os.fspath(source)
-    # A path object is meant as a path, also where nothing is there.
+    # A str may be base64 if no such file exists. A path object always means a path.
     if isinstance(source, str) and not os.path.exists(path):
         return parse(_decoded(source), "base64 configuration")
     try:
-        # Some editors put a byte order mark in front, which json refuses.
+        # utf-8-sig skips a byte order mark, which some editors write and the json module rejects.
         with open(path, encoding="utf-8-sig") as file:
             return parse(file.read(), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -92,14 +99,18 @@ def _read(source: object) -> object:
 
 
 def _decoded(text: str) -> str:
-    """The text behind url-safe base64, with or without its padding."""
+    """Decode url-safe base64, with or without padding.
+
+    Raises:
+        ConfigError: the text is not base64 of a JSON object.
+    """
     try:
-        # Padding may have been stripped. Without validate, foreign characters would be skipped, and many paths would
-        # pass for base64.
+        # Restore padding that may have been stripped. Without validate=True, the decoder skips invalid characters, so
+        # that many paths would count as base64.
         decoded = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
         decoded = ""
-    # Short names are often valid base64 of something; only an object can have been meant as a configuration.
+    # Short file names are often valid base64, so accept the decoded text only if it starts a JSON object.
     if not decoded.lstrip().startswith("{"):
         raise ConfigError(
             f"{cut(text)!r} is neither the path of an existing file nor base64 of a JSON object; "
@@ -109,10 +120,13 @@ def _decoded(text: str) -> str:
 
 
 def _without_ignored(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration without the keys that DeepSpeed does not read, either, and those keys.
+    """Split off the top-level keys that DeepSpeed does not read, either.
 
-    They are keys of other programs, and such as ``"block.key"``: TRL writes these beside the block, and its 0.9 h^2
-    elements may be no whole number.
+    These are keys of other programs, and dotted keys such as ``"block.key"``. TRL writes dotted keys beside the block;
+    their values may be invalid for the real key (0.9 * hidden_size**2 elements can be a fraction).
+
+    Returns:
+        The configuration without these keys, and a dict of these keys and their values.
     """
     blocks = {key for name, field in Config.model_fields.items() for key in spellings(name, field)}
     dotted = {key for key in given if isinstance(key, str) and "." in key and key.partition(".")[0] in blocks}
@@ -120,7 +134,7 @@ def _without_ignored(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return {key: value for key, value in given.items() if key not in ignored}, ignored
 
 
-# JSON as people write it.
+# JSON with comments and trailing commas.
 
 _STRING = r'("(?:[^"\\\n]|\\.)*")'
 _COMMENT = re.compile(_STRING + r"|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -128,12 +142,20 @@ _TRAILING_COMMA = re.compile(_STRING + r"|(?<![\[{,:\s])(\s*),(?=\s*[}\]])")
 
 
 def parse(text: str, origin: str) -> object:
-    """Reads JSON with `//`, `#` and `/* */` comments and commas before a closing bracket.
+    """Parse JSON with `//`, `#` and `/* */` comments and with commas before a closing bracket.
 
-    `origin` says where the text is from, for the error message. Raises ConfigError with line and column where
-    the text is no JSON, and where an object has a key twice.
+    Args:
+        text: the JSON text.
+        origin: source of the text, for error messages.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        ConfigError: the text is not valid JSON (with line and column), or an object has a duplicate key.
     """
-    # Strings match first, so nothing inside them counts. Blanks keep every other character at its line and column.
+    # The patterns match strings first, so comment signs inside strings do not count. Replace comments by blanks, so
+    # that line and column numbers in errors stay correct.
     plain = _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
     plain = _TRAILING_COMMA.sub(lambda found: found[1] or f"{found[2]} ", plain)
     try:
@@ -148,25 +170,25 @@ def parse(text: str, origin: str) -> object:
 def _unique(pairs: list[tuple[str, object]], origin: str) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in pairs:
-        # json itself would take the last one, silently. A second comment is no contradiction.
+        # The json module would silently use the last of the duplicate keys. Comment keys may appear twice.
         if key in result and not is_comment(key):
             raise ConfigError(f"{origin}: the key {key!r} is given twice, as {result[key]!r} and {value!r}; keep one")
         result[key] = value
     return result
 
 
-# Errors of pydantic as lines that say what was given, what was expected and what to do.
+# Conversion of pydantic's errors to lines with the given value, the expected values and a remedy.
 
 Location = Sequence[int | str]
 
 
 def problems(error: ValidationError, model: type[Block], given: Mapping[str, object]) -> list[str]:
-    """One line for each problem, led by the path of its key as the user spelled it.
+    """Return one line for each problem. Each line starts with the path of the key as the user wrote it.
 
     Args:
-        error: of pydantic.
-        model: of the whole configuration.
-        given: what was to be validated.
+        error: pydantic's error.
+        model: class of the whole configuration.
+        given: the configuration that failed validation.
     """
     return [_problem(details, model, given) for details in error.errors()]
 
@@ -176,18 +198,18 @@ def _problem(details: ErrorDetails, model: type[Block], given: Mapping[str, obje
     if details["type"] == "extra_forbidden":
         return f"{path}: unknown key; {_suggestion(details['loc'], model, given)}"
     if details["type"] == "value_error":
-        # The validator's own words; pydantic's text puts its own in front.
+        # Use the validator's message; pydantic's text would add a prefix.
         message = str(details["ctx"]["error"])
         return f"{path}: {message}" if path else message
     field = _field(details["loc"], model)
-    # A rule about a whole block, or about the top level.
+    # Without a field, the rule is about a whole block or the top level.
     if field is None:
         return f"{path}: {details['msg']}, got {shortened(details['input'])}"
     return f"{path}: got {shortened(details['input'])}; expected {expected_text(field)}{_written_out(field, details)}"
 
 
 def _written_out(field: FieldInfo, details: ErrorDetails) -> str:
-    """A block that says what a single value in its place may have been meant to say; empty where none can."""
+    """Return advice for a single value in place of a block, such as `; write {"enabled": true}`; "" if none fits."""
     block = nested_block(field)
     value = details["input"]
     if block is None or details["type"] not in ("model_type", "model_attributes_type"):
@@ -201,7 +223,7 @@ def _written_out(field: FieldInfo, details: ErrorDetails) -> str:
             value = "cpu" if value else "none"
         written = value_text({name: value})
         return f"; write {written}" if _is_valid(block, {name: value}) else ""
-    # Blocks that have no switch say so of a key in them, too.
+    # For a block without a switch, use the reason that an "enabled" key inside it would get.
     reason = meaning([*map(str, details["loc"]), "enabled"]) if isinstance(value, bool) else ""
     return f"; {reason}" if reason.startswith("remove it: ") else ""
 
@@ -232,27 +254,33 @@ def _block(path: Location, model: type[Block]) -> type[Block]:
 
 
 def _field(path: Location, model: type[Block]) -> FieldInfo | None:
-    """The field that an error is about; errors inside a list or an object belong to its field."""
+    """Return the field that an error is about; None if it is about a block.
+
+    An error inside a list or a free-form object belongs to the field that holds it.
+    """
     found = None
     for key in path:
         field = _by_key(model, key)
         if field is None:
             break
         found = field
-        # Behind a field that is no block come indices of a list or keys of the user's own.
+        # After a field that is not a block, the path continues with list indices or user-defined keys. Then no further
+        # field matches, or the model stays the same.
         model = nested_block(field) or model
     return found
 
 
 # Remedies for unknown keys.
 
-# Names that say something only together with the block that they stand in.
+# Key names that many blocks use with different meanings. They are suggested only for blocks that are nested directly in
+# the block of the unknown key.
 _OF_ITS_BLOCK = frozenset(
     ["enabled", "type", "params", "dtype", "names", "classes", "local", "cross", "profile", "ratio"]
 )
 
 
-# Words that make names mean different things, however much they are spelled alike.
+# Pairs of words with opposite meanings. Two names that differ in such a pair are not suggested for each other, however
+# similar their spelling is.
 _OPPOSITES = (
     {"min", "max"}, {"read", "write"}, {"first", "last"}, {"local", "cross"}, {"local", "global"}, {"micro", "global"},
     {"fp16", "bf16"}, {"fp16", "fp32"}, {"bf16", "fp32"}, {"weight", "gradient"}, {"weights", "gradients"},
@@ -264,16 +292,17 @@ _SWITCHES = {"enabled", "enable", "is_enabled", "use", "active", "activate", "ac
 
 
 def _suggestion(path: Location, model: type[Block], given: Mapping[str, object]) -> str:
-    """A remedy for an unknown key: by its meaning, by its name in another block, by its spelling, or all keys here.
+    """Return a remedy for an unknown key.
 
-    A key that is refused or has no effect is never part of it, except to say so.
+    The remedy comes from the tables of meanings, from a block that has a key of this name, from a key with similar
+    spelling, or lists all keys of the block. It never recommends a key that is rejected or has no effect.
     """
     words = [str(part) for part in path]
     here = _block(path[:-1], model)
     if issubclass(here, NamedBlock):
         return _beside_params(words, here, given, model)
     return (
-        # First of all: no likeness of names finds a right key that stands in the wrong block.
+        # Meanings come first: a right key in the wrong block must not match a key of similar spelling in this block.
         _not_taken(words, given)
         or meaning(words)
         or _switch(words[-1], here, model)
@@ -285,7 +314,14 @@ def _suggestion(path: Location, model: type[Block], given: Mapping[str, object])
 
 
 class _Home(NamedTuple):
-    """One spelling of a key in one block."""
+    """One accepted key in one block.
+
+    Attributes:
+        key: the key.
+        where: path of keys that leads to the block.
+        block: class of the block.
+        name: name of the field that the key sets.
+    """
 
     key: str
     where: tuple[str, ...]
@@ -305,8 +341,8 @@ class _Home(NamedTuple):
         return is_recommended(self.block, self.name)
 
     def serves(self, path: Sequence[str]) -> bool:
-        """Tell whether a key that stands at `path` may have been meant to be this one."""
-        # "type" of any block is not that of the optimizer.
+        """Return True if the unknown key at `path` may mean this key."""
+        # A name such as "type" fits only if this key's block is nested directly in the block of the unknown key.
         return self.key not in _OF_ITS_BLOCK or self.where[:-1] == (*path[:-1],)
 
 
@@ -321,14 +357,14 @@ def _homes(model: type[Block]) -> list[_Home]:
 
 
 def _value_at(given: object, path: str) -> object:
-    """The value that the user wrote at a path; None where there is none."""
+    """Return the value that the user wrote at a dotted path; None if there is none."""
     for part in path.split("."):
         given = given.get(part) if isinstance(given, Mapping) else None
     return given
 
 
 def _switch(key: str, here: type[Block], model: type[Block]) -> str:
-    """A remedy for a switch in a block that has none, which is no likeness of another block's switch."""
+    """Return a remedy for a switch such as "enable" in a block that does not have this key; "" for other keys."""
     if key.lower() not in _SWITCHES:
         return ""
     if "enabled" in here.model_fields:
@@ -342,7 +378,7 @@ def _switch(key: str, here: type[Block], model: type[Block]) -> str:
 
 
 def _idle(homes: Sequence[_Home]) -> str:
-    """A remedy for a key that means one of these, none of which does anything."""
+    """Return a remedy for a key that matches only keys that are rejected or have no effect; "" if there are none."""
     if refused := [home for home in homes if not home.accepted]:
         why = SUPPORT[refused[0].block][refused[0].name].instead
         return f"remove it, since it is not in this version{f' ({why})' if why else ''}"
@@ -350,7 +386,7 @@ def _idle(homes: Sequence[_Home]) -> str:
 
 
 def _elsewhere(path: Sequence[str], model: type[Block]) -> str:
-    """A remedy from the blocks that have a key of this very name."""
+    """Return a remedy that names the blocks with a key of exactly this name; "" if there are none or too many."""
     key = path[-1]
     for where, block in blocks(model):
         if key in block.retired:
@@ -360,14 +396,17 @@ def _elsewhere(path: Sequence[str], model: type[Block]) -> str:
     if [home.path for home in homes] == [key]:
         return "it belongs to the top level"
     if homes:
-        # Of many, none can be recommended.
+        # With three or more blocks, none of them is a useful suggestion.
         wanted = " or ".join(home.path for home in homes)
         return f"it belongs elsewhere, as {wanted}" if len(homes) < 3 else ""
     return _idle(found)
 
 
 def _alike(path: Sequence[str], here: type[Block], model: type[Block]) -> str:
-    """A remedy from the key that is spelled most like this one: of the same block, or much more like of another one."""
+    """Return a remedy that names the key with the most similar spelling; "" if none is similar enough.
+
+    Keys of the same block need a similarity of 0.75. Keys of other blocks need 0.9.
+    """
     same = {home.key: home for home in _homes(model) if home.block is here and home.accepted}
     other = {
         home.key: home
@@ -377,7 +416,7 @@ def _alike(path: Sequence[str], here: type[Block], model: type[Block]) -> str:
     key = path[-1].lower()
     same, other = ({name: home for name, home in each.items() if not _opposed(key, name)} for each in (same, other))
     near = difflib.get_close_matches(key, other, n=1, cutoff=0.9)
-    # Two of the same name are found in favour of this block.
+    # Candidates of this block come first, so that they win over a key of the same name in another block.
     [best] = difflib.get_close_matches(key, [*same, *here.retired, *near], n=1, cutoff=0.75) or [""]
     if best in here.retired:
         return f"set {here.retired[best]} instead, which has taken the place of {best}"
@@ -392,7 +431,7 @@ def _alike(path: Sequence[str], here: type[Block], model: type[Block]) -> str:
 
 
 def _opposed(one: str, other: str) -> bool:
-    """Tell whether two names say opposite things, however much they are spelled alike."""
+    """Return True if two names differ in a pair of words with opposite meanings, such as "min" and "max"."""
     words = set(one.split("_"))
     others = set(other.split("_"))
     only = words - others
@@ -406,7 +445,7 @@ def _all_keys(here: type[Block]) -> str:
 
 
 def _not_taken(path: Sequence[str], given: Mapping[str, object]) -> str:
-    """A remedy for an argument at the wrong place that the optimizer or scheduler that is named does not take."""
+    """Return a remedy for an argument that the configured optimizer or scheduler does not take; "" otherwise."""
     block, _, argument = place(path).partition(".params.")
     kind = _value_at(given, f"{block}.type")
     listed = _arguments(kind)
@@ -414,21 +453,21 @@ def _not_taken(path: Sequence[str], given: Mapping[str, object]) -> str:
 
 
 def _arguments(kind: object) -> frozenset[str]:
-    """Arguments of a type of optimizer or scheduler, none where they are not known."""
+    """Return the names of the arguments of an optimizer or scheduler type; an empty set for an unknown type."""
     return ARGUMENTS.get(str(kind)) or ARGUMENTS.get(str(kind).lower()) or frozenset()
 
 
 def _beside_params(path: Sequence[str], here: type[Block], given: Mapping[str, object], model: type[Block]) -> str:
-    """A remedy for a key of the ``optimizer`` or ``scheduler`` block that is none of its own."""
+    """Return a remedy for an unknown key in the ``optimizer`` or ``scheduler`` block, beside ``params``."""
     key = path[-1]
     inside = f"{path[0]}.params"
     kind = _value_at(given, f"{path[0]}.type")
     listed = _arguments(kind)
-    # Of another class any argument may be one.
+    # The arguments of an unknown type are unknown, so any known argument may belong to it.
     taken = listed or frozenset[str]().union(*ARGUMENTS.values())
     if key in taken:
         return f"it belongs into {inside}"
-    # Another name of an argument, such as learning_rate, may mean nothing that this class takes.
+    # The key may be another name of an argument (learning_rate). Check that this type takes that argument.
     argument = place(path).removeprefix(f"{inside}.")
     if (told := meaning(path)) and (f"{inside}." not in told or argument in taken):
         return told
@@ -443,43 +482,50 @@ def _beside_params(path: Sequence[str], here: type[Block], given: Mapping[str, o
     return f"remove it, or put it into {inside} if {kind or 'the type'} takes it"
 
 
-# Warnings of values that are left open: one for "auto", one for the stage.
+# Warnings about defaults that were chosen for the user: one for "auto" values, one for a missing stage.
 
 _STAGE = ("zero_optimization", "stage")
 _NOTHING = "partitions nothing; set 1, 2 or 3, or 0 to keep it"
-# Weights keep the type that the model came with, so float32 cannot be promised.
+# Weights keep the dtype of the model, so the message does not promise float32.
 _OWN_TYPE = "so the model computes in its parameters' own type, float32 unless it was cast"
 
 
 class _Auto(NamedTuple):
-    # As the user spelled it.
+    # Dotted path of the key as the user wrote it.
     key: str
-    # The field and the blocks that lead to it.
+    # Names of the fields that lead to the field.
     path: tuple[str, ...]
+    # Value that replaces "auto".
     chosen: object
 
 
 def warn_of_choices(given: Mapping[str, object], config: Config, name: str) -> None:
-    """Warns of what `config` has where `given`, from a source called `name`, leaves it open."""
+    """Issue warnings about "auto" values and a missing stage, with the values that are used instead.
+
+    Args:
+        given: the configuration as the user wrote it.
+        config: the checked configuration.
+        name: name of the source, for the messages.
+    """
     autos = list(_autos(given, config, "", ()))
     if autos:
         headline = f'{name} has "auto" where no trainer filled in a value, so the default is used'
         lines = [f"{auto.key}: {_chosen(auto, config)}" for auto in autos]
         notify_once(listing(headline, lines, "keys"))
-    # A stage at "auto" has been named in the list above.
+    # The list above already names a stage at "auto".
     if "stage" not in config.zero.model_fields_set and _STAGE not in [auto.path for auto in autos]:
         notify_once(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}")
 
 
 def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[str, ...]) -> Iterator[_Auto]:
-    # By every spelling, since the warning repeats the user's own.
+    # Include all accepted keys of each field, because the warning shows the key that the user wrote.
     fields = {key: name for name, field in type(block).model_fields.items() for key in spellings(name, field)}
-    # Deprecated keys are no fields, and have warnings of their own.
+    # Deprecated keys are not fields. Their own warnings have named them already.
     for key in (key for key in given if key in fields):
         value = given[key]
         chosen = getattr(block, fields[key])
         here = (*path, fields[key])
-        # Some fields have "auto" for a value of their own.
+        # Skip fields for which "auto" is a regular value, such as zeropp.reduce_scatter.
         if is_auto(value) and chosen != value:
             yield _Auto(prefix + key, here, chosen)
         elif isinstance(value, Mapping) and isinstance(chosen, Block):
@@ -487,10 +533,10 @@ def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[s
 
 
 def _chosen(auto: _Auto, config: Config) -> str:
-    """The value in words, and what it means where the value alone would not tell."""
-    # A whole block at "auto" is too long to be shown.
+    """Return the chosen value in words, with its consequence for keys where the value alone is unclear."""
+    # A whole block would be too long to show.
     value = "its defaults" if isinstance(auto.chosen, Block) else value_text(auto.chosen)
-    # Only where no 16-bit type was chosen: if the other block is enabled, that answers for this one.
+    # Explain the compute dtype only if no setting selects one.
     own_type = not config.bf16.enabled and not config.fp16.enabled and config.data_types.param_dtype is None
     match auto.path:
         case ("bf16", "enabled") if own_type:
@@ -500,7 +546,8 @@ def _chosen(auto: _Auto, config: Config) -> str:
         case ("zero_optimization", "stage"):
             return f"{value}, which {_NOTHING}"
         case ("gradient_clipping",):
-            # Who passes a trainer's file to zeropp directly would silently lose the trainer's clipping.
+            # Hugging Face's trainers would fill in 1.0. With the same file passed to zeropp directly there is no
+            # clipping, so say that.
             return f"{value}, so no gradient is clipped (Hugging Face's trainers fill in 1.0)"
         case ("train_batch_size",) | ("train_micro_batch_size_per_gpu",):
             one_is_given = config.train_batch_size or config.train_micro_batch_size_per_gpu
@@ -513,36 +560,39 @@ def _chosen(auto: _Auto, config: Config) -> str:
 
 # Warnings of keys without effect.
 
-# How often progress is printed is no matter of what is trained, and every second file says it.
+# Keys that the warning never names: steps_per_print does not affect the training, and very many files have it.
 _SILENT = ("steps_per_print",)
 
 
 def warn_without_effect(given: Mapping[str, object], config: Config, ignored: Mapping[str, object], name: str) -> None:
-    """Warns once, naming all keys that are set but that nothing reads.
+    """Issue one warning that lists all keys without effect, and one for each setting that has no effect alone.
 
     Args:
         given: the configuration as the user wrote it.
-        config: made of it.
-        ignored: keys that were left out of `config`, with their values.
-        name: where it was loaded from.
+        config: the checked configuration.
+        ignored: keys that were split off before the check, with their values.
+        name: name of the source, for the messages.
     """
     unread = {
         key: getattr(config, key)
-        # The top level alone has keys of this kind.
+        # Only the top level has keys of the kind UNREAD.
         for key, support in SUPPORT[Config].items()
         if support.kind is Kind.UNREAD and key not in _SILENT
     }
     keys = [key for key, value in {**unread, **ignored}.items() if not _changes_nothing(value)]
     if keys:
-        # Such as TRL writes beside the block.
-        why = "; what belongs in a block is read from inside that block only" if any("." in key for key in keys) else ""
+        # TRL writes dotted keys beside the block that they belong to.
+        why = "; the keys of a block are read from inside that block only" if any("." in key for key in keys) else ""
         notify_once(f"these keys of {name} have no effect: {', '.join(keys)}{why}")
     for text in (*_ineffective_offload(given, config), *_ineffective_alone(config)):
         notify_once(text)
 
 
 def _ineffective_offload(given: Mapping[str, object], config: Config) -> Iterator[str]:
-    """A device for weights in a stage in which they have none: the block in `config` has "none" in place of it."""
+    """Iterate over warnings about an `offload_param` device below stage 3.
+
+    `config` has the device "none" in this case, so look at the configuration as the user wrote it.
+    """
     zero = given.get("zero_optimization")
     if config.zero.stage == 3 or not isinstance(zero, Mapping):
         return
@@ -550,13 +600,13 @@ def _ineffective_offload(given: Mapping[str, object], config: Config) -> Iterato
     device = block.get("device") if isinstance(block, Mapping) else "cpu" if zero.get("cpu_offload_param") else None
     if device not in (None, "none") and not is_auto(device):
         yield (
-            f'zero_optimization.offload_param.device "{device}" has no effect in stage {config.zero.stage}: it acts in '
-            "stage 3 alone, as in DeepSpeed"
+            f'zero_optimization.offload_param.device "{device}" has no effect in stage {config.zero.stage}: it applies '
+            "to stage 3 only, as in DeepSpeed"
         )
 
 
 def _ineffective_alone(config: Config) -> Iterator[str]:
-    """Settings that have an effect only together with others, which are not set."""
+    """Iterate over warnings about settings that have no effect, because another setting is missing."""
     zero = config.zero
     own = config.zeropp
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
@@ -564,22 +614,22 @@ def _ineffective_alone(config: Config) -> Iterator[str]:
             yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
     for key in ("offload_optimizer", "offload_param"):
         block = getattr(zero, key)
-        # One that says "none" means it.
+        # A block with an explicit device "none" is intended, so warn only if the device is missing.
         if block is not None and block.model_fields_set and "device" not in block.model_fields_set:
             named = ", ".join(sorted(block.model_fields_set))
             yield f'{key}.{named} has no effect: {key}.device is not given; set it to "cpu" or "nvme"'
     quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
-    # A secondary shard of frozen weights can be codes, too.
+    # Secondary shards of frozen weights can be codes, too.
     quantized |= zero.zero_quantized_nontrainable_weights
     if (quantized or own.weight_codec is not None) and zero.stage == 0:
         yield "weights are not encoded in stage 0, where they are never sent; set stage 1, 2 or 3"
-    # Codes are cached where there are both: codes that arrive, and a secondary shard for them.
+    # Caching codes needs weights that are gathered as codes, and secondary shards to store them.
     if own.secondary == "codes" and not (quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1):
         yield (
             'zeropp.secondary "codes" has no effect; it needs stage 3, zero_quantized_weights and '
             "zero_hpz_partition_size"
         )
-    # These only say how gradients are quantized, not that they are.
+    # These keys configure the quantization of gradients, but do not switch it on.
     if not zero.zero_quantized_gradients:
         given = {
             "zero_optimization.zeropp_loco_param": zero.zeropp_loco_param is not None,
@@ -594,7 +644,7 @@ def _ineffective_alone(config: Config) -> Iterator[str]:
 
 def _changes_nothing(value: object) -> bool:
     if isinstance(value, Mapping):
-        # Files carry whole blocks that are switched off; to warn of them would be noise.
+        # Files often contain blocks that are switched off. Do not warn about them.
         return not switched_on(value)
-    # Infinite steps between two messages are none.
+    # Infinity as a number of steps between two messages means no messages.
     return not value or is_auto(value) or value == math.inf
