@@ -1,5 +1,7 @@
-"""Ways to a wrapped model besides its own forward and backward: state dicts, lending, averages, and what is refused.
+"""Access to a wrapped model outside of its own forward and backward.
 
-Knows the engine from outside, between passes; steps nothing. `accumulate` runs passes of its own, stage by stage.
+This package implements state dicts, GatheredParameters, weight averages, changes of ``requires_grad``, wrapping a model
+again, and errors for unsupported changes of a wrapped model. It calls the engine between passes and never runs the
+optimizer. Only `accumulate` runs passes itself.
 Start with `state`.
 """

@@ -1,10 +1,11 @@
-"""Accumulation of gradients layer by layer: every micro-batch goes through a stage before any goes through the next.
+"""Gradient accumulation layer by layer: all micro-batches pass through one stage before any passes through the next.
 
-[Note: layer-major] To the engine this is one forward of the model and one backward: the same units in the same order as
-for one micro-batch, so that an order learned in either serves both, and each unit is fetched once a pass and reduced
-once. All micro-batches are in one graph. Autograd takes what was computed last first, among all that is ready, so that
-backward, too, brings every micro-batch through a stage before any reaches the stage before; and it adds up what the
-micro-batches give a parameter before it hands it over. Results do not rest on that, only how often units are fetched.
+[Note: layer-major] The engine sees one forward and one backward of the model, with the same units in the same order as
+for a single micro-batch. So both share the learned order, and each unit is gathered once per pass and reduced once. All
+micro-batches are in one autograd graph. Among the nodes that are ready, autograd runs the node that was created last.
+So backward, too, runs all micro-batches through a stage before it runs the stage before, and autograd adds up the
+micro-batches' gradients of a parameter before it accumulates them. The results do not depend on this order. Only the
+number of gathers does.
 """
 
 from __future__ import annotations
@@ -35,32 +36,34 @@ def accumulate(
     *,
     stages: Iterable[Stage] | None = None,
 ) -> Tensor:
-    """Forward and backward of several micro-batches, stage by stage; in place of a loop over them, before ``step()``.
+    """Run forward and backward of several micro-batches stage by stage. Call it instead of a loop, before ``step()``.
 
-    Weights are fetched twice for all micro-batches together, and gradients sent once, where a loop does so for each. It
-    costs the activations of all of them at once: recompute in stages what is too much, by torch's checkpointing.
-    Collective: every rank calls it, with as many micro-batches.
+    A loop gathers the weights twice and reduces the gradients once per micro-batch. This function gathers the weights
+    twice and reduces once in total. But the activations of all micro-batches are in memory at once; use
+    ``torch.utils.checkpoint`` inside stages to reduce them. Collective: all ranks call it with the same number of
+    micro-batches.
 
-    Gradients are those of the mean loss, as of a loop with ``optimizer.backward``: losses are divided by the
-    configured ``gradient_accumulation_steps``, and the micro-batches count in its window; without that key by their
-    number. Sums over micro-batches are made before ranks' are, in the dtype of the main weights and from the last
-    micro-batch to the first; a loop rounds them in another order. Random numbers are drawn stage by stage; buffers,
-    as of BatchNorm, see micro-batches in their order.
+    The gradients are those of the mean loss, as in a loop with ``optimizer.backward``. Each loss is divided by
+    ``gradient_accumulation_steps`` if it is configured, and by the number of micro-batches otherwise. The micro-batches
+    count in the accumulation window. They are summed, from last to first, in the dtype of the main weights, before the
+    sum over ranks; a loop rounds in another order. Random numbers are drawn stage by stage. Module buffers, such as
+    those of BatchNorm, are updated in the order of micro-batches.
 
     Args:
-        model: the wrapped one.
-        micro_batches: pairs of what the first stage gets, and of what ``loss_fn`` gets.
-        loss_fn: ``loss_fn(output of the last stage, second of the pair)``: the loss of a micro-batch, one element.
-        stages: what the model consists of, in order: modules, or anything that calls them. Each gets, as in
-            ``nn.Sequential``, the one object that the stage before returned. What a stage uses stays gathered until
-            all micro-batches have passed it. None if the model is an ``nn.Sequential``, whose children they are.
+        model: the wrapped model.
+        micro_batches: pairs (inputs, target): the input of the first stage, and the second argument of ``loss_fn``.
+        loss_fn: function of the last stage's output and the target; returns the loss, a tensor with one element.
+        stages: the parts of the model in order: modules, or functions that call modules. Each stage gets the object
+            that the previous stage returned, as in ``nn.Sequential``. The units that a stage uses stay gathered until
+            all micro-batches have passed it. None for an ``nn.Sequential``, which means its children.
 
     Returns:
-        [n] losses of this rank's micro-batches, in order, undivided and without a graph.
+        [n] losses of this rank's n micro-batches, in order, undivided and detached.
 
     Raises:
-        TypeError, ValueError: an argument, or what a stage or ``loss_fn`` returned, cannot be used; or the window has
-            no room for so many micro-batches. The other ranks raise RuntimeError.
+        TypeError, ValueError: an argument or the result of a stage or ``loss_fn`` is invalid, or there are more
+            micro-batches than the accumulation window has left. For an invalid argument, other ranks raise
+            RuntimeError.
         RuntimeError: the model is not wrapped, a pass is running, or gradients are disabled.
     """
     engine = _engine_of(model)
@@ -71,15 +74,16 @@ def accumulate(
     losses: list[Tensor] = []
 
     def forward(inputs: list[Any]) -> list[Tensor]:
-        # A copy of the list, from which activations are dropped as stages are done with them.
+        # Pass a copy of the list, because _forward drops activations from it as soon as stages have used them.
         losses.extend(_forward(engine, order, list(inputs), targets, loss_fn))
         return [engine.loss_scale.apply(loss / divisor) for loss in losses]
 
-    # Without the key every call is a window of one.
+    # Without gradient_accumulation_steps, each call is one accumulation window and counts as one micro-batch.
     window.together = len(pairs) if window.steps > 1 else 1
     try:
         with _summed_in_main_dtype(engine):
-            # Targets stay outside: the engine casts what goes into a model.
+            # Pass only the inputs through run_as, because it casts floating-point arguments to the compute dtype.
+            # Targets must keep their dtype.
             scaled: Any = engine.run_as(model, forward, [given for given, _ in pairs])
             _backward(engine, scaled)
     finally:
@@ -88,7 +92,7 @@ def accumulate(
 
 
 def _engine_of(model: nn.Module) -> Engine:
-    """The engine of a whole model."""
+    """Return the engine of a wrapped model. Raise an error for other objects and for parts of a wrapped model."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"accumulate got a {type(model).__name__} as model; expected the module that was given to ZeroOptimizer, "
@@ -113,14 +117,14 @@ _Work = tuple[list[tuple[Any, Any]], list[Stage]]
 
 
 def _agree(engine: Engine, prepare: Callable[[], _Work]) -> _Work:
-    """Do what may be refused, and refuse it on every rank, before any of them begins."""
+    """Check the arguments, and compare the outcome over ranks, so that either all ranks raise or all ranks start."""
     work: _Work | None = None
     error: Exception | None = None
     try:
         work = prepare()
     except Exception as caught:
         error = caught
-    # 0 stands for arguments that this rank has refused.
+    # A count of 0 tells the other ranks that this rank's arguments are invalid.
     count = 0 if work is None else len(work[0])
     rows = engine.agreement.exchange(MICRO_BATCHES, [count], "comparing micro-batches", "accumulate")
     if error is not None:
@@ -134,20 +138,20 @@ def _agree(engine: Engine, prepare: Callable[[], _Work]) -> _Work:
             f"accumulate got different numbers of micro-batches, by rank {counts}; give every rank as many: each "
             "counts alike in the mean over ranks"
         )
-    assert work is not None  # else it was raised
+    assert work is not None  # otherwise `error` has been raised
     return work
 
 
 def _check_arguments(
     engine: Engine, model: nn.Module, micro_batches: Any, loss_fn: object, stages: Iterable[Stage] | None
 ) -> _Work:
-    """The arguments as lists."""
+    """Check the arguments; return the micro-batches and the stages as lists."""
     if not torch.is_grad_enabled():
         raise RuntimeError("accumulate was called with gradients disabled, as in torch.no_grad(), and needs them")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of an output and a target")
     order = _stages_of(model, stages)
-    # A tensor can be iterated as well, and its rows would be taken for pairs.
+    # A tensor is iterable, too. Reject it, because its rows would be mistaken for pairs.
     if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, Tensor):
         raise TypeError(
             f"micro_batches is a {type(micro_batches).__name__}; expected a list of pairs (inputs, target), one for "
@@ -170,14 +174,14 @@ def _check_arguments(
             f"room for {steps - count}: {count} came since the last step. Give it that many at most; or leave the key "
             "out, and each call takes the mean of its own"
         )
-    # The hook that does this is on the model's own forward, which is not called here.
+    # The hook on the model's forward does this check, but this function does not call the model's forward.
     check_structure(model)
     return pairs, order
 
 
 def _stages_of(model: nn.Module, stages: Iterable[Stage] | None) -> list[Stage]:
     if stages is None:
-        # A subclass may call its children in another order.
+        # A subclass with its own forward may call its children in another order, so its stages must be given.
         if type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__:
             raise TypeError(
                 f"a {type(model).__name__} does not say in which order its parts are called, as an nn.Sequential does; "
@@ -200,10 +204,10 @@ def _stages_of(model: nn.Module, stages: Iterable[Stage] | None) -> list[Stage]:
 def _forward(
     engine: Engine, stages: Sequence[Stage], values: list[Any], targets: Sequence[Any], loss_fn: LossFn
 ) -> list[Tensor]:
-    """All micro-batches through one stage after the other, and through the loss with the last."""
+    """Run all micro-batches through one stage after the other, and compute the losses after the last stage."""
     losses = []
     for number, stage in enumerate(stages):
-        # Without it each micro-batch would release the weights, and the next would gather them again.
+        # Without pin_units, each micro-batch would free the units of the stage, and the next would gather them again.
         with engine.pin_units():
             for micro, value in enumerate(values):
                 output = stage(value)
@@ -212,7 +216,8 @@ def _forward(
                         f"stage {number}, {_name(stage)}, returned None for micro-batch {micro}; expected what the "
                         f"{'loss' if number == len(stages) - 1 else 'next stage'} is to get"
                     )
-                # At once, and in place: logits of every micro-batch would be the largest things there are.
+                # Drop each input right after its use. Otherwise the logits of all micro-batches would be in memory at
+                # once.
                 values[micro] = None
                 if number < len(stages) - 1:
                     values[micro] = output
@@ -244,7 +249,7 @@ def _backward(engine: Engine, losses: Sequence[Tensor]) -> None:
     try:
         torch.autograd.backward(losses)
     except RuntimeError as error:
-        # torch has no type of its own for this error.
+        # PyTorch has no exception class for this error, so look at the message.
         if "modified by an inplace operation" in str(error):
             raise RuntimeError(explain_freed(engine, str(error))) from error
         raise
@@ -252,20 +257,22 @@ def _backward(engine: Engine, losses: Sequence[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _summed_in_main_dtype(engine: Engine) -> Iterator[None]:
-    """Inside, gradients of 16-bit weights are added up in the dtype of the main weights.
+    """Accumulate gradients of 16-bit weights in the dtype of the main weights inside this context.
 
-    Sums in 16 bits lose small terms; a loop over micro-batches makes them in the shards, which have that dtype.
+    Autograd would sum the micro-batches in 16 bits and lose small terms. A loop over micro-batches does not, because
+    the gradient shards that it adds to have the main dtype.
     """
     narrow = [(p, g.dtype) for g in engine.gradients for p in g.parameters if p.dtype != g.dtype]
     with unguarded():
         for parameter, dtype in narrow:
-            # Strays wait there for the step sync, and must be of one dtype with what is added to them.
+            # A .grad that is not None holds a stray gradient until the step sync. Keep its dtype, because autograd
+            # needs the same dtype for gradients that it adds to it.
             if parameter.grad is None:
                 parameter.grad_dtype = dtype
     try:
         yield
     finally:
-        # A backward that has failed leaves gradients, which the engine forgets.
+        # A failed backward leaves gradients in .grad. The engine drops them here.
         engine.notice_failed_backward()
         if not engine.running:
             with unguarded():
