@@ -54,7 +54,7 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
         same = all(torch.equal(value, state[name]) for name, value in zeropp.full_state(model).items())
     if not same or again.updates != 5 or again.decay != 0.8:
         wrong.append("a resumed average is another")
-    with pytest.raises(ValueError, match="each rank loads what it has saved"):
+    with pytest.raises(ValueError, match="each rank must load the state that it saved"):
         again.load_state_dict({**saved, "pieces": saved["pieces"][1:]})
     optimizer.zero_grad()
     backward(model, 5, None)
