@@ -1,11 +1,13 @@
-"""``GatheredParameters``: whole values of partitioned parameters, to read or to edit between passes.
+"""``GatheredParameters``: whole values of sharded parameters, to read or edit them between passes.
 
-It works before an engine manages the parameters, too: :class:`BuildGather` gathers those that ``zero.Init`` built.
+:class:`EngineGather` gathers parameters of a wrapped model. :class:`BuildGather` gathers parameters that ``zero.Init``
+has built and that no engine manages yet.
 
-Outside a pass, a graph through a whole value leads nowhere: the value is released, and no gradient is reduced.
-Reading is allowed, also with grad mode on. So results carry a hook that raises in a backward, and :class:`GraphTracker`
-can tell at the end of the ``with`` block which graphs outlive it. Without the hook, a backward after the block would
-give the right gradient for some operations (a sum), and NaN for those that saved the weight (a square).
+Backward must not run through a value that was gathered outside a pass: its memory is freed at the end of the ``with``
+block, and no hook reduces its gradient. Such a backward would give the right gradient for some operations (a sum), and
+NaN for operations that saved the weight (a square). But reading values with grad mode on is allowed. So
+:class:`GraphTracker` registers a hook on each result that raises an error in backward, and at the end of the block it
+lists the graphs that are still alive.
 
 ``register_external_parameter`` declares parameters that a module's forward uses although other modules own them.
 """
@@ -43,7 +45,11 @@ __all__ = [
 
 
 def builds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[ShardedBuild, list[nn.Parameter]]]:
-    """Parameters that nobody manages yet, by who spreads them."""
+    """Group parameters that ``zero.Init`` has built and no engine manages yet, by their :class:`ShardedBuild`.
+
+    Args:
+        parameters: parameters of any kind; others are left out.
+    """
     found: dict[int, tuple[ShardedBuild, list[nn.Parameter]]] = {}
     for parameter in parameters:
         piece = piece_of(parameter)
@@ -53,10 +59,17 @@ def builds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[ShardedBuild, li
 
 
 class BuildGather:
-    """Whole values of one group's parameters inside GatheredParameters; made on entering, collective.
+    """Whole values, inside GatheredParameters, of parameters that ``zero.Init`` built for one process group.
+
+    The constructor gathers the values. It is collective over the ranks of that group.
+
+    Args:
+        build: the parameters' build.
+        parameters: parameters of that build.
+        modifier_rank: global rank whose edits are kept, or None.
 
     Attributes:
-        gathered: parameters, by identity, and what they are called.
+        gathered: the parameters with their names.
     """
 
     def __init__(self, build: ShardedBuild, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
@@ -76,31 +89,37 @@ class BuildGather:
         doing = "entering GatheredParameters"
         build.agree(f"{doing} with modifier_rank {modifier_rank}", parameters, None)
         if build.building:
-            # Each rank has what it built, until rank 0's values are everyone's.
+            # While the model is built, parameters that are still whole have different values on each rank, so send rank
+            # 0's values to all ranks first.
             build.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
         build.gather(parameters, inside_gather=True)
         for parameter, piece in self._pieces:
             piece.begin_gathered(parameter)
         self._before = [(tuple(p.shape), p.dtype) for p in parameters]
-        # Without a modifier_rank edits would be lost, so they have to be found. With one they are kept anyway.
+        # Without a modifier_rank, edits are lost unless all ranks make the same ones. Take fingerprints to detect
+        # edits.
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
-        # What is whole, and small, must be as it was if an edit is refused.
+        # Save the parameters that are not sharded (small ones), to restore them if an edit is rejected.
         whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None and modifier_rank is None]
         self._restored = dict(whole)
         self._values: list[Tensor] = []
 
     def take_back(self) -> None:
-        """Take the parameters back; the user's values are kept until :meth:`scatter_edits`."""
+        """Reshard the parameters. Keep the user's values until :meth:`scatter_edits`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
             piece.end_gathered(parameter)
 
     def report_failure(self, error: BaseException) -> None:
-        """The block has failed on this rank; the others may be about to leave it, and must not wait."""
+        """Report to the other ranks that an exception ended the block on this rank, so that they do not wait for it."""
         self._build.report_failure(error)
 
     def scatter_edits(self) -> None:
-        """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
+        """Distribute the edits: each rank stores its shard of the edited values. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if a rank made an edit that cannot be kept.
+        """
         build, keeps = self._build, self._modifier_rank
         edits = self._edits() if keeps is None else {}
         wrong = self._misshapen()
@@ -108,7 +127,7 @@ class BuildGather:
         own = bool(wrong), digest_of(edits.items()) if edits else 0
         accounts = build.agree("leaving GatheredParameters", parameters, own)
         if keeps is None and accounts[0][1] and all(each == accounts[0] for each in accounts):
-            # All ranks have made the same edits, and any of them has what is meant.
+            # All ranks have made the same edits, so take the values of the first rank.
             keeps = build.carrier.ranks[0]
         lost = [index for index, (bad, edited) in enumerate(accounts) if bad or (keeps is None and edited)]
         if lost:
@@ -128,42 +147,43 @@ class BuildGather:
         cut: list[nn.Parameter] = []
         for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
             (whole if piece.row is None else cut).append(parameter)
-            # The user may have given another dtype.
+            # Convert to the old dtype, because the user may have assigned a tensor of another dtype.
             piece.unshard(parameter, value.detach().to(dtype), inside_gather=True)
         build.broadcast(whole, source)
         build.scatter(cut, source)
 
     def _edits(self) -> dict[str, object]:
-        """Parameters that were edited, by name, and what tells their values from others."""
+        """Return the names of edited parameters with the fingerprints of their new values."""
         rows = zip(self._pieces, self._prints, map(fingerprint, self._values), strict=True)
         return {piece.name: new for (_, piece), old, new in rows if old != new}
 
     def _misshapen(self) -> list[str]:
-        """Parameters that were given a tensor of another shape."""
+        """Return messages for parameters that were assigned a tensor of another shape."""
         rows = zip(self.gathered.values(), self._before, self._values, strict=True)
         return [f"{name} of shape {old} got {tuple(new.shape)}" for name, (old, _), new in rows if new.shape != old]
 
 
 def _piece(parameter: nn.Parameter) -> Piece:
     piece = piece_of(parameter)
-    assert piece is not None  # the caller has looked
+    assert piece is not None  # checked by the caller
     return piece
 
 
 class GraphTracker(TorchFunctionMode):
-    """While this mode is on, notes the lines that begin graphs through gathered values.
+    """Torch function mode that records the user's lines that start autograd graphs from gathered values.
 
     Args:
-        names: of the gathered parameters.
+        names: gathered parameters with their names.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
         self._names = {id(parameter): name for parameter, name in names.items()}
-        # Weakly: what is alive at the end is what the user still holds.
+        # Weak references to the hooks. A hook lives as long as its graph, so the hooks that are alive at the end of the
+        # block show which graphs the user still holds.
         self._hooks: list[weakref.ref[_Trip]] = []
-        # Views of gathered values; what is computed from them counts as well. Held, so that no other tensor takes an
-        # id.
+        # Views of gathered values: graphs that start from a view are recorded, too. Keep the views alive, so that no
+        # new tensor reuses the id of one.
         self._views: list[Tensor] = []
 
     def __torch_function__(
@@ -175,21 +195,22 @@ class GraphTracker(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # Under no_grad there is no graph that could outlive the block.
+        # Under no_grad there are no graphs to record.
         for name in self._named((*args, *kwargs.values())) if torch.is_grad_enabled() else ():
             for tensor in tensors_in(result):
                 if tensor.grad_fn is not None:
                     if tensor._is_view():
                         self._names[id(tensor)] = name
                         self._views.append(tensor)
-                    # Not an error yet: to read a norm with grad mode on is fine, and its graph goes with the result.
+                    # Do not raise here: reading a norm with grad mode on is allowed, and its graph ends with the
+                    # result.
                     trip = _Trip(name, line_of_user())
                     tensor.register_hook(trip)
                     self._hooks.append(weakref.ref(trip))
         return result
 
     def _named(self, args: Iterable[object]) -> Iterator[str]:
-        """Gathered parameters among arguments, lists and dicts included."""
+        """Iterate over the names of gathered parameters among arguments, also inside lists, tuples and dicts."""
         for arg in args:
             if id(arg) in self._names:
                 yield self._names[id(arg)]
@@ -199,14 +220,14 @@ class GraphTracker(TorchFunctionMode):
                 yield from self._named(arg.values())
 
     def alive(self) -> list[str]:
-        """Lines where graphs began that somebody still holds; at the end of the block."""
-        # Ours must not count among those that hold a graph.
+        """Return the user's lines whose graphs are still alive. Called at the end of the block."""
+        # Drop this object's own references first, because they keep graphs alive, too.
         self._views.clear()
         return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
 
 
 class _Trip:
-    """A hook; it lives as long as the graph that it is in."""
+    """Tensor hook that raises an error in backward. The hook object lives as long as the graph of its tensor."""
 
     def __init__(self, name: str, line: str) -> None:
         self._name = name
@@ -217,7 +238,7 @@ class _Trip:
 
     def __call__(self, gradient: Tensor) -> None:
         raise RuntimeError(
-            f"backward came to what was computed at {self} inside GatheredParameters, and no gradient of it would be "
+            f"backward reached a tensor computed at {self} inside GatheredParameters; its gradient would not be "
             "reduced. Compute a penalty on weights inside the model's forward, and return it or keep it on the module"
         )
 
@@ -226,58 +247,67 @@ _EXTERNAL = "_zeropp_external"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that a module's forward uses a parameter that is not its own, so that it is fetched ahead with its own.
+    """Declare that a module's forward uses a parameter of another module.
 
-    Needed by no model: such a parameter is fetched when it is touched. The same call on every rank; before or after
+    The unit of the parameter is then gathered before the forward of the module. Without this call it is gathered when
+    the forward accesses the parameter, so models work without it. All ranks must make the same call, before or after
     the model is wrapped.
 
+    Args:
+        module: module whose forward uses the parameter.
+        parameter: parameter of another module.
+
     Raises:
-        TypeError: what is given is no module, or no parameter.
+        TypeError: ``module`` is not a module, or ``parameter`` is not a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise TypeError(
             f"register_external_parameter got a {type(module).__name__} and a {type(parameter).__name__}; expected a "
             "module and a parameter"
         )
-    # A list, and no attribute of its own: module.parameters() must not find the parameter here, too.
+    # Store the parameter in a list, because module.parameters() would also list it if it were an attribute.
     known = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(other is parameter for other in known):
         known.append(parameter)
         engine = handler_of(parameter)
-        # Before wrapping there is none; hooks are set up from the list then.
+        # Without an engine the model is not wrapped yet. Wrapping reads the list.
         if isinstance(engine, Engine):
             engine.use_in(module, parameter)
 
 
 def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters registered with a module."""
+    """Iterate over the parameters that were registered for a module with :func:`register_external_parameter`."""
     yield from module.__dict__.get(_EXTERNAL, ())
 
 
 class GatheredParameters:
-    """Inside ``with``, the parameters have their whole values, in the precision of the main weights.
+    """Context manager that gives parameters their whole values, in the dtype of the main weights.
 
-    Behind a training engine with an optimizer those that are only read, without ``modifier_rank``, have the dtype that
-    they are computed with, as outside: scripts send them on to where they generate, which expects that one.
+    With an engine of ``zeropp.initialize`` and without ``modifier_rank``, values have the compute dtype instead,
+    because scripts pass them on to inference engines, which expect that dtype.
 
-    Collective: every rank of the model enters and leaves, with the same parameters in the same order. They are of a
-    wrapped model, or were built in :class:`zeropp.zero.Init`; what is not managed by zeropp is left alone. Between
-    passes only: no step can be taken inside. With all parameters of a model it may run inside without gradients, on
-    what is gathered, in the dtypes that it is trained in, and each rank for itself: as often as it likes. Inside a
-    forward or backward this only fetches the parameters, as any use of them would.
+    Collective: all ranks of the model enter and leave, with the same parameters in the same order. The parameters
+    belong to a wrapped model or were built in :class:`zeropp.zero.Init`; other parameters are left unchanged. Use it
+    between passes; no optimizer step can be taken inside. Inside a forward or backward it only gathers the parameters
+    for that pass.
+
+    If all parameters of a model are gathered, the model can be called inside under ``torch.no_grad()``. It then
+    computes with the gathered values, in the compute dtype and without communication, so each rank may make any number
+    of calls.
 
     Args:
-        params: one parameter, several, or a module, whose parameters are meant; None among several is passed over.
-        modifier_rank: global rank whose edits are kept: they go to the main weights of every rank, and what was
-            gathered of older ones is not used any more. None to read, or for edits that every rank makes alike.
-        fwd_module: as in DeepSpeed, a module whose forward will use the parameters; see
+        params: a parameter, several parameters, or a module for all of its parameters. None among several is ignored.
+        modifier_rank: global rank whose edits are kept. At the end its values are sent to all ranks and stored in the
+            main weights. None to read values, or if all ranks make the same edits.
+        fwd_module: module whose forward will use the parameters, as in DeepSpeed; see
             :func:`register_external_parameter`.
-        enabled: False makes this do nothing.
+        enabled: False makes the context do nothing.
 
     Raises:
-        RuntimeError: inside a pass with ``modifier_rank``, inside another one that keeps edits of another rank, ranks
-            at different calls; and at the end, on every rank, edits without ``modifier_rank`` that ranks do not share.
-        ValueError: ``modifier_rank`` is no rank of the model.
+        RuntimeError: on entry, ``modifier_rank`` is given inside a pass, a parameter is gathered already with another
+            ``modifier_rank``, or other ranks make another call. At the end, on all ranks: ranks made different edits
+            without ``modifier_rank``, or assigned a tensor of another shape.
+        ValueError: ``modifier_rank`` is not a rank of the model.
     """
 
     def __init__(
@@ -296,13 +326,13 @@ class GatheredParameters:
         self._contexts: list[EngineGather | BuildGather] = []
         self._graphs: GraphTracker | None = None
         self._modifier_rank = modifier_rank
-        # transformers gives a layer's weight and bias, and some layers have no bias.
+        # Skip None: transformers passes a layer's weight and bias, and the bias may be None.
         parameters = list({id(each): each for each in params if each is not None}.values())
         _refuse_others(parameters)
         if fwd_module is not None:
             for parameter in parameters:
                 register_external_parameter(fwd_module, parameter)
-        # Parameters of several wrapped models may be gathered in one call.
+        # One call may gather parameters of several wrapped models, so group them by engine.
         by_engine: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
         for parameter in parameters:
             engine = handler_of(parameter)
@@ -318,7 +348,8 @@ class GatheredParameters:
                 if engine.running:
                     self._fetch(engine, parameters)
                 else:
-                    # Helpers gather what their caller has gathered: it stays, with edits, until the outer one ends.
+                    # Skip parameters that an outer GatheredParameters has gathered. They stay gathered, with their
+                    # edits, until the outer context ends.
                     wanted = [
                         each
                         for each in parameters
@@ -329,11 +360,12 @@ class GatheredParameters:
             for build, parameters in self._built:
                 self._contexts.append(BuildGather(build, parameters, self._modifier_rank))
         except BaseException:
-            # A gather of another model may stand already.
+            # The parameters of another engine may be gathered already, so reshard them.
             self._give_back()
             raise
         if self._contexts:
-            # While gathered, parameters have their own class, and the guard sees nothing: a mode sees results.
+            # Gathered parameters have their normal class, so the guard does not intercept operations on them. A torch
+            # function mode does.
             self._graphs = GraphTracker(
                 {each: name for context in self._contexts for each, name in context.gathered.items()}
             )
@@ -353,11 +385,11 @@ class GatheredParameters:
     ) -> None:
         contexts, graphs = self._contexts, self._graphs
         if graphs is not None:
-            # First: giving back works on the same tensors, and is none of the user's computing.
+            # Leave the mode before resharding, so that it does not record operations of zeropp itself.
             graphs.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        # Before edits are shared, which may fail: the parameters are released whatever happens.
+        # Reshard before the edits are distributed, because that may fail.
         self._give_back()
-        # Else other ranks may not come to where edits are shared.
+        # After an error in the block, distribute no edits: other ranks may not reach that collective.
         try:
             for context in contexts if kind is None else ():
                 context.scatter_edits()
@@ -377,20 +409,20 @@ class GatheredParameters:
 
 
 def _tell(contexts: Sequence[EngineGather | BuildGather], error: BaseException) -> None:
-    """Say that this rank has failed, where others come to the end of a block whatever it does."""
+    """Report an exception on this rank to the other ranks, for contexts of models that are being built."""
     for context in contexts:
         if isinstance(context, BuildGather):
             context.report_failure(error)
 
 
 def _warn_of_graphs(graphs: GraphTracker | None) -> None:
-    """Say of graphs that backward will refuse where they began; those of values that were only read are gone."""
+    """Warn about graphs from gathered values that are still alive, because a backward through them raises an error."""
     lines = graphs.alive() if graphs is not None else []
     if lines:
         warn_user(
-            f"what was computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
-            "still held with its graph, and backward through it will be refused: no gradient of it would be reduced. "
-            "Compute a penalty on weights inside the model's forward; if it is only to be read, under torch.no_grad()"
+            f"a tensor computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
+            "still held with its graph; backward through it raises an error, since its gradient would not be reduced. "
+            "Compute a penalty on weights inside the model's forward, or use torch.no_grad() if you only read the value"
         )
 
 
@@ -403,7 +435,19 @@ def _refuse_others(given: Sequence[object]) -> None:
 
 
 class EngineGather:
-    """Whole values of one engine's parameters inside GatheredParameters."""
+    """Whole values, inside GatheredParameters, of parameters that one engine manages.
+
+    The constructor gathers the values. It is collective over the engine's ranks.
+
+    Attributes:
+        places: flat buffer and index in it of each parameter.
+        names: names of the parameters in the model.
+        gathered: the parameters with their names.
+        computed: True if the values have the compute dtype instead of the main dtype.
+        values: whole values, in the order of ``places``.
+        before: fingerprints of the values at the start; [] with a modifier_rank.
+        trained: ``requires_grad`` of the parameters at the start.
+    """
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
         edits = modifier_rank is not None
@@ -427,28 +471,35 @@ class EngineGather:
                 f"{inside_gather} are gathered already, by a GatheredParameters that has not been left; inside it "
                 "leave modifier_rank out, or give the same"
             )
-        # By names: ranks that gather other parameters would mix their values.
+        # Compare the names over ranks. Ranks that gather different parameters would mix their values.
         engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
         self.computed = not edits and engine.gather_contexts.computed
-        self._main: tuple[FlatBuffer | None, list[Tensor]] = None, []  # what was gathered to take edits into
+        self._main: tuple[FlatBuffer | None, list[Tensor]] = None, []  # the last buffer of _keep_main, its main weights
         gather = gather_computed if self.computed else gather_main
-        # A buffer is gathered whole, so once for all of its parameters.
+        # Gather each buffer once for all of its parameters.
         gathered = {buffer: gather(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
-        # Edits without a modifier_rank are everyone's if all ranks make the same ones; else they are lost, and told of.
+        # Without a modifier_rank, edits are kept if all ranks make the same ones; otherwise they raise an error at the
+        # end. Take fingerprints to detect edits.
         self.before = [fingerprint(value) for value in self.values] if modifier_rank is None else []
-        # requires_grad_ on a gathered parameter passes the guard by; what has changed is passed on at the end.
+        # The guard does not intercept requires_grad_ on a gathered parameter. take_back reports changes to the engine.
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
             buffer.show_whole(index, value)
         engine.gather_contexts.enter_context(self)
 
     def has_gathered(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
-        """See :class:`zeropp.engine.preconditions.GatherContext`."""
+        """Return True if this context has gathered a parameter and its ``modifier_rank`` allows the given one."""
         return parameter in self.gathered and modifier_rank in (None, self.modifier_rank)
 
     def lower(self) -> None:
-        """See :class:`zeropp.engine.preconditions.GatherContext`; once, since nobody gives them back."""
+        """Convert the gathered values to the compute dtype, for a forward inside the context.
+
+        Values are not converted back. Each later call finds them converted.
+
+        Raises:
+            RuntimeError: a value has edits to keep, which the conversion would round.
+        """
         for number, (buffer, index) in enumerate(self.places):
             parameter, dtype = buffer.parameters[index], buffer.compute_dtype
             if parameter.dtype == dtype:
@@ -459,14 +510,14 @@ class EngineGather:
                     f"is computed with in {dtype}, to which they would be rounded; leave it first, and call the model "
                     "in one that only reads"
                 )
-            # One after the other goes, so that there is never twice the model.
+            # Convert one value at a time, so that only one of them exists in both dtypes.
             parameter.data = self.values[number] = parameter.data.to(dtype)
             self.before[number] = fingerprint(parameter)
 
     def take_back(self) -> None:
-        """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
+        """Reshard the parameters. Keep their current values, with edits, in :attr:`values`."""
         self.engine.gather_contexts.leave_context(self)
-        # What they hold now: .data may have been replaced, and not only written to.
+        # Take the current .data, because the user may have assigned another tensor to it.
         self.values = [buffer.release_whole(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]
@@ -474,15 +525,19 @@ class EngineGather:
                 self.engine.note_requires_grad(parameter, parameter.requires_grad)
 
     def scatter_edits(self) -> None:
-        """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
+        """Distribute the edits: each rank stores its shard of the edited values in the main weights. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if a rank made an edit that cannot be kept.
+        """
         engine, keeps = self.engine, self.modifier_rank
-        # Ranks agree before the first broadcast: all raise, or all go on.
+        # Compare edits over ranks before the first broadcast, so that either all ranks raise or all continue.
         edits = self._edits() if keeps is None else {}
         wrong = self._misshapen()
         own = [int(bool(wrong)), digest_of(edits.items()) if edits else 0]
         rows = engine.agreement.exchange(GATHERED, own, "leaving GatheredParameters", "the end of GatheredParameters")
         if keeps is None and rows[0][1] and all(row == rows[0] for row in rows):
-            # All ranks have done the same, as to an average that each of them keeps: any of them has what is meant.
+            # All ranks have made the same edits, so take the values of the first rank.
             keeps = engine.comm.ranks[0]
         ranks = [engine.comm.ranks[i] for i, row in enumerate(rows) if row[0] or (keeps is None and row[1])]
         if ranks:
@@ -494,33 +549,36 @@ class EngineGather:
             )
         if keeps is None:
             return
-        # A refresh under way still reads the shards that are about to be written.
+        # A refresh in flight still reads the shards that the edits are written to.
         engine.wait_for_refresh()
         with engine.agreement.watching("sharing edits made inside GatheredParameters"):
             for (buffer, index), value in zip(self.places, self.values, strict=True):
-                # All shapes are right by now, but the user may have given another dtype or strides.
+                # The shapes are checked. The dtype and strides may differ if the user has assigned another tensor.
                 whole = value.detach().to(buffer.main_dtype).contiguous()
                 engine.comm.broadcast(whole, keeps)
                 if self.computed:
                     whole = self._keep_main(buffer, index, whole)
-                # Every rank cuts out its own piece: a replica of the states has the same bits then.
+                # Each rank copies its own shard from the broadcast value, so all replicas of a shard get the same bits.
                 buffer.load(buffer.parameters[index], whole)
         engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
 
     def _keep_main(self, buffer: FlatBuffer, index: int, edited: Tensor) -> Tensor:
-        """New main weights of a parameter that was gathered rounded: what nobody has edited keeps the bits it had."""
-        if self._main[0] is not buffer:  # places are in the order of buffers
+        """Return new main weights [shape of the parameter] for values that were gathered in the compute dtype.
+
+        Elements without an edit keep their old main weight. Otherwise they would be rounded to the compute dtype.
+        """
+        if self._main[0] is not buffer:  # gather each buffer once: the places are sorted by buffer
             self._main = buffer, gather_main(self.engine, buffer)
         main, dtype = self._main[1][index], buffer.compute_dtype
         return torch.where(main.to(dtype) == edited.to(dtype), main, edited)
 
     def _edits(self) -> dict[str, object]:
-        """Parameters that were edited, by name, and what tells their values from others."""
+        """Return the names of edited parameters with the fingerprints of their new values."""
         now = map(fingerprint, self.values)
         return {name: new for name, old, new in zip(self.names, self.before, now, strict=True) if old != new}
 
     def _misshapen(self) -> list[str]:
-        """Parameters that were given a tensor of another shape."""
+        """Return messages for parameters that were assigned a tensor of another shape."""
         return [
             f"{name} of shape {buffer.layout.slots[index].shape} was given {tuple(value.shape)}"
             for name, (buffer, index), value in zip(self.names, self.places, self.values, strict=True)
