@@ -1,8 +1,9 @@
-"""Ownership of the engine by the model, and a second wrapping of a model whose optimizer or engine is gone.
+"""Ownership of the engine by the model, and wrapping a model again after its optimizer or engine is gone.
 
-[Note: ownership] The model's modules own its engine, so trained weights live as long as any of them. The engine knows
-modules and the optimizer weakly, and parameters know the engine weakly: no cycle, so that memory and hooks go with the
-last module, without the garbage collector. The optimizer owns the engine, too, as torch's own parameters.
+[Note: ownership] Each module of the model holds a strong reference to the engine, so trained weights live as long as
+any module. The optimizer also holds a strong reference, as PyTorch's optimizers do to parameters. The engine holds only
+weak references to modules and to the optimizer, and parameters hold only weak references to the engine. So there is no
+reference cycle, and memory and hooks are freed with the last module, without the garbage collector.
 """
 
 from __future__ import annotations
@@ -30,25 +31,30 @@ __all__ = ["PreviousWeights", "cached_whole", "former_engines", "give_to_modules
 
 
 def give_to_modules(modules: Sequence[nn.Module], engine: Engine) -> None:
-    """Let these modules of the model own the engine, until that is closed."""
-    # Every module that has values: any of them may be all that the user keeps.
+    """Give modules of the model a strong reference to the engine, until the engine is closed."""
+    # All modules with parameters or buffers get one, because the user may keep only one of them.
     replace_in(modules, engine, OWNED_AS, lambda module: engine)
 
 
 def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
-    """Every parameter's weights where this rank has all of them, as in stages 0 to 2; none otherwise. Collective.
+    """Return the whole weights of all parameters if this rank caches all of them, as in stages 0 to 2. Collective.
 
-    In the dtype that the model computes with, and in the engine's own memory, which lives as long as they do.
+    Args:
+        engine: engine that is about to be closed.
+
+    Returns:
+        Tensors in the compute dtype, as views of the engine's memory. Empty if some weights are not cached on this
+        rank, or the engine is not in a state to read them.
     """
-    # An engine forgets a backward that has failed, with the gradients that it has brought, which a plain model would
-    # add to its next ones.
+    # Drop the gradients of a failed backward. A plain model would add them to its next gradients.
     engine.notice_failed_backward()
     if engine.closed or engine.running or EngineState.AVERAGED in engine.state or engine.agreement.lost is not None:
         return {}
-    # Some of these weights are rounded, and some not: what a plain forward does with them ends in an error.
+    # Under autocast, some of the cached weights have 16 bits and others 32 bits, and a plain forward would fail with a
+    # dtype error.
     if engine.maker.dtypes.autocast is not None:
         return {}
-    # What comes now is cleaning up, after an error perhaps: another one would hide it.
+    # This may run as cleanup after an error. Suppress further errors, which would hide the first one.
     with contextlib.suppress(RuntimeError):
         engine.finish_load()
         engine.start_delayed_refresh()
@@ -63,7 +69,11 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
 
 
 def unshard_parameters(weights: Mapping[nn.Parameter, Tensor]) -> None:
-    """Make plain parameters of those of an engine that is closed."""
+    """Turn parameters of a closed engine into plain parameters again.
+
+    Args:
+        weights: the parameters with their values, from :func:`cached_whole`.
+    """
     unguard(weights)
     for parameter, values in weights.items():
         parameter.data = values
@@ -73,14 +83,15 @@ def unshard_parameters(weights: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Engine]:
-    """Engines that hold values of a model, and whose optimizers are gone. Local.
+    """Return the engines of earlier wrappings that hold values of a model and whose optimizers are gone. Local.
 
     Args:
-        model: perhaps wrapped before.
-        parameters: all of its, by name.
+        model: a model that may have been wrapped before.
+        parameters: all parameters of the model by name.
 
     Raises:
-        ValueError: an optimizer is still there, values were given up, or a former model was larger than this one.
+        ValueError: an optimizer of the model still exists, the values were dropped by ``close()``, or the model is only
+            a part of the model that was wrapped before.
         RuntimeError: a pass is running, or values are gathered.
     """
     found: dict[int, Engine] = {}
@@ -88,13 +99,13 @@ def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
         if not is_managed(parameter) or piece_of(parameter) is not None:
             continue
         handler = handler_of(parameter)
-        # Without a handler, or with one that was closed, nothing holds its values any more.
+        # Without an engine, or with a closed one, the values of the parameter are lost.
         if not isinstance(handler, Engine) or handler.closed:
             raise ValueError(
                 f"parameter {name!r} was partitioned by zeropp, and its values were given up by close(); wrap a model "
                 "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
             )
-        # An optimizer that lives would go on stepping former main weights, and the new engine not know of it.
+        # An optimizer that still exists would go on stepping the old main weights, without effect on the new engine.
         if handler.listener is not None and not handler.retired:
             raise ValueError(
                 f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
@@ -105,8 +116,8 @@ def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
     for engine in found.values():
         engine.require_idle("wrapping the model again", needs=NOTHING)
         missing = _missing(engine, parameters.values())
-        # With the former root among these modules, what is missing was taken out of the model; without it, this is a
-        # part of what was wrapped, and the rest would lose its weights.
+        # Parameters may be missing because they were removed from the model: then its modules include the earlier root.
+        # Otherwise the model is only a part of the wrapped one, and the other part would lose its weights.
         if missing and engine.root not in modules:
             raise ValueError(
                 f"parameters {missing[:10]} were wrapped together with those given now, and are not among them; wrap "
@@ -116,13 +127,20 @@ def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def _missing(engine: Engine, parameters: Iterable[nn.Parameter]) -> list[str]:
-    """Parameters that are no longer in the model, which has these."""
+    """Return the names of an engine's parameters that are not among the given ones."""
     here = {id(parameter) for parameter in parameters}
     return [n for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in here]
 
 
 class PreviousWeights:
-    """Main weights of engines whose optimizers are gone, one flat buffer at a time. Collective over their ranks."""
+    """Source of initial values when a model is wrapped again: the main weights of its earlier engines.
+
+    The constructor and :meth:`fill_buffer` are collective over the ranks of those engines.
+
+    Args:
+        model: model that is being wrapped.
+        parameters: all parameters of the model by name.
+    """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._engines = former_engines(model, parameters)
@@ -131,8 +149,7 @@ class PreviousWeights:
             if missing:
                 told = f"values of {missing} are given up: they are no longer in the model"
                 notify_once(told, first=engine.comm.rank == 0)
-            # Nothing may be under way on comm streams that are about to be closed, and no memory be kept for a pass to
-            # come.
+            # The comm streams will be closed, so wait for their work. Also free units that were gathered ahead.
             engine.finish_load()
             engine.release_prefetched()
             engine.wait_for_refresh()
@@ -140,21 +157,27 @@ class PreviousWeights:
         self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}
 
     def fill_buffer(self, buffer: FlatBuffer, comm: Comm) -> None:
-        """Let a new buffer have what there is of its parameters; rank 0's values of those that are new, too."""
+        """Fill the shard of a new flat buffer with earlier main weights, and with rank 0's values of new parameters.
+
+        Args:
+            buffer: the new buffer.
+            comm: the new engine's communicators.
+        """
         known = [self._places.get(id(parameter)) for parameter in buffer.parameters]
         sources = dict.fromkeys((engine, source) for engine, source, _ in filter(None, known))
-        # Whole values of a few buffers at a time: those that the next one is made of, and no more. A former buffer may
-        # go to several.
+        # Keep gathered values only of the earlier buffers that this buffer is filled from. An earlier buffer may be a
+        # source of several new ones, so they are kept between calls.
         for other in [other for other in self._gathered if all(other is not source for _, source in sources)]:
             del self._gathered[other]
         for engine, source in sources:
             if source not in self._gathered:
                 self._gathered[source] = gather_main(engine, source), gather_codes(engine, source)
-        # Graphs made before know the old storage. See [Note: versions].
+        # Graphs from before the wrapping refer to the old storage. A higher version makes autograd raise for them. See
+        # [Note: versions].
         if sources:
             buffer.version = 1 + max(source.version for _, source in sources)
         buffer.shard_from(self._filler(buffer, comm))
-        # Over what shard_from has encoded: to encode decoded values again changes some of them.
+        # Overwrite the codes that shard_from made: encoding decoded values again would change some of them.
         if isinstance(buffer, CodedBuffer):
             for _, source in sources:
                 codes = self._gathered[source][1]
@@ -167,8 +190,8 @@ class PreviousWeights:
 
         def fill(whole: Tensor) -> None:
             views = buffer.layout.views(whole)
-            # New parameters are on rank 0 as the user made them; what was gathered is the same on every rank already,
-            # and what was built in pieces is gathered now.
+            # Broadcast new parameters from rank 0. Gathered values of earlier buffers are equal on all ranks already,
+            # and take_over gathers parameters that zero.Init built.
             fresh = [v is None and is_whole(p) for v, p in zip(values, buffer.parameters, strict=True)]
             if any(fresh):
                 for view, parameter, new in zip(views, buffer.parameters, fresh, strict=True):
@@ -183,7 +206,7 @@ class PreviousWeights:
         return fill
 
     def close(self) -> None:
-        """The former engines are done with."""
+        """Close the earlier engines."""
         self._gathered.clear()
         for engine in self._engines:
             engine.close()
