@@ -1,8 +1,8 @@
-"""Refusals: changes to a wrapped model that would leave its values in zeropp's buffers behind.
+"""Errors for changes of a wrapped model that zeropp cannot support, because the values are in zeropp's flat buffers.
 
-``model.to()``, ``half()``, ``share_memory()`` and the like are refused when they are called. Modules and parameters
-that were added, removed or replaced since the model was wrapped are found at the next forward. Compiled modules are
-refused if they would replay CUDA graphs, whose weights have moved since.
+``model.to()``, ``half()``, ``share_memory()`` and similar methods raise an error when they are called. New, replaced or
+newly tied parameters raise an error at the next forward. Modules that are compiled to CUDA graphs raise an error if
+their weights change addresses between gathers.
 """
 
 from __future__ import annotations
@@ -55,20 +55,22 @@ def _refuse(message: str) -> Callable[..., object]:
 
 
 def refuse_changes(model: nn.Module, modules: Sequence[nn.Module], engine: Engine) -> None:
-    """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``.
+    """Make methods that move, cast or pickle parameters raise errors, and redirect ``model.zero_grad`` to the engine.
+
+    This affects only the given module objects and ends when the engine is closed.
 
     Args:
-        model: the root.
-        modules: of it, from :func:`holding_tensors`.
-        engine: of the model.
+        model: the wrapped model.
+        modules: modules of the model, from :func:`holding_tensors`.
+        engine: engine of the model.
     """
-    # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy ask the
-    # object for __reduce_ex__. Classes stay as they are.
+    # An instance attribute hides the method of the class. .to() and similar methods all call _apply; pickle and copy
+    # call __reduce_ex__. So replacing these two on the objects is enough, and classes stay unchanged.
     moving = _refuse(_MOVING)
     pickling = _refuse(_PICKLING)
     replace_in(modules, engine, "_apply", lambda module: moving)
     replace_in(modules, engine, "__reduce_ex__", lambda module: pickling)
-    # Weakly: modules own the engine by one attribute alone. See [Note: ownership].
+    # Use a weak reference here: modules hold the engine by one attribute only. See [Note: ownership].
     ref = weakref.ref(engine)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -76,15 +78,15 @@ def refuse_changes(model: nn.Module, modules: Sequence[nn.Module], engine: Engin
         if target is not None:
             target.zero_grad(set_to_none=set_to_none)
 
-    # torch's own would find no gradients: those of released parameters are in shards.
+    # The gradients of sharded parameters are in gradient shards, where PyTorch's zero_grad would not find them.
     model.__dict__["zero_grad"] = zero_grad
     engine.on_close(restorer(model, "zero_grad"))
 
 
 def holding_tensors(model: nn.Module) -> list[nn.Module]:
-    """The modules that have parameters or buffers, or have one below them that has.
+    """Return the modules that have parameters or buffers, directly or in a submodule.
 
-    Metrics and the like have none: nothing of theirs is partitioned, and libraries move and copy them.
+    Other modules, such as metrics, may be moved and copied freely, because they hold no values.
     """
     modules = list(model.modules())
     return [
@@ -93,10 +95,17 @@ def holding_tensors(model: nn.Module) -> list[nn.Module]:
 
 
 def replace_in(modules: Sequence[nn.Module], engine: Engine, name: str, value: Callable[[nn.Module], object]) -> None:
-    """Give each of these module objects an attribute, past ``__setattr__``, until the engine is closed."""
+    """Set an attribute of each given module object, without ``__setattr__``, until the engine is closed.
+
+    Args:
+        modules: the module objects.
+        engine: engine whose closing removes the attribute.
+        name: name of the attribute.
+        value: function that returns the attribute's value for a module.
+    """
     for module in modules:
         module.__dict__[name] = value(module)
-    # One action for all of them. The engine keeps it, and must not keep modules.
+    # The engine stores the restore function, so that may hold only weak references to modules. See [Note: ownership].
     refs = [weakref.ref(module) for module in modules]
 
     def restore() -> None:
@@ -109,8 +118,14 @@ def replace_in(modules: Sequence[nn.Module], engine: Engine, name: str, value: C
 
 
 def restorer(module: nn.Module, name: str, before: object = None) -> Callable[[], None]:
-    """Takes an attribute of a module object away again, or puts back what was there, if the module is."""
-    # The engine keeps these actions, and must not keep modules.
+    """Return a function that restores an attribute of a module object, if the module still exists.
+
+    Args:
+        module: the module.
+        name: name of the attribute.
+        before: earlier value of the attribute; None to remove the attribute.
+    """
+    # The engine stores the returned function, so that may hold only a weak reference. See [Note: ownership].
     ref = weakref.ref(module)
 
     def restore() -> None:
@@ -124,38 +139,44 @@ def restorer(module: nn.Module, name: str, before: object = None) -> Callable[[]
 
 
 def explain_freed(engine: Engine, message: str) -> str:
-    """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
-    # torch's message has version numbers and no names: units that are away now are what it may be about. See
-    # [Note: versions].
+    """Return an error message for autograd's error about a saved weight that was freed or changed.
+
+    Args:
+        engine: engine of the model.
+        message: PyTorch's message.
+    """
+    # PyTorch's message gives version numbers but no names. So name the parameters of the units that are sharded now: a
+    # freed weight must be one of them. See [Note: versions].
     away = [unit for unit in engine.units if unit.state is UnitState.SHARDED]
     names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
     if not names:
         return (
             "backward reached a weight that has changed since forward: between this graph's forward and its backward a "
-            "step was taken, or a parameter of its unit edited or unfrozen. Call backward before, or forward anew. "
+            "step was taken, or a parameter of its unit was edited or unfrozen. Call backward before that change, or "
+            "run forward again after it. "
             f"Backward through gradients (create_graph=True) is not supported either. torch says: {message}"
         )
     return (
         f"backward reached a weight whose unit was released, or that has changed since forward: one of {names[:20]}"
-        f"{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's outputs are "
-        "hidden in an object that zeropp cannot look into; return them as tensors, or make the enclosing module a "
+        f"{'...' if names[20:] else ''}. The weight was used outside its module's forward, or its module's outputs are "
+        "hidden in an object that zeropp cannot look into. Return them as tensors, or make the enclosing module a "
         f"leaf with zero_optimization.leaf_module. torch says: {message}"
     )
 
 
 def refuse_cuda_graphs(model: nn.Module, device: torch.device, moves: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse modules that are compiled to CUDA graphs and use weights that every gather brings to another address.
+    """Raise an error for modules that are compiled to CUDA graphs and whose weights change addresses.
 
-    torch takes parameters to stay where they are, and records a graph anew when one has moved: at each pass, until it
-    gives up and runs without.
+    Each gather may place weights at another address. PyTorch then records the CUDA graph again in each pass, until it
+    gives up and runs without CUDA graphs.
 
     Args:
-        model: with such modules, perhaps.
-        device: it runs on; elsewhere than on a card these modes do nothing.
-        moves: whether a parameter is gathered at each use.
+        model: the model.
+        device: device of the model. Only CUDA devices are checked.
+        moves: function that returns True if a parameter is gathered anew at each use.
 
     Raises:
-        ValueError: which modules they are, and what to do.
+        ValueError: such modules exist. The message names them and the remedies.
     """
     if device.type != "cuda":
         return
@@ -166,44 +187,52 @@ def refuse_cuda_graphs(model: nn.Module, device: torch.device, moves: Callable[[
     ]
     if found:
         raise ValueError(
-            f"modules {found[:5]}{'...' if found[5:] else ''} are compiled to CUDA graphs, which want weights to stay "
-            "at one address, and stage 3 gathers theirs at another each time. Compile them with "
-            'torch.compile(module) or mode="max-autotune-no-cudagraphs"; or let weights stay whole, in stage 1 or 2, '
-            "or by stage3_param_persistence_threshold"
+            f"modules {found[:5]}{'...' if found[5:] else ''} are compiled to CUDA graphs, which need weights to stay "
+            "at one address, but stage 3 gathers their weights at another address each time. Compile them with "
+            'torch.compile(module) or mode="max-autotune-no-cudagraphs"; or keep the weights whole, with stage 1 or 2, '
+            "or with stage3_param_persistence_threshold"
         )
 
 
-_CHECK = "_zeropp_structure"  # in the __dict__ of a wrapped model
+_CHECK = "_zeropp_structure"  # key in the __dict__ of a wrapped model for its structure check
 
-# Unbound, so that map runs it without a frame of Python for each table.
+# The unbound method, so that map() calls it without a Python frame per dict.
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
 class _Structure:
-    """The tree of modules as it was; it holds modules below the root, so only the root may hold it."""
+    """Snapshot of a model's modules and parameters.
+
+    The snapshot holds references to submodules. So only the root module may hold the snapshot, or it would keep the
+    submodules alive.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        # Known ones that nobody partitions. Held, or ids might be used again.
+        # Known parameters that zeropp does not manage. Keep references, so that their ids are not reused.
         self._apart: dict[int, nn.Parameter] = {}
         self.note_structure(model)
 
     def note_structure(self, model: nn.Module) -> None:
-        """This is how it is to be from now on."""
-        # The dicts themselves: modules replace what is in them, not the dicts.
+        """Take a snapshot of the current structure, which later calls of :meth:`has_changed` compare with."""
+        # Keep the dicts of submodules and parameters. Modules change the contents of these dicts, not the dicts.
         tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
         self._tables: list[dict[str, Any]] = tables
-        # Held for the same reason.
+        # Keep references to the entries, too, so that their ids are not reused.
         self._entries = list(chain.from_iterable(map(_values, self._tables)))
         self._ids = list(map(id, self._entries))
         self._own = {id(module): set(map(id, module._parameters.values())) for module in model.modules()}
         self._apart |= {id(parameter): parameter for parameter in model.parameters() if not is_managed(parameter)}
 
     def has_changed(self) -> bool:
-        """Looks at identities alone, in loops of the interpreter's own: this runs before every forward."""
+        """Return True if a submodule or parameter was added, removed or replaced since the snapshot.
+
+        This runs before every forward, so it compares ids only, with loops in C.
+        """
         return list(map(id, chain.from_iterable(map(_values, self._tables)))) != self._ids
 
     def tied_in(self, model: nn.Module, engine: Engine) -> list[str]:
-        """Names of parameters of the engine that stand in a module where they were not before."""
+        """Return the names under which parameters of the engine have been tied to further modules since the
+        snapshot."""
         found = []
         for path, module in model.named_modules():
             own = self._own.get(id(module), set())
@@ -213,7 +242,7 @@ class _Structure:
         return found
 
     def new_in(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Parameters that nobody partitioned, by name."""
+        """Return new parameters that zeropp does not manage, by name."""
         return {n: p for n, p in model.named_parameters() if id(p) not in self._apart and not is_managed(p)}
 
 
@@ -222,10 +251,14 @@ def _moves(engine: Engine, parameter: nn.Parameter) -> bool:
 
 
 def watch_structure(model: nn.Module, engine: Engine) -> None:
-    """Let every forward of the model from outside refuse parameters that came after it was wrapped.
+    """Install a check that raises an error in the model's forward if parameters were added or tied after wrapping.
 
-    Modules without parameters may come and go, as some make theirs when they first run; and what is taken out stays
-    managed and unused.
+    Modules without parameters may be added and removed; some models create such modules in their first forward.
+    Parameters that were removed from the model stay managed and are not used.
+
+    Args:
+        model: the wrapped model.
+        engine: engine of the model.
     """
     structure = _Structure(model)
     ref = weakref.ref(engine)
@@ -235,7 +268,7 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
         if engine is None:
             return
         engine.notice_failed_backward()
-        # A pass that has begun is not refused half-way.
+        # Check only at the start of a pass. An error in a nested call would interrupt a running pass.
         if engine.running or not structure.has_changed():
             return
         new = structure.new_in(module)
@@ -248,34 +281,38 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
                 "they are used. Tie them before wrapping; or let go of the optimizer (del optimizer) and wrap again"
             )
         refuse_cuda_graphs(module, engine.device, partial(_moves, engine))
-        # What brings no parameters is accepted, once: the next forward compares with this.
+        # A change without new parameters is accepted. The next forward compares with the new structure.
         structure.note_structure(module)
 
-    # On the root alone, as the hook: see the class above.
+    # Store the check on the root module only, because it holds the snapshot. See _Structure.
     model.__dict__[_CHECK] = check
     engine.on_close(restorer(model, _CHECK))
-    # Prepended after all others, so that it runs first: a pass that is refused has not begun.
+    # This hook is prepended last, so it runs before all others, and a rejected pass has not started.
     engine.keep_handle(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
 
 
 def _of_new_parameters(new: dict[str, torch.Tensor]) -> RuntimeError:
     names = f"{[*new][:10]}{'...' if len(new) > 10 else ''}"
-    # A module takes parameters alone by itself.
+    # nn.Module accepts only parameters in its table of parameters. Other tensors come from torch.func.
     if any(not isinstance(tensor, nn.Parameter) for tensor in new.values()):
         return RuntimeError(
             f"the model was called with other tensors in the place of its parameters {names}, as by "
-            "torch.func.functional_call, alone or inside vmap, grad and other transforms of torch.func. The weights of "
-            "this model are gathered and their gradients reduced in hooks, in which such tensors have no part. For "
-            "gradients of each sample call backward for one sample after the other; or transform a model that is not "
-            "wrapped, which has loaded zeropp.full_state(model)"
+            "torch.func.functional_call, alone or inside vmap, grad and other transforms of torch.func. The hooks that "
+            "gather weights and reduce gradients do not work with such tensors. For per-sample gradients call backward "
+            "for one sample after the other, or transform a model that is not wrapped and has loaded "
+            "zeropp.full_state(model)"
         )
     return RuntimeError(
-        f"parameters {names} came after the model was wrapped, by themselves or with a module put in another's place: "
-        "nothing would partition, reduce or step them. Wrap the finished model; to change a wrapped one let go of its "
-        "optimizer (del optimizer), change it and wrap it again, which takes the trained weights over"
+        f"parameters {names} were added after the model was wrapped, directly or with a new module, so zeropp does not "
+        "shard, reduce or step them. Wrap the finished model. To change a wrapped model, delete its optimizer "
+        "(del optimizer), change the model and wrap it again; the trained weights are kept"
     )
 
 
 def check_structure(model: nn.Module) -> None:
-    """Refuse of a wrapped model what its forward would refuse; for passes that do not call that forward."""
+    """Run the structure check of a wrapped model, for passes that do not call the model's forward.
+
+    Raises:
+        RuntimeError: parameters were added or tied after wrapping.
+    """
     model.__dict__[_CHECK](model, ())

@@ -138,7 +138,7 @@ def changed(name: str, grad: bool) -> tuple[list[str], bool]:
 @pytest.mark.parametrize("name", NEW)
 def test_new_parameters_are_named(name: str, grad: bool) -> None:
     for said, trains in run_ranks(2, changed, name, grad):
-        assert len(said) == 2 and all(f"parameters {NEW[name][1]} came after" in text for text in said), said
+        assert len(said) == 2 and all(f"parameters {NEW[name][1]} were added after" in text for text in said), said
         assert trains
 
 
