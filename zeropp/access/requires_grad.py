@@ -1,8 +1,8 @@
 """Changes of ``requires_grad`` after wrapping.
 
-A parameter that is no longer trained stays in its trainable buffer, as it stays in a torch optimizer: nothing waits for
-its gradient. One that is trained from now on leaves its buffer, which has no gradient: it has a main weight and a
-gradient then. Both happen when the next forward begins, on all ranks together.
+A parameter that is frozen stays in its trainable flat buffer, as it stays in a PyTorch optimizer; reductions no longer
+wait for its gradient. A parameter that is unfrozen moves from its frozen flat buffer to a new trainable one, which has
+main weights and a gradient shard. Both changes take effect at the start of the next forward, on all ranks together.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from zeropp.params.unit import FlatBuffer, Unit
 
 __all__ = ["Trainability"]
 
-_SETS = 32  # sets of trained parameters whose backwards are remembered
+_SETS = 32  # largest number of sets of trained parameters whose backward orders are stored
 
 
 class Trainability:
-    """Brings an engine in line with ``requires_grad`` of its parameters.
+    """Applies changes of the parameters' ``requires_grad`` to an engine.
 
     Attributes:
-        complex: complex parameters by name. They are part of no unit, so no guard reports their flags.
+        complex: complex parameters by name. They belong to no unit, so no guard reports changes of their flags.
     """
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
         self.complex = {name: p for name, p in model.named_parameters() if own_dtype(p).is_complex}
-        # A number is part of the kind of a backward. None is given twice, or what was learned for one set would be
-        # followed for another.
-        self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained
+        # Set of frozen parameters (names) -> its number. The number is part of the key of a backward's learned order.
+        # Numbers are never reused: otherwise an order learned for one set would be followed for another.
+        self._numbers: dict[frozenset[str], int] = {frozenset(): 0}
         self._last = 0
 
     def refuse_complex(self) -> None:
-        """Refuse a forward that would make graphs of complex parameters.
+        """Check before a forward that no complex parameter requires a gradient.
 
         Raises:
-            RuntimeError: one is to be trained; no gradient of it would be reduced.
+            RuntimeError: a complex parameter requires a gradient, which zeropp would not reduce.
         """
         for name, parameter in self.complex.items():
             if parameter.requires_grad:
@@ -56,36 +56,37 @@ class Trainability:
                     "trained. Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
                 )
 
-    # What is made here is trained, whatever the caller is about.
+    # The new buffers are trained, so they must be normal tensors even if the caller is in inference mode.
     @torch.inference_mode(False)
     def apply(self) -> bool:
-        """Take over the changes of ``requires_grad`` since the last call; called only if there are any. Collective.
+        """Apply the changes of ``requires_grad`` since the last call. Call it only if there are changes. Collective.
 
         Returns:
-            Whether parameters have moved to other buffers.
+            True if parameters have moved to other flat buffers.
 
         Raises:
-            RuntimeError: ranks want different parameters to be trained; nothing has changed then.
+            RuntimeError: ``requires_grad`` differs between ranks. The engine is unchanged then.
         """
         engine = self._engine
         engine.parking.require("taking over requires_grad_()", EVERYTHING)
         with unguarded():
             wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}
-        # Before the first change, so that a disagreement leaves every rank as it was.
+        # Compare over ranks before the first change, so that the error leaves all ranks unchanged.
         self._check_same(wanted)
         changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
-            # Gathers and refreshes on their way write to what is about to be freed.
+            # Gathers and refreshes in flight write to buffers that _split frees.
             engine.release_prefetched()
             engine.wait_for_refresh()
-            # What is trained takes space, which a disk may not have.
+            # With NVMe offload, new main weights and states may not fit the disk. `watching` reports such an error to
+            # the other ranks.
             with engine.agreement.watching("making room for parameters that are unfrozen"):
                 for unit, buffer in unfrozen:
                     self._split(unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:
             self._numbers.clear()
-            # Learned for fewer parameters, or for too many sets of them.
+            # The stored orders of backwards belong to fewer trained parameters, or there are too many sets.
             engine.forget_learned(backwards=True)
         for _, buffer in changed:
             if buffer.gradient is not None:
@@ -94,22 +95,23 @@ class Trainability:
         if frozen not in self._numbers:
             self._last += 1
             self._numbers[frozen] = self._last
-            # Ranks also learn with a forward where its backward may come back to, and that has changed.
+            # A forward's record contains the units that its backward may reach, and these have changed.
             engine.forget_learned(forwards=True)
         self._tell(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
         return bool(unfrozen)
 
     def _tell(self, number: int, units: Iterable[Unit], *, split: bool) -> None:
-        """Let every part of the engine know that other parameters of ``units`` are trained.
+        """Notify the engine about the new set of trained parameters, and set up new flat buffers.
 
         Args:
-            number: of the set of trained parameters.
-            units: those whose parameters have changed.
-            split: some have other buffers now.
+            number: number of the set of frozen parameters.
+            units: units with changed parameters.
+            split: True if some units have new flat buffers.
         """
         engine = self._engine
         engine.note_trained(number, units, split=split)
-        # New buffers have never been gathered: what is cached of them has yet to be made.
+        # New buffers need their first refresh, because nothing is cached for them yet. Rehearse new communicators
+        # before that.
         if split:
             warn_of_no_room(engine.comm, len(engine.unit_of))
             rehearse(engine)
@@ -118,7 +120,7 @@ class Trainability:
     def _check_same(self, wanted: dict[str, bool]) -> None:
         engine = self._engine
         doing = "changing which parameters are trained"
-        # A number is enough while all agree; the tables travel only to name what differs.
+        # Compare a checksum. Only if it differs, exchange the tables to name a parameter that differs.
         code = zlib.crc32(repr(wanted).encode())
         rows = engine.agreement.exchange(TRAINED, [code], doing, "requires_grad_()")
         if all(row == rows[0] for row in rows):
@@ -131,23 +133,24 @@ class Trainability:
         )
 
     def _split(self, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
-        """Move what is to be trained out of a buffer without a gradient; what stays is laid out anew without it."""
+        """Replace a frozen flat buffer by a smaller frozen one and a trainable one with the unfrozen parameters."""
         engine = self._engine
         values = gather_main(engine, buffer)
         codes = gather_codes(engine, buffer)
         parts = []
-        # Trainable parameters last: positions of those that were trained before must not move.
+        # Add the trainable part last, so that the positions of the parameters that were already trained do not change.
         for trainable in (False, True):
             indices = [index for index, name in enumerate(buffer.names) if wanted[name] is trainable]
             if indices:
                 part = engine.maker.part(buffer, indices, trainable=trainable)
-                # Graphs made before know the old storage. See [Note: versions].
+                # Graphs from before the split refer to the old storage. A higher version makes autograd raise for them.
+                # See [Note: versions].
                 part.version = buffer.version + 1
                 part.shard_from(_copier(part, [values[index] for index in indices]))
                 if isinstance(part, CodedBuffer) and codes is not None:
                     part.adopt_codes(buffer, codes)
                 parts.append(part)
-        # Before the parts come in: those in front have their hooks already.
+        # Count the trained parameters before the replacement: these have their hooks already.
         first = len(unit.trained)
         unit.replace(buffer, parts)
         engine.watch_gradients(unit, first)
