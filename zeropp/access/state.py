@@ -1,7 +1,7 @@
-"""Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
+"""Whole values of a sharded model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
 
-Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it
-is given, straight into its main weights. Both begin with an exchange, by which every rank knows that all are there.
+Saving gathers one unit at a time on every rank. Loading sends no values: each rank copies its own shards from the given
+state dict into its main weights. Both start with an exchange, which checks that all ranks make the same call.
 
 A model may be wrapped without values (on the meta device). Its values must be loaded before the first forward.
 """
@@ -44,10 +44,13 @@ __all__ = [
 
 
 def comm_report(model: nn.Module | Optimizer) -> Ledger:
-    """Bytes that this rank has sent for a model, per unit, hop and class of link; ``str()`` of it is a table.
+    """Return the communication of a model so far: calls, bytes and waiting times per unit and hop, for this rank.
 
     Args:
-        model: wrapped, or its ZeroOptimizer.
+        model: a wrapped model or its ZeroOptimizer.
+
+    Returns:
+        The ledger of this rank. ``str()`` formats it as a table.
     """
     engine = engine_of(model)
     engine.agreement.stalls.collect()
@@ -56,16 +59,21 @@ def comm_report(model: nn.Module | Optimizer) -> Ledger:
 
 @uncompiled
 def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Tensor]:
-    """Whole main weights and buffers of a partitioned model. Collective: call it on every rank.
+    """Return the whole main weights and module buffers of a sharded model. Collective: call it on every rank.
 
     Args:
-        model: wrapped by a ZeroOptimizer.
-        rank0_only: return an empty dict on other ranks; the values still travel to all, one unit at a time.
-        cpu_offload: on CPU; otherwise on the model's device, which then has the whole model.
+        model: a model wrapped by a ZeroOptimizer.
+        rank0_only: True to return an empty dict on all ranks but the first. Each rank still gathers every unit.
+        cpu_offload: True to return tensors on the CPU; False to keep them on the model's device, which then holds the
+            whole model.
 
     Returns:
-        True names and shapes, as ``state_dict()`` of the plain model would have; trainable parameters in float32
-        (float64 for float64 models) whatever the compute dtype, everything else in its own dtype.
+        A dict with the names and shapes of the plain model's ``state_dict()``. Trainable parameters have the main dtype
+        (float32, or float64 for float64 models, unless main weights are in 16 bits); other tensors have their own
+        dtype.
+
+    Raises:
+        RuntimeError: a pass is running, or other ranks make another call.
     """
     engine = engine_of(model)
     engine.require_idle("full_state", averaged=True, needs=NOTHING)
@@ -76,9 +84,9 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
     for buffer in engine.buffers:
         for parameter, value in zip(buffer.parameters, gather_main(engine, buffer), strict=True):
             if keep:
-                # A copy, also of what is there: a view would keep its whole buffer.
+                # Always copy: a view would keep the memory of its whole flat buffer.
                 values[id(parameter)] = value.to(device, copy=True)
-    # Not before: gathering is collective, whoever wants the result.
+    # Return only after the gathers, which are collective.
     if not keep:
         return {}
     state = {}
@@ -90,30 +98,34 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
 
 
 def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
-    """Every parameter of a buffer in the main dtype. On the comm streams of gathers, whose collectives keep one
-    order.
-    """
+    """Gather the main weights of all parameters of a flat buffer, in the main dtype. Collective."""
     return gather_row(engine, buffer, engine.parking.values(buffer.shard), buffer.main_dtype)
 
 
 def gather_computed(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
-    """Every parameter of a buffer, rounded to the dtype that it is computed with."""
-    # What codes stand for is rounded behind the way; values are on it, before anything travels.
+    """Gather the weights of all parameters of a flat buffer, in the compute dtype. Collective."""
+    # A coded buffer is decoded after the gather and rounded then. Other shards are rounded before they are sent.
     if isinstance(buffer, CodedBuffer):
         return [value.to(buffer.compute_dtype) for value in gather_main(engine, buffer)]
     return gather_row(engine, buffer, engine.parking.values(buffer.shard), buffer.compute_dtype)
 
 
 def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Whole values of a buffer's parameters, gathered from rows that lie as main weights do: gradients, or states.
+    """Gather whole values of a flat buffer's parameters from shards: main weights, gradients or optimizer states.
+
+    Collective over the engine's ranks.
 
     Args:
-        engine: of the buffer.
-        buffer: whose layout the row has.
-        row: this rank's part.
-        dtype: that travels, and of the result; None for the row's. Of codes, what they are decoded to.
+        engine: engine of the buffer.
+        buffer: flat buffer with the layout of the shard.
+        row: this rank's shard.
+        dtype: dtype of the messages and of the result; None for the shard's dtype. For codes, the dtype of the result.
+
+    Returns:
+        One tensor for each parameter of the buffer. All are views of one tensor.
     """
-    # Comm streams of gathers write to it, outside the caller's mode.
+    # The comm streams of gathers write to this tensor outside of the caller's inference mode, so it must be a normal
+    # one.
     with torch.inference_mode(False):
         whole = torch.empty(buffer.layout.numel, dtype=dtype or row.dtype, device=buffer.device)
     _gather_whole(engine, buffer, buffer.paths.main, whole, row)
@@ -121,7 +133,7 @@ def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dty
 
 
 def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
-    """Messages of all pieces of a buffer that exists in codes; None of any other."""
+    """Gather the codec messages of all shards of a coded buffer (uint8); return None for other buffers. Collective."""
     if not isinstance(buffer, CodedBuffer):
         return None
     messages = buffer.codes.empty(buffer.layout.numel, buffer.device)
@@ -132,7 +144,7 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor, own: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
         gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
-        # On the same comm streams as gathers of a pass: a group's collectives must have one order. See
+        # Use the comm streams of the gathers in passes: all collectives of a process group must have one order. See
         # [Note: one order].
         event = engine.comm_streams["gather"].run_work(Work(path.links, [gather]))[-1]
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
@@ -140,8 +152,8 @@ def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: T
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names as in ``state_dict()``: tied parameters under each name, persistent buffers only."""
-    # Modules used twice and parameters that are tied have each of their names in a state dict.
+    """Iterate over the names and tensors of a ``state_dict()``: parameters and persistent buffers."""
+    # A state dict lists shared modules and tied parameters under each of their names.
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
@@ -153,14 +165,24 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Saving:
-    """``state_dict`` of modules that hold parameters themselves.
+    """Implementation of ``state_dict`` for the modules of a wrapped model.
 
-    Gathered buffers stay while modules of the same unit follow; persistent ones until the end. A parameter that stands
-    under several names is copied once, and its entries share the copy's memory, as those of a plain model do.
+    A gathered flat buffer is kept while modules of the same unit follow; the buffers of persistent parameters are kept
+    until the end. A parameter with several names is copied once, and its entries share the memory of the copy, as in a
+    plain model.
 
-    It is collective, but for what this rank has all of: inside GatheredParameters, and behind a training engine where
-    weights are cached whole. A stand-in's is local anyway, since scripts of DeepSpeed's ask one on one rank alone, to
-    learn its names: weights that are not here stand in it themselves, and refuse to be read.
+    The call is collective unless this rank has all values: inside GatheredParameters, or with an engine of
+    ``zeropp.initialize`` if the weights are cached whole. With the stand-in for the package deepspeed the call is
+    always local, because DeepSpeed scripts call ``state_dict()`` on one rank to read the names. Weights that are not on
+    this rank then appear as the guarded parameters, which raise an error when their values are read.
+
+    Attributes:
+        engine: weak reference to the engine.
+        outermost: module on which ``state_dict()`` was called; None between calls.
+        local: True if the running call is local.
+        gathered: whole values of gathered flat buffers.
+        lasting: flat buffers whose values are kept until the end of the call.
+        copies: copies of parameters by id.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -169,20 +191,20 @@ class _Saving:
         self.local = False
         self.gathered: dict[FlatBuffer, list[Tensor]] = {}
         self.lasting: set[FlatBuffer] = set()
-        # By the parameter's id. Weakly: a hook may take entries out of the state dict again to save memory.
+        # Weak references, because a hook may remove entries from the state dict to save memory.
         self.copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def begin_module(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Before a module's state_dict."""
+        """Hook that runs before the ``state_dict()`` of each module; checks the call and starts an outermost one."""
         engine = _alive(self.engine)
         engine.require_idle("state_dict()", inside_gather=True, averaged=True, needs=NOTHING)
         if keep_vars:
             raise RuntimeError(
-                "state_dict(keep_vars=True) asks for the live parameters, whose values zeropp keeps elsewhere; leave "
-                "keep_vars out to get whole copies"
+                "state_dict(keep_vars=True) asks for the live parameters, but zeropp stores their values in shards; "
+                "leave keep_vars out to get whole copies"
             )
         if self.outermost is None or prefix == "":
-            # A call that failed left these: torch runs no hooks after an error, so its end never came.
+            # Drop the values of an earlier call that failed. PyTorch calls no post-hooks after an error.
             self._forget()
             self.local = _is_local(engine, module)
             if not self.local:
@@ -190,7 +212,7 @@ class _Saving:
             self.outermost = module
 
     def end_module(self, module: nn.Module) -> None:
-        """After a module's state_dict, children included."""
+        """Hook that runs after the ``state_dict()`` of each module and its children; ends an outermost call."""
         if module is self.outermost:
             self.outermost = None
             self._forget()
@@ -200,39 +222,46 @@ class _Saving:
         self.copies.clear()
 
     def save_of(self, module: nn.Module) -> Callable[[dict[str, Tensor], str, bool], None]:
-        """``save`` for one module, without keeping it alive."""
-        # The module holds this function in its __dict__.
+        """Return the replacement of ``_save_to_state_dict`` for one module. It holds the module weakly."""
+        # The module stores this function in its __dict__, so a strong reference would be a cycle.
         ref = weakref.ref(module)
 
         def save(destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
             target = ref()
-            assert target is not None  # it is calling
+            assert target is not None  # the module is calling this function
             self.save(target, destination, prefix, keep_vars)
 
         return save
 
     def save(self, module: nn.Module, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        """Do what ``_save_to_state_dict`` does, with whole values in the compute dtype."""
+        """Write a module's entries of the state dict, with whole parameters in the compute dtype.
+
+        Args:
+            module: the module, without its children.
+            destination: state dict to write to.
+            prefix: name of the module in the outermost one, with a dot at the end.
+            keep_vars: always False; see :meth:`begin_module`.
+        """
         engine = _alive(self.engine)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             unit = engine.unit_of.get(id(parameter))
             if unit is None:
-                # What no unit has, an integer parameter for one, is whole as it is.
+                # A parameter without a unit, such as an integer parameter, is not sharded.
                 destination[prefix + name] = parameter.detach()
                 continue
             made = self.copies.get(id(parameter))
             if made is None:
                 made = self.copies[id(parameter)] = self._copy(engine, parameter, unit)
             elif made is not parameter:
-                # Another tensor in the same memory, as torch has it for each name.
+                # For a further name, add another tensor object with the same memory, as PyTorch does.
                 made = made.detach()
             destination[prefix + name] = made
         parameters = module._parameters
         try:
-            # Buffers and extra state the class saves itself, with whatever a subclass adds; it must not see released
-            # parameters.
+            # Let the module's class save buffers, extra state and additions of subclasses. Hide the parameters from it,
+            # because it would read sharded ones.
             module.__dict__["_parameters"] = {}
             type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
         finally:
@@ -242,13 +271,14 @@ class _Saving:
         if self.local:
             return _here(engine, parameter)
         buffer, index = unit.place_of(parameter)
-        # As the plain model has it; full_state gives the main weights. A copy: a view would keep its whole flat
-        # buffer in the state dict.
+        # Return the compute dtype, as the plain model would have; full_state returns main weights. Copy the values: a
+        # view would keep the memory of the whole flat buffer.
         return self._whole(engine, buffer, unit)[index].to(buffer.compute_dtype, copy=True)
 
     def _whole(self, engine: Engine, buffer: FlatBuffer, unit: Unit) -> list[Tensor]:
         if buffer not in self.gathered:
-            # Others lie all over the model, and are small.
+            # Drop gathered buffers of earlier units. Persistent parameters are small and belong to modules all over the
+            # model, so their buffers are kept.
             if unit.hooked:
                 for other in [b for b in self.gathered if b.unit != buffer.unit and b not in self.lasting]:
                     del self.gathered[other]
@@ -259,11 +289,11 @@ class _Saving:
 
 
 def _is_local(engine: Engine, module: nn.Module) -> bool:
-    """Tell whether a ``state_dict()`` takes no other rank; the same on every rank that asks for it."""
+    """Return True if ``state_dict()`` of a module needs no other rank. The result is equal on all ranks."""
     readable_weights = engine.readable_weights
     if engine.gather_contexts or (readable_weights is not None and readable_weights.alone):
         return True
-    # Differences may leave the cache apart from the main weights, which a state is made of.
+    # With a codec of differences, cached weights may differ from the main weights, so they must not be saved.
     exact = all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
     if readable_weights is None or not exact:
         return False
@@ -271,7 +301,7 @@ def _is_local(engine: Engine, module: nn.Module) -> bool:
 
 
 def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
-    """A copy of what this rank has of a parameter, if that is all of it; else the parameter, with its shape alone."""
+    """Return a copy of a parameter's whole values if this rank has them; otherwise the guarded parameter itself."""
     if not is_guarded(parameter):
         return parameter.detach().clone()
     values = engine.cached_values(parameter)
@@ -279,7 +309,12 @@ def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
 
 
 class _Loading:
-    """``load_state_dict`` of any module of the model."""
+    """Implementation of ``load_state_dict`` for the modules of a wrapped model.
+
+    Attributes:
+        engine: weak reference to the engine.
+        outermost: module on which ``load_state_dict()`` was called; None between calls.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = weakref.ref(engine)
@@ -288,10 +323,10 @@ class _Loading:
     def begin_module(
         self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, object], *_: object
     ) -> None:
-        """Before a module's own values are loaded."""
+        """Hook that runs before the values of each module are loaded; starts an outermost call."""
         engine = _alive(self.engine)
         if engine.gather_contexts:
-            # torch copies into gathered values; GatheredParameters decides what becomes of them.
+            # PyTorch copies into the gathered values, as edits. GatheredParameters handles them at its end.
             return
         engine.require_idle("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
@@ -301,37 +336,43 @@ class _Loading:
             )
         if self.outermost is None or prefix == "":
             engine.agreement.require_same_call(f"load_state_dict() of a {type(module).__name__}")
-            # Loading writes to shards: what an earlier load left must be known, and no refresh may be reading.
+            # Loading writes to the shards. So finish an earlier load that failed, and wait for refreshes that read
+            # them.
             engine.finish_load()
             engine.wait_for_refresh()
             self.outermost = module
             engine.begin_load()
 
     def end_module(self, module: nn.Module, incompatible: object) -> None:
-        """After a module and its children are loaded."""
+        """Hook that runs after a module and its children are loaded; ends an outermost call."""
         if module is self.outermost:
             engine = _alive(self.engine)
             self.outermost = None
-            # All buffers: which were loaded, only the guard has seen.
+            # This marks all buffers as changed, because only the guard has seen which ones were loaded.
             engine.finish_load()
 
 
 def _alive(ref: weakref.ref[Engine]) -> Engine:
     engine = ref()
     if engine is None:
-        raise RuntimeError("what held this model's values is gone; keep the model, or any module of it")
+        raise RuntimeError("the engine that holds this model's values is gone; keep the model, or any module of it")
     return engine
 
 
 def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
-    """Make ``state_dict`` and ``load_state_dict`` of these modules see whole parameters."""
+    """Make ``state_dict`` and ``load_state_dict`` of modules work with whole parameters.
+
+    Args:
+        modules: modules of the model that have parameters or buffers.
+        engine: engine of the model.
+    """
     saving = _Saving(engine)
     loading = _Loading(engine)
     before = saving.begin_module
     load = loading.begin_module
     loaded = loading.end_module
 
-    # torch marks the hook itself, so it must be a function.
+    # PyTorch sets an attribute on this hook, so it must be a function; a bound method has no writable attributes.
     def saved(module: nn.Module, *_: object) -> None:
         saving.end_module(module)
 
@@ -344,36 +385,42 @@ def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
 
 
 def awaited_names(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """Parameters that have no values until they are loaded."""
+    """Return the names of parameters that have no values until a checkpoint is loaded."""
     found = ((name, piece_of(parameter)) for name, parameter in parameters.items())
     return frozenset(name for name, piece in found if piece is not None and piece.awaited)
 
 
 def refuse_until_loaded(model: nn.Module, engine: Engine, names: frozenset[str]) -> None:
-    """Refuse forwards of the model, and of modules of it, until all parameters of these names have values everywhere.
+    """Make forwards raise an error until the named parameters and all module buffers have values on all ranks.
 
-    Buffers, too, which have NaN until they are loaded.
+    Args:
+        model: the wrapped model.
+        engine: engine of the model.
+        names: names of parameters that were built without values (filled with NaN).
     """
     if not names:
         return
     awaited = _awaited[engine] = _MetaParams(engine, model, names)
     for module in model.modules():
-        # Any of them may be called from outside.
+        # The user may call any module directly, so all of them need the hook.
         awaited.handles.append(module.register_forward_pre_hook(torch.compiler.disable(awaited.before), prepend=True))
     engine.on_close(awaited.remove)
 
 
 def lacks_values(engine: Engine) -> bool:
-    """Tell whether this rank's part of some parameter was built without values, and none were loaded. Local."""
+    """Return True if a parameter was built without values and this rank's shard of it has not been loaded. Local."""
     awaited = _awaited.get(engine)
     return awaited is not None and any(_missing(buffer, awaited.names) for buffer in engine.buffers)
 
 
 def require_values(engine: Engine) -> None:
-    """Make sure that all parameters have values, before they are saved. Collective.
+    """Check that all parameters have values, before they are saved. Collective.
+
+    Args:
+        engine: engine of the model.
 
     Raises:
-        RuntimeError: some were built without, and nothing was loaded.
+        RuntimeError: parameters were built without values and have not been loaded.
     """
     awaited = _awaited.get(engine)
     if awaited is not None:
@@ -398,10 +445,10 @@ class _MetaParams:
     def check(self) -> None:
         engine = self._engine()
         model = self._root()
-        # Without its root the engine is another's, or gone.
+        # Without the engine or its root module there is nothing to check.
         if engine is None or model is None:
             return
-        # However they were loaded: there are several ways, and each rank sees its own part.
+        # There are several ways to load values, so look for NaN in the values. Each rank checks its own shards.
         missing = {name for buffer in engine.buffers for name in _missing(buffer, self.names)}
         missing |= {name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())}
         rows = engine.agreement.exchange_objects(sorted(missing), "looking whether all weights were loaded")
@@ -430,7 +477,7 @@ def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:
     found = []
     for each in buffer.fragments():
         name = buffer.names[each.slot]
-        # Parameters without values were filled with NaN when the model was built; NaN that is left was never loaded.
+        # Parameters without values were filled with NaN when the model was wrapped. A remaining NaN means not loaded.
         if name in names and row[each.offset : each.offset + each.stop - each.start].isnan().any():
             found.append(name)
     return found
