@@ -1,5 +1,6 @@
-"""Models that never exist whole: parameters are partitioned as they are built, or get memory in pieces alone.
+"""Construction of models that do not fit one rank: parameters are sharded while the modules are built.
 
-Knows how modules come to their parameters. `zeropp.params.sharded_build` knows their pieces, and a ZeroOptimizer takes
-them over. Start with `context`.
+This package hooks into the construction of modules. `zeropp.params.sharded_build` stores the shards, and a
+ZeroOptimizer takes them over.
+Start with `context`.
 """

@@ -1,4 +1,4 @@
-"""``Init`` and ``MiCS_Init``: blocks in which modules that are built are partitioned over the ranks."""
+"""``Init`` and ``MiCS_Init``: contexts in which newly built modules are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _FLAGS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 class Init:
-    """Inside ``with``, the parameters of modules that are built are partitioned over the ranks as they come.
+    """Context manager that shards the parameters of modules over the ranks while the modules are built.
 
-    Collective: every rank runs the same code. No rank has the whole model at any time: a module's parameters are cut
-    once its parent has it, and code that touches one later, to initialise it, gets it whole for that long. Rank 0's
-    values become everyone's, so weights are those that the same code gives rank 0 without this. Small parameters
-    (65,536 elements) stay whole, buffers too. Parameters on the meta device stay there.
+    Collective: all ranks run the same code inside. No rank holds the whole model at any time: the parameters of a
+    module may be sharded once the module is assigned to its parent. Code that accesses a sharded parameter inside the
+    context, such as an initialisation, gets the whole values, and its edits are kept. All ranks get rank 0's values, so
+    the weights are those that rank 0 would get without this context. Module buffers and small parameters (up to 65,536
+    elements) stay whole. Parameters on the meta device stay there.
 
-    Between the block and ``ZeroOptimizer(optimizer, model, config)`` values can be read and edited inside
-    :class:`zeropp.zero.GatheredParameters`, on one rank, too.
+    Between this context and ``ZeroOptimizer(optimizer, model, config)``, values can be read and edited inside
+    :class:`zeropp.zero.GatheredParameters`.
     """
 
     def __init__(
@@ -60,31 +61,34 @@ class Init:
         zero_quantized_weights: bool = False,
         zero_quantized_nontrainable_weights: bool = False,
     ) -> None:
-        """Prepare; and partition ``module``, if there is one. Names and defaults are those of ``deepspeed.zero.Init``.
+        """Prepare the context, and shard ``module`` if given. Names and defaults are those of ``deepspeed.zero.Init``.
 
         Args:
-            module: partition this model at once, as if it had been built inside.
-            data_parallel_group: ranks to partition among; None for the world.
-            sequence_data_parallel_group: takes the place of the former where sequences are split over ranks, too.
-            mem_efficient_linear: nothing is left to do: no layer keeps gathered weights until backward.
-            remote_device: "cpu" for pieces in the host's memory until the model is wrapped, "nvme" for files below
-                the configuration's ``offload_param.nvme_path``; None for the device of ``offload_param`` in the
-                configuration, or else the one that trains.
-            pin_memory: page-locked, with "cpu".
-            config_dict_or_path: as for ZeroOptimizer, which must be given the same.
-            config: an older name of it.
-            enabled: False makes this do nothing.
-            dtype: torch's default dtype inside, for main weights; the configuration says what the model computes in.
-            mpu: asked for ``get_data_parallel_group()`` where there is no group.
-            zero_param_parallel_group: of hpZ; ``zero_hpz_partition_size`` of the configuration must be its size.
-            zero_quantized_weights, zero_quantized_nontrainable_weights: the configuration must say the same.
+            module: model to shard at once, as if it had been built inside the context.
+            data_parallel_group: ranks to shard over; None for all ranks.
+            sequence_data_parallel_group: ranks to shard over if sequences are split over ranks, too; excludes
+                ``data_parallel_group``.
+            mem_efficient_linear: without effect: no layer of zeropp holds gathered weights until backward.
+            remote_device: storage of the shards until the model is wrapped: "cpu" for host memory, "nvme" for files
+                in the configuration's ``offload_param.nvme_path``. None for the configuration's
+                ``offload_param.device``, or else the training device.
+            pin_memory: True for page-locked memory, with remote_device "cpu".
+            config_dict_or_path: configuration as for ZeroOptimizer, which must get the same one.
+            config: deprecated name of ``config_dict_or_path``.
+            enabled: False makes the context do nothing.
+            dtype: PyTorch's default dtype inside, for the built weights. The configuration sets the compute dtype.
+            mpu: object whose ``get_data_parallel_group()`` returns the ranks, if no group is given.
+            zero_param_parallel_group: process group of hpZ; the configuration's ``zero_hpz_partition_size`` must equal
+                its size.
+            zero_quantized_weights: True requires that the configuration sets this key, too.
+            zero_quantized_nontrainable_weights: True requires that the configuration sets this key, too.
 
         Raises:
-            ConfigError, TypeError, ValueError: an argument cannot be used; RuntimeError on the other ranks.
+            ConfigError, TypeError, ValueError: an argument is invalid. The other ranks raise RuntimeError.
         """
         self._build: ShardedBuild | None = None
         self._stack = contextlib.ExitStack()
-        self._built: WeakSet[nn.Module] = WeakSet()  # modules that another one has
+        self._built: WeakSet[nn.Module] = WeakSet()  # modules that have been assigned to a parent
         if not enabled:
             return
         group = choose_group(data_parallel_group, sequence_data_parallel_group, mpu)
@@ -98,7 +102,7 @@ class Init:
                 hpz_group=zero_param_parallel_group, asked=dict.fromkeys(itertools.compress(_FLAGS, flags), True),
             )  # fmt: skip
 
-        # What one rank refuses no other waits for.
+        # If one rank rejects its arguments, all ranks raise, and none waits for that rank.
         self._settings = run_on_all_ranks(group, "preparing zero.Init", choose, patience=lambda chosen: chosen.seconds)
         self._build = make_build(self._settings)
         if module is not None:
@@ -106,7 +110,7 @@ class Init:
 
     def _partition(self, module: nn.Module, build: ShardedBuild) -> None:
         with self:
-            # All of it is there already, so nothing is cut before it is known that the pieces fit.
+            # The whole module exists already, so check that all shards fit before the first one is made.
             self._settings.limit.require(each for each in module.parameters() if not each.is_meta)
             build.ready(_named(module))
 
@@ -133,7 +137,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # First, so that nothing is left of this whatever comes.
+        # Remove the hooks first, so that they are removed even if a later line raises.
         self._stack.close()
         if self._build is None:
             return
@@ -146,29 +150,30 @@ class Init:
             self._build.report_failure(error)
 
     def _parameter_given(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        assert self._build is not None  # hooks are there inside only
+        assert self._build is not None  # the hook is registered inside the context only
         if parameter is None:
             return
-        # Alike on every rank, since all build the same.
+        # All ranks build the same model, so the limit raises on all ranks or on none.
         self._settings.limit.count_parameter(parameter)
         if module in self._built:
-            # It has been initialised before: it is loaded, for one.
+            # The module is complete already, so this parameter has its values, for example from loading.
             self._build.ready([(f"{type(module).__name__}.{name}", parameter, module)])
         else:
             self._build.note_parameter(f"{type(module).__name__}.{name}", parameter, module)
 
     def _module_given(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        assert self._build is not None  # hooks are there inside only
+        assert self._build is not None  # the hook is registered inside the context only
         if child is not None:
             self._built.update(child.modules())
             self._build.ready(_named(child))
 
 
 class MiCS_Init(Init):
-    """As :class:`Init`, for models whose weights are spread over ``mics_shard_size`` ranks and have replicas beyond.
+    """:class:`Init` for MiCS: each replica of the model is sharded over ``mics_shard_size`` ranks.
 
-    While they are built they are spread over all ranks of the group, which takes less memory; the ZeroOptimizer, given
-    the same configuration, spreads them over shard groups. Source: Zhang et al., MiCS, VLDB 2022.
+    While the model is built, it is sharded over all ranks of the group, which takes less memory. The ZeroOptimizer,
+    with the same configuration, then shards it over groups of ``mics_shard_size`` ranks. Source: Zhang et al., MiCS,
+    VLDB 2022.
     """
 
     def __init__(
@@ -185,10 +190,10 @@ class MiCS_Init(Init):
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
-        """As for :class:`Init`.
+        """Prepare the context, with the arguments of :class:`Init`.
 
         Raises:
-            ValueError: no configuration, or one without ``mics_shard_size``.
+            ValueError: there is no configuration, or it has no ``mics_shard_size``.
         """
         given = config if config_dict_or_path is None else config_dict_or_path
         if enabled and (given is None or load_config(given, final=False).zero.mics_shard_size <= 0):
@@ -213,31 +218,36 @@ def _check_arguments(module: object, data_parallel_group: Group, sequence_data_p
 
 
 def make_build(settings: InitSettings) -> ShardedBuild:
-    """Connect the ranks that build together. Collective."""
+    """Create the build object that shards and gathers parameters for a process group. Collective."""
     carrier = BuildComm(settings.group, settings.trains_on, settings.seconds)
     keep = _in_files(settings.swap) if settings.swap is not None else partial(_in_memory, settings)
     return ShardedBuild(carrier, settings.trains_on, settings.asked, keep)
 
 
 def _in_memory(settings: InitSettings, row: Tensor) -> Tensor:
-    # A copy, if it is one, of one message: many small pieces share it.
+    # `row` is one shard, or a message with many small shards, which become views of the result.
     row = row.to(settings.device)
     return row.pin_memory() if settings.pinned else row
 
 
 def _in_files(nvme_path: Path) -> Callable[[Tensor], Tensor]:
-    """A function that puts pieces into one swap file, whose space is freed with the last of them."""
+    """Return a function that moves shards to one swap file. The file's space is freed with the last shard."""
     swap = SwapFile(nvme_path)
 
     def keep(row: Tensor) -> Tensor:
-        # Through the page cache, which the system writes back as it needs the memory.
+        # The copy goes through the page cache. The operating system writes it to the file when it needs the memory.
         return swap.allocate(row.numel(), row.dtype).tensor.copy_(row)
 
     return keep
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Parameters of a module and those below, and whose they are; the model's names are not known yet."""
+    """Iterate over the parameters of a module and its submodules.
+
+    Yields:
+        A name (class of the owning module and attribute, because the names in the model are not known yet), the
+        parameter, and the owning module.
+    """
     for each in module.modules():
         for name, parameter in each._parameters.items():
             if parameter is not None:
@@ -246,9 +256,10 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
 
 @contextlib.contextmanager
 def _gathering_for_copies(build: ShardedBuild) -> Iterator[None]:
-    """While ``nn.Parameter(p)`` fetches a parameter that is in pieces, as torch's parametrizations need.
+    """Make ``nn.Parameter(p)`` gather a sharded parameter ``p`` first. PyTorch's parametrizations make such calls.
 
-    Else torch asks for ``p.detach()``, and refuses a plain tensor in the place of a subclass.
+    Without this, ``nn.Parameter.__new__`` calls ``p.detach()`` on the guarded subclass, gets a plain tensor and raises
+    an error.
     """
     plain: Callable[..., nn.Parameter] = vars(nn.Parameter)["__new__"]
 
@@ -269,11 +280,11 @@ def _gathering_for_copies(build: ShardedBuild) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathering_apply(build: ShardedBuild) -> Iterator[None]:
-    """While ``Module.apply`` fetches a module's own parameters together before it is given to the function."""
+    """Make ``Module.apply`` gather a module's own parameters together before it calls the function with the module."""
     plain = nn.Module.apply
 
     def apply(module: _M, fn: Callable[[nn.Module], None]) -> _M:
-        # As the plain one, by children's own apply, which may be one of theirs.
+        # Like the original, call apply of the children, which may override it.
         for child in module.children():
             child.apply(fn)
         build.fetch(parameter for parameter in module._parameters.values() if parameter is not None)

@@ -1,4 +1,4 @@
-"""``materialize``: a model that was built on the meta device, brought to pieces module by module."""
+"""``materialize``: memory, values and shards for a model that was built on the meta device, one module at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeropp.setup.placing import give_memory, without_weak_weights
 
 __all__ = ["materialize"]
 
-_POISON = 0x5A  # each byte of what nobody has given a value yet; floating tensors are NaN
+_POISON = 0x5A  # byte that marks integer tensors without values; floating-point tensors are marked with NaN
 
 Initialize = Callable[[nn.Module], object]
 
@@ -31,26 +31,28 @@ def materialize(
     remote_device: torch.device | str | None = None,
     config: ConfigSource = None,
 ) -> None:
-    """Prepare a model on the meta device for ZeroOptimizer, in place; no rank ever has all of it. Collective.
+    """Prepare a model on the meta device for ZeroOptimizer, in place. No rank ever holds the whole model. Collective.
 
-    With ``initialize``, each module's own parameters and buffers get memory in turn, then values, and are partitioned.
-    Without, parameters and persistent buffers have no values before the wrapped model gets them by
-    ``zeropp.checkpoint.load_safetensors``, ``load`` or ``load_state_dict``, of which each rank reads its part; a
-    forward before that is refused.
+    With ``initialize``, the parameters and buffers of one module after the other get memory and values and are sharded.
+    Without ``initialize``, parameters stay without values until the wrapped model loads them with
+    ``zeropp.checkpoint.load_safetensors``, ``load`` or ``load_state_dict``. Each rank then reads its own shards. A
+    forward before that raises an error.
 
     Args:
-        model: what of it is not on the meta device is partitioned as it is.
-        initialize: called with each module that has tensors without values, on every rank; as
-            ``lambda module: module.reset_parameters()``. Rank 0's values become everyone's.
-        buffers: where there is no ``initialize``, called with each module that has buffers which no file has; its
-            parameters stay on the meta device. Of transformers' models ``model._init_weights`` does.
-        process_group: ranks to partition among; None for the world.
-        remote_device: as for :class:`zeropp.zero.Init`.
-        config: as for ZeroOptimizer.
+        model: model to prepare. Its tensors that are not on the meta device are sharded with their values.
+        initialize: function that initialises a module, such as ``lambda module: module.reset_parameters()``. It is
+            called on every rank with each module that has tensors without values. All ranks get rank 0's values.
+        buffers: if there is no ``initialize``, a function that fills the non-persistent buffers of a module, which no
+            checkpoint contains. The module's parameters are on the meta device then. For transformers' models,
+            ``model._init_weights`` is such a function.
+        process_group: ranks to shard over; None for all ranks.
+        remote_device: storage of the shards until the model is wrapped, as for :class:`zeropp.zero.Init`.
+        config: configuration as for ZeroOptimizer.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: a tensor has no values afterwards and will not be loaded either, by name.
+        TypeError: ``model`` is not a module.
+        ValueError: a tensor has no values afterwards and cannot be loaded. The message names it.
+        ConfigError: the configuration is invalid.
     """
     group = choose_group(process_group, None, None)
 
@@ -67,7 +69,8 @@ def materialize(
     build.building = True
     try:
         with torch.no_grad(), without_weak_weights(model):
-            # What is to be loaded has no pieces before it is wrapped.
+            # Parameters to be loaded get no shards before the model is wrapped, so the limit applies with `initialize`
+            # only.
             settings.limit.require(model.parameters() if initialize is not None else ())
             for path, module in model.named_modules():
                 name = path or type(module).__name__
@@ -90,14 +93,14 @@ def _without_values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _initialize(module: nn.Module, name: str, tensors: dict[str, Tensor], initialize: Initialize) -> None:
-    """Give tensors memory, let a function fill it, and look whether it has."""
+    """Give a module's tensors memory, call the initialising function, and check that it has filled all of them."""
     if not tensors:
         return
     for tensor in tensors.values():
         give_memory(tensor, torch.device("cpu"))
         _poison(tensor)
     initialize(module)
-    # By name: it may have put others in their places.
+    # Look the tensors up by name again, because the function may have replaced them.
     now = {**module._parameters, **module._buffers}
     left = [f"{name}.{key}" for key in tensors if (found := now.get(key)) is not None and _is_poisoned(found)]
     if left:
@@ -118,12 +121,12 @@ def _is_poisoned(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     found = tensor.reshape(-1).view(torch.uint8).view(-1, tensor.element_size()).eq(_POISON).all(-1)
-    # A single byte may really have that value.
+    # Values with one byte per element may equal the marker by chance. So count such a tensor only if all bytes match.
     return bool(found.any() if tensor.element_size() > 1 else found.all() and found.numel())
 
 
 def _await(module: nn.Module, name: str, build: ShardedBuild, buffers: Initialize | None) -> None:
-    """Let parameters wait for being loaded, and buffers have memory, and values if no file has them."""
+    """Mark a module's parameters as awaiting a load, give its buffers memory, and fill non-persistent buffers."""
     tensors = _without_values(module)
     missing = {key: each for key, each in tensors.items() if key in module._non_persistent_buffers_set}
     if missing and buffers is None:
@@ -137,7 +140,7 @@ def _await(module: nn.Module, name: str, build: ShardedBuild, buffers: Initializ
             Piece(build, f"{name}.{key}", awaited=True).tie(tensor)
         elif key not in missing:
             give_memory(tensor, torch.device("cpu"))
-            # NaN, so that a forward of what was not loaded is found out.
+            # Fill with NaN, so that the check before the first forward finds buffers that were not loaded.
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     if missing and buffers is not None:
         _initialize(module, name, missing, buffers)

@@ -1,6 +1,6 @@
-"""The arguments of ``zero.Init``: their meaning together, refused combinations, and the limit of host memory.
+"""Checks of the arguments of ``zero.Init`` and ``materialize``, and the settings that follow from them.
 
-:class:`PieceLimit` holds the host memory that a model takes while it is built against ``zeropp.host_memory_limit``.
+:class:`PieceLimit` compares the host memory of a model's shards with ``zeropp.host_memory_limit`` during construction.
 """
 
 from __future__ import annotations
@@ -27,55 +27,59 @@ __all__ = ["InitSettings", "PieceLimit", "choose_group", "choose_settings"]
 
 
 class PieceLimit:
-    """Refuses parameters whose pieces a host cannot hold.
+    """Counter of the host memory of a model's shards, which raises an error above a limit.
 
-    What is trained later takes more than pieces: gradients, states. It is for the ZeroOptimizer to count, when it is
-    known which parameters are frozen.
+    Gradients and optimizer states are not counted here. The ZeroOptimizer counts them, because only then the frozen
+    parameters are known.
     """
 
     def __init__(self, limit: int | None, world: int, local: int) -> None:
-        """Count from nothing.
+        """Start with no parameters.
 
         Args:
-            limit: bytes of a node's ranks together; None for none, and where pieces are not in the host's memory.
-            world: ranks that have a piece each.
-            local: ranks of a node.
+            limit: bytes for all ranks of a node together; None for no limit, or if the shards are not in host memory.
+            world: number of ranks that share each parameter.
+            local: number of ranks per node.
         """
         self._limit = limit
         self._world = world
         self._local = local
-        # By identity, since tensors compare by elements; weakly, since parts may be given up while they are built.
+        # Keyed by id, because tensors compare elementwise. Weak references, because parts of the model may be dropped
+        # during construction.
         self._built: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._most = 0  # bytes of all that were ever counted
+        self._most = 0  # upper bound on the bytes: dropped parameters are still included
 
     def count_parameter(self, parameter: nn.Parameter) -> None:
-        """Count one that has been built, unless it was counted before.
+        """Count a parameter that has been built, unless it has been counted already.
 
         Raises:
-            MemoryLimitError: pieces of all there are so far take more than the limit.
+            MemoryLimitError: the shards of all parameters so far exceed the limit.
         """
-        # On the meta device it takes nothing yet, and a weak reference would be in the way of its getting values.
+        # Skip meta parameters: they take no memory yet, and a weak reference would prevent giving them memory later.
         if self._limit is None or parameter.is_meta or nn.parameter.is_lazy(parameter):
             return
-        # Modules give each other what was counted when the first of them got it.
+        # A parameter may be assigned to several modules. Count it once.
         if self._find(id(parameter)) is not parameter:
             self._built[id(parameter)] = weakref.ref(parameter)
             self._most += self._nbytes(parameter)
         if self._most > self._limit:
             there = [found for each in self._built if (found := self._find(each)) is not None]
-            # As they are now: some may have gone, or been cast.
+            # Count again exactly: some parameters may have been dropped or cast.
             self._built = {id(each): weakref.ref(each) for each in there}
             self._most = self.require(there)
 
     def drop_counts(self) -> None:
-        """Nothing is built any more; torch gives no parameter another device while something refers to it weakly."""
+        """Drop the weak references at the end of the construction.
+
+        PyTorch cannot move a parameter to another device while weak references to it exist.
+        """
         self._built.clear()
 
     def require(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Bytes on a node of the pieces of a whole model, if it may have so many.
+        """Return the bytes of the shards of all given parameters on a node, and check the limit.
 
         Raises:
-            MemoryLimitError: it may not.
+            MemoryLimitError: the bytes exceed the limit.
         """
         there = [each for each in parameters if not nn.parameter.is_lazy(each)]
         nbytes = sum(map(self._nbytes, there))
@@ -84,10 +88,10 @@ class PieceLimit:
             raise MemoryLimitError(
                 [
                     f"zeropp.host_memory_limit allows {ranks} of a node {size_text(self._limit)}, and pieces of the "
-                    f"{len(there)} parameters there are so far, {sum(each.numel() for each in there):,} elements, take "
+                    f"{len(there)} parameters built so far, {sum(each.numel() for each in there):,} elements, take "
                     f"{size_text(nbytes)}",
-                    "pieces of a narrower dtype take less, as of zero.Init(dtype=torch.bfloat16)",
-                    "more nodes take less each, as does a larger limit if there is one",
+                    "a narrower dtype needs less memory, as with zero.Init(dtype=torch.bfloat16)",
+                    "with more nodes each node needs less memory; or raise the limit if the host has more memory",
                 ]
             )
         return nbytes
@@ -97,7 +101,7 @@ class PieceLimit:
         return None if found is None else found()
 
     def _nbytes(self, parameter: nn.Parameter) -> int:
-        """Bytes that all pieces on a node take."""
+        """Return the bytes of a parameter's shards on one node: ``local * ceil(numel / world) * element_size``."""
         return self._local * -(-parameter.numel() // self._world) * parameter.element_size()
 
 
@@ -106,19 +110,19 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class InitSettings:
-    """The settings of a build.
+    """Settings of ``zero.Init`` or ``materialize``.
 
     Attributes:
-        group: ranks to partition among.
-        device: in whose memory pieces lie.
-        swap: directory of the files that they lie in instead, or None.
-        trains_on: the device that the model will train on.
-        pinned: pieces lie in page-locked memory.
-        dtype: default dtype of what is built; None for what the code says.
-        seconds: to wait for other ranks.
-        gathers_in_apply: ``Module.apply`` fetches a module's parameters together.
-        asked: settings that the configuration must have, too, when the model is wrapped.
-        limit: refuses what a host cannot hold.
+        group: ranks to shard over.
+        device: device whose memory holds the shards.
+        swap: directory of the swap file that holds the shards instead; None without NVMe.
+        trains_on: device that the model will train on.
+        pinned: True if the shards are in page-locked memory.
+        dtype: default dtype of new parameters; None to leave PyTorch's default unchanged.
+        seconds: timeout of waits for other ranks.
+        gathers_in_apply: True if ``Module.apply`` gathers all parameters of a module together.
+        asked: keys and values that the configuration must have when the model is wrapped.
+        limit: check of the host memory of the shards.
     """
 
     group: Group
@@ -144,17 +148,28 @@ def choose_settings(
     hpz_group: Group,
     asked: Mapping[str, object],
 ) -> InitSettings:
-    """See :class:`zeropp.zero.Init`.
+    """Check the arguments of :class:`zeropp.zero.Init`, and return the settings that follow from them.
+
+    Args:
+        group: ranks to shard over, from :func:`choose_group`.
+        remote_device: storage of the shards; see :class:`zeropp.zero.Init`.
+        pin_memory: True for page-locked memory.
+        config_dict_or_path: the configuration, or None.
+        config: the configuration under its deprecated name, or None.
+        dtype: default dtype of new parameters, or None.
+        hpz_group: process group of hpZ, or None.
+        asked: keys and values that the configuration must have when the model is wrapped.
 
     Raises:
-        ConfigError, TypeError, ValueError: an argument cannot be used, or not with another.
+        ConfigError, TypeError, ValueError: an argument is invalid, or contradicts another one.
     """
     if config is not None:
         if config_dict_or_path is not None:
             raise ValueError("config_dict_or_path and config are both given; config is the older name of the former")
         notify_once("Init's argument config is deprecated; its name is config_dict_or_path", FutureWarning)
     given = config if config_dict_or_path is None else config_dict_or_path
-    # Whoever wraps the model says what a configuration leaves open; transformers fills it in between.
+    # final=False omits warnings about "auto" values: transformers fills them in later. Wrapping the model issues the
+    # warnings.
     loaded = None if given is None else load_config(given, final=False)
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, _DTYPES))}, or None")
@@ -164,9 +179,9 @@ def choose_settings(
     if hpz_group is not None:
         must["zero_hpz_partition_size"] = dist.get_world_size(to_process_group(hpz_group))
     if loaded is not None:
-        # Over which ranks weights are spread; the rest of the configuration may change.
+        # The groups of ranks that share the weights must not change until the model is wrapped. Other keys may.
         must["mics_shard_size"] = loaded.zero.mics_shard_size
-    # First, since what it refuses explains more than what would follow.
+    # Check the device first, because its error explains more than the errors of later checks.
     where = _where(device, trains_on, pin_memory)
     return InitSettings(
         group,
@@ -190,16 +205,21 @@ def _choose_limit(config: Config | None, group: Group, where: torch.device) -> P
     try:
         local = ranks_per_node(ranks, config.zeropp.local_world_size)
     except ValueError:
-        # Nobody has said. What is too much for this rank alone is refused still.
+        # The number of ranks per node is unknown, so count the memory of this rank only.
         local = 1
     return PieceLimit(limit, len(ranks), local)
 
 
 def choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:
-    """The ranks to build among; starts torch.distributed where a launcher has said how and nobody has.
+    """Return the process group to shard over. Initialise torch.distributed if a launcher has set its variables.
+
+    Args:
+        data_parallel: process group, or None.
+        sequence: process group that replaces ``data_parallel``, or None.
+        mpu: object with ``get_data_parallel_group()`` that is used if both groups are None, or None.
 
     Raises:
-        TypeError: ``mpu`` cannot say.
+        TypeError: ``mpu`` has no such method.
     """
     _connect()
     chosen = data_parallel if sequence is None else sequence
@@ -212,7 +232,7 @@ def choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:
 
 
 def _connect() -> None:
-    # DeepSpeed's Init does so, too.
+    # As in DeepSpeed, zero.Init initialises torch.distributed itself.
     launched = all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if launched and dist.is_available() and not dist.is_initialized():
         if (device := _accelerator()).type == "cuda":
@@ -222,7 +242,7 @@ def _connect() -> None:
 
 def _accelerator() -> torch.device:
     if torch.cuda.is_available():
-        # A launcher's word before the current device, which is the first one until somebody has chosen.
+        # Prefer the launcher's LOCAL_RANK. The current device is 0 on all ranks until it is set.
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device("cpu")
 
@@ -233,7 +253,7 @@ def _offloaded_to(config: Config | None) -> str | None:
 
 
 def _where(remote: torch.device | str | None, trains_on: torch.device, pin_memory: bool) -> torch.device:
-    """The device of the pieces."""
+    """Return the device whose memory holds the shards; the CPU also for shards in files."""
     kind = None if remote is None else str(remote)
     if kind not in (None, "cpu", "nvme", trains_on.type, str(trains_on)):
         raise ValueError(f'remote_device is {remote!r}; expected "cpu", "nvme", or None for {trains_on}')
@@ -245,7 +265,7 @@ def _where(remote: torch.device | str | None, trains_on: torch.device, pin_memor
 
 
 def _swap(config: Config | None) -> Path:
-    """The folder for files of pieces."""
+    """Return the directory of the swap file for the shards."""
     block = None if config is None else config.zero.offload_param
     if block is None or block.nvme_path is None:
         raise ValueError(
