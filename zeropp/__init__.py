@@ -1,7 +1,7 @@
-"""zeropp: ZeRO training for PyTorch on networks that are slower than the devices.
+"""zeropp: ZeRO training for PyTorch, for networks that are slow compared with the devices.
 
-Optimizer states, gradients and weights are spread over the ranks of a process group; weights are gathered just before
-they are used and let go right after.
+Optimizer states, gradients and weights are sharded over the ranks of a process group. Weights are gathered just before
+their use and freed right after it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Imported when they are first used, since a program that trains may need none of them.
+# These modules and functions are imported at their first use, because many programs do not need them.
 _MODULES = ("checkpoint", "fsdp2", "plan", "training", "zero")
 _FUNCTIONS = {
     "estimate_zero2_model_states_mem_needs": "zeropp.deepspeed.estimates",
@@ -55,10 +55,11 @@ _FUNCTIONS = {
     "init_distributed": "zeropp.deepspeed.distributed",
     "initialize": "zeropp.deepspeed.initialization",
 }
-# The core does not import it: it is named here, and imported when a model is built or wrapped.
+# The core does not import zeropp.deepspeed. Register its extension here; it is imported when a model is built or
+# wrapped.
 if importlib.util.find_spec("zeropp.deepspeed"):
     EXTENSIONS.append("zeropp.deepspeed.extension")
-# Names of DeepSpeed's that its stand-in has and this package has not.
+# Names that zeropp's stand-in for the package deepspeed has and zeropp does not have.
 _OF_THE_STAND_IN = (
     "DeepSpeedEngine", "PipelineEngine", "accelerator", "add_config_arguments", "checkpointing", "init_inference",
     "ops", "pipe", "runtime", "utils",
@@ -90,10 +91,10 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
     )
     from zeropp.deepspeed.initialization import initialize as initialize
-else:  # a type checker would take any name for one that this function has
+else:  # hidden from type checkers: with a module __getattr__ they would accept every name
 
     def __getattr__(name: str) -> Any:
-        """A part of the package that is imported at its first use."""
+        """Import a module or function of the package at its first use."""
         if name in _MODULES:
             value = importlib.import_module(f"zeropp.{name}")
         elif name in _FUNCTIONS:

@@ -1,7 +1,7 @@
-"""Functions of torch that are private or have been renamed, in one place; FSDP2's are in fsdp2/shards.py.
+"""All uses of private or renamed functions of PyTorch, except those of FSDP2, which are in fsdp2/shards.py.
 
-Attributes with an underscore that modules, parameters and optimizers of torch carry (``_parameters``, ``_version``,
-``_optimizer_step_pre_hooks``) are read where they are about something.
+Private attributes of PyTorch's modules, parameters and optimizers (``_parameters``, ``_version``,
+``_optimizer_step_pre_hooks``) are used directly in other files.
 """
 
 from __future__ import annotations
@@ -65,54 +65,55 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Only what subclasses do is off: modes stay on inside, such as the one that watches what is computed from gathered
-# values.
+# This disables __torch_function__ of tensor subclasses only. Torch function modes stay active, such as GraphTracker,
+# which records results computed from gathered values.
 unguarded = torch._C.DisableTorchFunctionSubclass
-"""Inside, released parameters answer as tensors, and not by the guard."""
+"""Context manager inside which sharded parameters behave as plain tensors, without their guard."""
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Tells whether a profile is being recorded."""
+"""Function that returns True while the PyTorch profiler records."""
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identity of a tensor's storage, the same as long as the storage lives."""
-    # Not data_ptr, which is 0 for every storage that is released. See [Note: storage].
+    """Return an integer that identifies a tensor's storage as long as the storage exists."""
+    # data_ptr is no identity, because it is 0 for every freed storage. See [Note: storage].
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """The number of references to a tensor's memory: its own, and those of views, ``.data`` and arrays of NumPy."""
-    # One more is that of the object which is asked here.
+    """Return the number of references to a tensor's storage, including those of views, ``.data`` and NumPy arrays."""
+    # Subtract the reference of the temporary object that untyped_storage() returns.
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def is_aliased(tensor: Tensor) -> bool:
-    """Tell whether anything but this tensor refers to its memory."""
+    """Return True if anything except this tensor refers to its storage."""
     return storage_uses(tensor) > 1
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, without importing the class: its module takes half a second."""
+    """Return True if a tensor is a DTensor, without importing that class, because the import takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-# torch 2.13 renamed both and warns at each use of the old names.
+# PyTorch 2.13 renamed both functions and warns at each use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def bump_versions(tensors: Sequence[Tensor], version: int) -> None:
-    """Set autograd's version counters, so that a tensor saved at another version is refused in backward."""
-    # FSDP2 keeps the counter as it was over a gather, so that autograd sees no edit. Here an older weight must be
-    # seen. See [Note: versions].
+    """Set autograd's version counters of tensors. Autograd raises in backward for tensors saved at another version."""
+    # FSDP2 preserves the counter over a gather, so that autograd sees no change. zeropp sets it, so that autograd
+    # detects weights of an older step. See [Note: versions].
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
 
 
 def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Positions of tensors that share autograd's version counter with a later one, as views of one tensor do."""
+    """Return the positions of tensors that share autograd's version counter with a later tensor, as views do."""
     before = [tensor._version for tensor in tensors]
-    # Each is given a number of its own; where a counter is shared, the last one's is found in all.
+    # Set each tensor's counter to its position. Tensors with a shared counter all show the position of the last of
+    # them.
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(range(len(tensors))))
     sharing = [position for position, tensor in enumerate(tensors) if tensor._version != position]
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(before))
@@ -120,9 +121,10 @@ def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Seconds after which a group's collectives on a device fail, if somebody chose other than torch's default.
+    """Return the timeout of a group's collectives on a device, in seconds, if it is not PyTorch's default.
 
-    None, too, if it has none there.
+    Returns:
+        None if the timeout is PyTorch's default or unknown.
     """
     c10d = dist.distributed_c10d
     defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
@@ -131,37 +133,40 @@ def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | No
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Seconds after which a group's collectives on a device fail; None if it does not say."""
+    """Return the timeout of a group's collectives on a device, in seconds; None if it is unknown."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a group that is written in Python has no backends, and some no options
+    # Process groups written in Python have no backends, and some backends have no options.
+    except (AttributeError, RuntimeError):
         return None
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Tell whether torch still knows a group: it forgets all when the default group is destroyed."""
+    """Return True if PyTorch still has a group in its table. Destroying the default group clears the table."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def current_graph_task() -> int:
-    """Identity of the backward pass this thread is in; -1 outside of any."""
-    # This thread's: autograd's own threads, which run hooks on a card, have it set as well.
+    """Return the id of the backward pass that this thread runs; -1 outside of a backward."""
+    # The id is thread-local. Autograd's threads, which run the hooks for a GPU, have it set, too.
     return torch._C._current_graph_task_id()
 
 
 def queue_end_of_backward(
     callback: Callable[[], None], dropped: Callable[[], None] | None = None
 ) -> weakref.ref[Callable[[], None]]:
-    """Call ``callback`` when the running backward pass has computed everything. Only inside a backward.
+    """Register a callback for the end of the running backward pass. Call it only inside a backward.
 
     Args:
-        callback: called once, unless the backward fails.
-        dropped: a method, not kept alive; called after that, and where the backward has failed. It may not wait.
+        callback: called once, when the backward has computed all gradients; not called if the backward fails.
+        dropped: bound method that is called after the callback, and also after a failed backward. Its object is held
+            weakly. The method must not block.
 
     Returns:
-        A reference that is dead once that backward is over: one that fails drops what it was to call.
+        A weak reference that is dead as soon as the backward has ended, also if it has failed.
     """
-    ending = partial(callback)  # an object that autograd alone holds
+    # Only autograd holds this object, and drops it when the backward ends.
+    ending = partial(callback)
     Variable._execution_engine.queue_callback(ending)
     if dropped is None:
         return weakref.ref(ending)
@@ -170,18 +175,22 @@ def queue_end_of_backward(
 
 
 def will_execute(node: Node) -> bool:
-    """Tell whether the running backward comes to a node of the graph; a leaf's counts as one in ``autograd.grad``."""
+    """Return True if the running backward will execute a node of the graph.
+
+    Inside ``torch.autograd.grad`` the result is always True for nodes of leaves.
+    """
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # There torch does not tell for leaves. Most often they are what the gradients are asked for.
+        # Inside autograd.grad PyTorch raises for leaves. Their gradients are usually the requested ones, so return
+        # True.
         return True
 
 
 def goes_on() -> bool:
-    """Tell, in a tensor's hook, whether the running backward goes on into what made the tensor.
+    """Return True if the running backward continues behind the tensor whose hook calls this function.
 
-    It does not where ``torch.autograd.grad`` was asked for the gradient of that very tensor. Leaves count as in
+    It does not continue if ``torch.autograd.grad`` computes the gradient of that tensor. For leaves the result is as in
     :func:`will_execute`.
     """
     node = cast("Node | None", torch._C._current_autograd_node())
@@ -189,13 +198,14 @@ def goes_on() -> bool:
 
 
 def leaves_out(parameters: Iterable[Tensor]) -> bool:
-    """Tell whether the running backward was asked for gradients of some tensors, none of ``parameters`` among them.
+    """Return True if the running backward computes gradients of given inputs only, and none of ``parameters``.
 
-    So it is in ``torch.autograd.grad``, which accumulates nothing, and in ``backward(inputs=...)``.
+    This is the case in ``torch.autograd.grad``, which accumulates nothing, and in ``backward(inputs=...)``.
     """
     if any(_accumulates(parameter) for parameter in parameters):
         return False
-    # Perhaps the loss just does not depend on them. But without ``inputs`` a backward executes all that it can reach.
+    # No parameter gets a gradient, which is also possible if the loss does not depend on them. So search for a
+    # reachable node that is not executed: a backward without ``inputs`` executes every node that it can reach.
     seen = set[Node]()
     left = [cast("Node | None", torch._C._current_autograd_node())]
     while left:
@@ -206,28 +216,28 @@ def leaves_out(parameters: Iterable[Tensor]) -> bool:
         try:
             if not torch._C._will_engine_execute_node(node):
                 return True
-        except RuntimeError:  # a leaf in autograd.grad
+        except RuntimeError:  # PyTorch raises for a leaf inside autograd.grad
             return True
         left += [following for following, _ in node.next_functions]
     return False
 
 
 def _accumulates(parameter: Tensor) -> bool:
-    """Tell whether the running backward adds to ``.grad`` of a leaf."""
+    """Return True if the running backward accumulates into ``.grad`` of a leaf."""
     with unguarded():
         node = get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad was asked for it, and returns it
+    except RuntimeError:  # torch.autograd.grad returns this gradient instead of accumulating it
         return False
 
 
 def uncompiled(function: _F) -> _F:
-    """Keep ``torch.compile`` out of a Python function and of all that it calls: a decorator.
+    """Decorator that excludes a Python function, and all functions that it calls, from ``torch.compile``.
 
-    A compiled function may call it, and has a graph break there. Autograd may call it as a hook of a backward that a
-    compiled function runs; Dynamo would compile such a hook when it begins. ``torch.compiler.disable`` does the same by
-    a wrapper that takes half a microsecond a call; here the mark is on the code, and a call takes no longer.
+    A compiled caller gets a graph break at the call. If autograd calls the function as a hook, Dynamo does not compile
+    it. ``torch.compiler.disable`` does the same with a wrapper, which takes half a microsecond per call. This decorator
+    marks the function's code object instead, which costs nothing per call.
     """
     action = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(
@@ -239,64 +249,71 @@ def uncompiled(function: _F) -> _F:
 
 
 def makes_graph() -> bool:
-    """Tell whether ``torch.compile`` is making a graph in this thread now; not while a compiled function runs."""
+    """Return True while ``torch.compile`` traces a graph in this thread; False while compiled code runs."""
     return CompileContext.try_get() is not None
 
 
 def break_graph(reason: str) -> NoReturn:
-    """End the graph that ``torch.compile`` is making here: what follows runs uncompiled, or is compiled apart."""
+    """Make a graph break in the graph that ``torch.compile`` is tracing. Later code gets a graph of its own or runs
+    eagerly.
+
+    Args:
+        reason: explanation for the message of a compilation with ``fullgraph=True``.
+    """
     torch._dynamo.exc.unimplemented(gb_type="zeropp", context="", explanation=reason, hints=[])
 
 
 def compiles_backwards() -> bool:
-    """Tell whether compiled autograd is on: it traces a backward that begins now, and runs hooks in another order."""
-    # Only who turns it on imports it.
+    """Return True if compiled autograd is on. It would trace the next backward and run hooks in another order."""
+    # Compiled autograd is off if its module has not been imported.
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
-    # By its name: the class is in torch._dynamo, which takes long to import.
+    """Return True if a module's whole forward was compiled with ``torch.compile`` or ``module.compile``."""
+    # Compare the class by name, because importing torch._dynamo takes long.
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def replays_cuda_graphs(module: nn.Module) -> bool:
-    """Tell whether a compiled module is to run as CUDA graphs: ``mode="reduce-overhead"`` or one of its kin."""
+    """Return True if a module is compiled to CUDA graphs, by ``mode="reduce-overhead"`` or a similar setting."""
     if not is_compiled(module):
         return False
     chosen: dict[str, Any] | None
     if (call := getattr(module, "_compiled_call_impl", None)) is not None:
-        # A plain function where compiling is switched off.
+        # If compilation is disabled, this is a plain function without a configuration.
         config = getattr(call, "get_compiler_config", None)
         chosen = config() if config is not None else None
         backend = None
     else:
         context: Any = module.dynamo_ctx
         chosen, backend = context.compiler_config, context.callback
-    # The backend of that name has no settings; what wraps it keeps it there. In ``_compiled_call_impl`` nothing does.
+    # The backend "cudagraphs" has no configuration, so detect it by name. Wrappers around a backend store it in
+    # _torchdynamo_orig_backend. For module.compile() the backend is not accessible.
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
     return bool((chosen or {}).get("triton.cudagraphs")) or getattr(backend, "compiler_name", "") == "cudagraphs"
 
 
 def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
-    """The factor that a scaler puts on losses, float32 scalar; the host does not wait for it."""
-    # None before the first loss is scaled: get_scale() has the number then, and reads no device.
+    """Return the loss scale of a GradScaler as a float32 scalar on ``device``, without waiting for the device."""
+    # Before the first loss is scaled, the tensor is None. get_scale() then returns the initial scale without a device
+    # read.
     scale = scaler._get_scale_async() if scaler.is_enabled() else None
     value = torch.full((), scaler.get_scale(), device=device) if scale is None else scale.to(device)
     return value.reshape(())
 
 
 def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether hooks run behind a step of an optimizer: its own, or those of all optimizers."""
+    """Return True if hooks run after a step of an optimizer: its own hooks, or the global hooks of all optimizers."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of a group for the tensors of each type of device.
+    """Return the backend of a group for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
 
-    ``dist.get_backend`` repeats what the group was made with: "undefined" after a plain ``init_process_group()``.
+    ``dist.get_backend`` does not help here: after a plain ``init_process_group()`` it returns "undefined".
     """
     config: str = dist.distributed_c10d.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     pairs = (entry.partition(":") for entry in config.split(","))
@@ -304,19 +321,19 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def sends_from_host(group: dist.ProcessGroup) -> bool:
-    """Tell whether a group has gloo for tensors in the host's memory."""
+    """Return True if a group uses gloo for tensors in host memory."""
     try:
-        # Asked, too: a backend written in Python takes the place of all others, whatever the configuration says.
+        # Check the backend object, too: a backend written in Python replaces the configured ones.
         return backends(group).get("cpu") == "gloo" and group._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:
         return False
 
 
 def default_store() -> dist.Store:
-    """The key-value store behind the default process group.
+    """Return the key-value store of the default process group.
 
     Raises:
-        RuntimeError: there is no process group any more.
+        RuntimeError: the default process group has been destroyed.
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed was ended, and the store of the job with it")
@@ -333,24 +350,25 @@ def new_group(
     *,
     lazily: bool = False,
 ) -> dist.ProcessGroup:
-    """A process group of global ranks, numbered in the order given; only its members call.
+    """Create a process group. Only its members call this function.
 
-    ``dist.new_group`` numbers groups by how many a rank has, so that ranks with different histories, or a group made
-    after another was destroyed, meet under a wrong or a used name and hang. Here the caller gives the name.
+    ``dist.new_group`` names a group by the number of groups that the rank has. Ranks with different numbers, or a group
+    that was destroyed before, lead to wrong or reused names, and the ranks hang. Here the caller gives the name.
 
     Args:
-        ranks: members.
-        backend: as in ``dist.new_group``.
-        timeout: of its collectives.
-        name: never used before in this job, the same on every member.
-        device: whose tensors it will carry. On an accelerator the members connect now, and not in their first
+        ranks: global ranks of the members, in the order of their group ranks.
+        backend: name of the backend, as in ``dist.new_group``.
+        timeout: timeout of the group's collectives.
+        name: name of the group: equal on all members and never used before in this job.
+        device: device of the tensors to communicate. On a GPU the members connect at once instead of in their first
             collective, which may be in the middle of a step.
-        max_ctas: thread blocks that NCCL's kernels may have at most; None for its own choice.
-        lazily: over gloo, two members connect when one of them first sends to the other.
+        max_ctas: largest number of thread blocks of an NCCL kernel; None for NCCL's default.
+        lazily: True for gloo to connect two members only when one first sends to the other.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_group()
-    # Bound to a device, the default group would be split for this one by NCCL, which needs its other ranks, too.
+    # If the default group is bound to a device, NCCL would create this group by splitting the default one, which needs
+    # a call on all ranks. So unbind it meanwhile.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         with _lazy_gloo() if lazily else contextlib.nullcontext():
@@ -360,16 +378,16 @@ def new_group(
                 list(ranks),
                 dist.Backend(backend),
                 default_store(),
-                cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
+                cast(Any, name),  # PyTorch 2.13 has a separate type for names, which is a str at run time
                 _nccl_options(timeout, max_ctas) if backend == "nccl" and max_ctas is not None else None,
                 timeout=timeout,
                 group_desc=name,
-                # Backends written in Python are asked for what they do not have, if a device is named.
+                # Pass the device to NCCL only: with a device, PyTorch uses functions that backends in Python lack.
                 device_id=device if backend == "nccl" else None,
             )
     finally:
         default.bound_device_id = bound
-    # The helper leaves this to dist.new_group; without it no collective could translate a global rank.
+    # dist.new_group makes this entry after calling the helper. Collectives need it to translate global ranks.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
@@ -377,8 +395,8 @@ def new_group(
 
 @contextlib.contextmanager
 def _lazy_gloo() -> Iterator[None]:
-    """Let gloo groups that are made inside connect members in pairs, when they first send to each other."""
-    # torch asks for the variable each time it makes such a group, and has no argument for it.
+    """Make gloo groups that are created inside this context connect two members at their first message."""
+    # PyTorch reads this environment variable for each gloo group and has no argument for it.
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     try:
@@ -391,15 +409,16 @@ def _lazy_gloo() -> Iterator[None]:
 
 
 def _nccl_options(timeout: timedelta, max_ctas: int) -> Any:
-    """Settings of an NCCL communicator, as torch makes them for a group without any, but for the limit."""
+    """Return PyTorch's default options of an NCCL communicator, with a limit on its thread blocks."""
     options = dist.ProcessGroupNCCL.Options()
-    # torch warns where this differs from the group's, although the group's is used.
+    # The group's timeout is used in any case. But PyTorch warns if the one in the options differs.
     options._timeout = timeout
     options.config.max_ctas = max_ctas
     return options
 
 
-# They step lists of tensors in place. Untyped: the stubs have one overload for each kind of lr.
+# Fused optimizer steps, which change lists of tensors in place. The type is loose, because the stubs have one overload
+# for each type of lr.
 fused_adam: Callable[..., None] = torch._fused_adam_
 fused_adamw: Callable[..., None] = torch._fused_adamw_
 fused_sgd: Callable[..., None] = torch._fused_sgd_
@@ -408,12 +427,12 @@ fused_adagrad: Callable[..., None] = torch._fused_adagrad_
 
 @contextlib.contextmanager
 def one_intra_op_thread() -> Iterator[None]:
-    """Inside, kernels that this thread calls run in this thread alone; the numbers of other threads stay as they are.
+    """Limit CPU kernels that this thread calls inside the context to one intra-op thread. Other threads are unaffected.
 
-    ``torch.set_num_threads`` would also set the number with which threads of the process begin from then on, such as
-    autograd's. Without effect where torch is built with another runtime than OpenMP; none of its wheels is.
+    ``torch.set_num_threads`` does not work for this, because it also changes the number for threads that start later,
+    such as autograd's. The context has no effect if PyTorch is built without OpenMP; all official wheels use OpenMP.
     """
-    # Asked first: a thread takes over the number of the process when it is asked or used for the first time.
+    # Read the number first: a thread's first read or use sets its number to that of the process.
     before = torch.get_num_threads()
     choose = _openmp() if before > 1 else None
     if choose is None:
@@ -428,9 +447,13 @@ def one_intra_op_thread() -> Iterator[None]:
 
 @cache
 def _openmp() -> Callable[[int], object] | None:
-    """OpenMP's function that sets the number of threads for the calling thread alone, of the runtime torch uses."""
+    """Return ``omp_set_num_threads`` of the OpenMP runtime that PyTorch uses; None if it is not found.
+
+    This function sets the number of threads for the calling thread only.
+    """
     before = torch.get_num_threads()
-    # A process may hold several runtimes. What is loaded for all comes first, as it did for torch: LD_PRELOAD.
+    # A process may have loaded several OpenMP runtimes. Try the global symbols first, because a runtime in LD_PRELOAD
+    # is the one that PyTorch uses, too. Then check that the found function affects PyTorch.
     for library in (None, torch._C.__file__):
         choose: Callable[[int], object] | None = getattr(ctypes.PyDLL(library), "omp_set_num_threads", None)
         if choose is None:

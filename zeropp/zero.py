@@ -1,4 +1,4 @@
-"""The names that DeepSpeed users know as ``deepspeed.zero``, and those of its leaf modules."""
+"""Public names of ``deepspeed.zero`` and of DeepSpeed's leaf module functions."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from zeropp.deepspeed.leaf_modules import (
         z3_leaf_module as z3_leaf_module,
     )
-else:  # a type checker would take any name for one that this function has
+else:  # hidden from type checkers: with a module __getattr__ they would accept every name
 
     def __getattr__(name: str) -> Any:
-        """A name of DeepSpeed's, whose module is imported at its first use."""
+        """Import a name of ``zeropp.deepspeed`` at its first use."""
         if name not in __all__:
             raise AttributeError(f"module 'zeropp.zero' has no attribute {name!r}")
         place = "extension" if name == "ZeroParamStatus" else "leaf_modules"
