@@ -105,7 +105,7 @@ def replace_in(modules: Sequence[nn.Module], engine: Engine, name: str, value: C
     """
     for module in modules:
         module.__dict__[name] = value(module)
-    # The engine stores the restore function, so that may hold only weak references to modules. See [Note: ownership].
+    # The engine stores the restore function, so the function must hold modules weakly. See [Note: ownership].
     refs = [weakref.ref(module) for module in modules]
 
     def restore() -> None:
@@ -125,7 +125,7 @@ def restorer(module: nn.Module, name: str, before: object = None) -> Callable[[]
         name: name of the attribute.
         before: earlier value of the attribute; None to remove the attribute.
     """
-    # The engine stores the returned function, so that may hold only a weak reference. See [Note: ownership].
+    # The engine stores the returned function, so the function must hold the module weakly. See [Note: ownership].
     ref = weakref.ref(module)
 
     def restore() -> None:
@@ -231,8 +231,7 @@ class _Structure:
         return list(map(id, chain.from_iterable(map(_values, self._tables)))) != self._ids
 
     def tied_in(self, model: nn.Module, engine: Engine) -> list[str]:
-        """Return the names under which parameters of the engine have been tied to further modules since the
-        snapshot."""
+        """Return names of parameters of the engine that were tied to further modules since the snapshot."""
         found = []
         for path, module in model.named_modules():
             own = self._own.get(id(module), set())

@@ -428,6 +428,8 @@ def require_values(engine: Engine) -> None:
 
 
 class _MetaParams:
+    """Check that raises an error in forwards until the named parameters and all buffers have values on all ranks."""
+
     def __init__(self, engine: Engine, model: nn.Module, names: frozenset[str]) -> None:
         self._engine = weakref.ref(engine)
         self._root = weakref.ref(model)

@@ -66,8 +66,7 @@ class Init:
         Args:
             module: model to shard at once, as if it had been built inside the context.
             data_parallel_group: ranks to shard over; None for all ranks.
-            sequence_data_parallel_group: ranks to shard over if sequences are split over ranks, too; excludes
-                ``data_parallel_group``.
+            sequence_data_parallel_group: ranks to shard over if sequences are split over ranks, too.
             mem_efficient_linear: without effect: no layer of zeropp holds gathered weights until backward.
             remote_device: storage of the shards until the model is wrapped: "cpu" for host memory, "nvme" for files
                 in the configuration's ``offload_param.nvme_path``. None for the configuration's
@@ -78,10 +77,9 @@ class Init:
             enabled: False makes the context do nothing.
             dtype: PyTorch's default dtype inside, for the built weights. The configuration sets the compute dtype.
             mpu: object whose ``get_data_parallel_group()`` returns the ranks, if no group is given.
-            zero_param_parallel_group: process group of hpZ; the configuration's ``zero_hpz_partition_size`` must equal
-                its size.
-            zero_quantized_weights: True requires that the configuration sets this key, too.
-            zero_quantized_nontrainable_weights: True requires that the configuration sets this key, too.
+            zero_param_parallel_group: process group of hpZ, of size ``zero_hpz_partition_size`` in the configuration.
+            zero_quantized_weights, zero_quantized_nontrainable_weights: True requires the same key in the
+                configuration.
 
         Raises:
             ConfigError, TypeError, ValueError: an argument is invalid. The other ranks raise RuntimeError.

@@ -42,9 +42,8 @@ def materialize(
         model: model to prepare. Its tensors that are not on the meta device are sharded with their values.
         initialize: function that initialises a module, such as ``lambda module: module.reset_parameters()``. It is
             called on every rank with each module that has tensors without values. All ranks get rank 0's values.
-        buffers: if there is no ``initialize``, a function that fills the non-persistent buffers of a module, which no
-            checkpoint contains. The module's parameters are on the meta device then. For transformers' models,
-            ``model._init_weights`` is such a function.
+        buffers: without ``initialize``, a function that fills a module's non-persistent buffers, which no checkpoint
+            contains, such as ``model._init_weights`` of transformers. The module's parameters are on the meta device.
         process_group: ranks to shard over; None for all ranks.
         remote_device: storage of the shards until the model is wrapped, as for :class:`zeropp.zero.Init`.
         config: configuration as for ZeroOptimizer.
@@ -52,7 +51,6 @@ def materialize(
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: a tensor has no values afterwards and cannot be loaded. The message names it.
-        ConfigError: the configuration is invalid.
     """
     group = choose_group(process_group, None, None)
 
@@ -69,8 +67,7 @@ def materialize(
     build.building = True
     try:
         with torch.no_grad(), without_weak_weights(model):
-            # Parameters to be loaded get no shards before the model is wrapped, so the limit applies with `initialize`
-            # only.
+            # Without `initialize`, parameters get no shards before the model is wrapped, so there is nothing to check.
             settings.limit.require(model.parameters() if initialize is not None else ())
             for path, module in model.named_modules():
                 name = path or type(module).__name__
