@@ -254,8 +254,9 @@ def makes_graph() -> bool:
 
 
 def break_graph(reason: str) -> NoReturn:
-    """Make a graph break in the graph that ``torch.compile`` is tracing. Later code gets a graph of its own or runs
-    eagerly.
+    """Make a graph break in the graph that ``torch.compile`` is tracing.
+
+    Later code gets a separate graph or runs eagerly.
 
     Args:
         reason: explanation for the message of a compilation with ``fullgraph=True``.
