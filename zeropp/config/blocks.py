@@ -122,8 +122,10 @@ class Bf16Config(Block):
 
 
 class AutocastConfig(Block):
-    """Forward passes under torch autocast. Main weights are in fp32. The weights that autocast converts anyway are
-    gathered in the autocast dtype."""
+    """Forward passes under torch autocast, with main weights in fp32.
+
+    Weights that autocast converts anyway are gathered in the autocast dtype.
+    """
 
     enabled: bool = False
     """Runs the model's forward inside `torch.autocast`. With dtype fp16, the loss is scaled by the settings of the
@@ -161,8 +163,10 @@ class DataTypesConfig(Block):
 
 
 class AioConfig(Block):
-    """Asynchronous file I/O of NVMe offload. At most `queue_depth` x `intra_op_parallelism` requests, and at most 64,
-    are in flight at once."""
+    """Asynchronous file I/O of NVMe offload.
+
+    At most `queue_depth` x `intra_op_parallelism` requests, and at most 64, are in flight at once.
+    """
 
     block_size: Positive = 1_048_576
     """Bytes of one read or write request."""
@@ -223,8 +227,10 @@ class CheckpointConfig(Block):
 
 
 class ActivationCheckpointingConfig(Block):
-    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`. As in
-    DeepSpeed, the block takes effect when it is passed to `zeropp.training.checkpointing.configure`."""
+    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`.
+
+    As in DeepSpeed, the block takes effect when it is passed to `zeropp.training.checkpointing.configure`.
+    """
 
     partition_activations: bool = False
     """In DeepSpeed, true splits saved activations over the model-parallel ranks. zeropp has no model parallelism, so
@@ -326,8 +332,10 @@ Seconds = Annotated[PositiveReal, Le(LONGEST_TIMEOUT)]
 
 
 class GradientBitsConfig(Block):
-    """Bits per gradient element in messages, for each kind of hop. 16 and 32 are plain bf16 and fp32 values; 4 and 8
-    are quantized."""
+    """Bits per gradient element in messages, for each kind of hop.
+
+    16 and 32 are plain bf16 and fp32 values; 4 and 8 are quantized.
+    """
 
     local: Bits = 8
     """Bits per element between ranks of one node."""

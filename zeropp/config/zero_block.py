@@ -141,8 +141,10 @@ SPARSE_BLOCKS = (
 
 
 class LeafModuleConfig(Block):
-    """Leaf modules: all parameters of a leaf module belong to one unit, so they are gathered and freed together. A
-    single string means a list with one item."""
+    """Leaf modules: the parameters of a leaf module form one unit, so they are gathered and freed together.
+
+    A single string means a list with one item.
+    """
 
     classes: Names = SPARSE_BLOCKS
     """Classes whose instances are leaf modules, by class name or full dotted name. Names that match no module of the
@@ -159,9 +161,11 @@ class LeafModuleConfig(Block):
 
 
 class LocoConfig(Block):
-    """Error feedback of quantized gradients (LoCo): the quantization error of one reduction is added to the gradients
-    of the next. If a step is skipped, or gradients are dropped before a step, all ranks reset the stored errors to
-    zero."""
+    """Error feedback of quantized gradients (LoCo).
+
+    The quantization error of one reduction is added to the gradients of the next. If a step is skipped, or gradients
+    are dropped before a step, all ranks reset the stored errors to zero.
+    """
 
     # A value of 1 would keep the first error forever. The default is DeepSpeed's.
     err_beta: Annotated[NonNegative, Lt(1)] = 0.8

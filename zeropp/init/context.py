@@ -68,9 +68,8 @@ class Init:
             data_parallel_group: ranks to shard over; None for all ranks.
             sequence_data_parallel_group: ranks to shard over if sequences are split over ranks, too.
             mem_efficient_linear: without effect: no layer of zeropp holds gathered weights until backward.
-            remote_device: storage of the shards until the model is wrapped: "cpu" for host memory, "nvme" for files
-                in the configuration's ``offload_param.nvme_path``. None for the configuration's
-                ``offload_param.device``, or else the training device.
+            remote_device: storage of the shards until wrapping: "cpu" for host memory, "nvme" for files in the
+                configured ``offload_param.nvme_path``, None for ``offload_param.device`` or else the training device.
             pin_memory: True for page-locked memory, with remote_device "cpu".
             config_dict_or_path: configuration as for ZeroOptimizer, which must get the same one.
             config: deprecated name of ``config_dict_or_path``.
