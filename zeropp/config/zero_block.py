@@ -44,8 +44,8 @@ class _OffloadBlock(Block):
     in `nvme_path`."""
 
     nvme_path: Path | None = None
-    """Directory of the swap files. Its file system must support direct I/O. Required with `nvme` and unused
-    otherwise."""
+    """Directory of the swap files, required with `nvme` and unused otherwise. Use a local disk: on a file system
+    without direct I/O, a warning is logged, and the files also take memory in the page cache."""
 
     # This validator runs after all fields are set, because the rules involve several fields.
     @model_validator(mode="after")
