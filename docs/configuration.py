@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -18,6 +21,8 @@ from zeropp.config.top import Config
 PAGE = Path(__file__).with_suffix(".md")
 TOP = "Top level"
 OUTSIDE = "Keys of other DeepSpeed features"
+CELL_WORDS = 25
+_WRAP: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 
 # Sort order of rows and sections: implemented keys first, then keys without effect, then rejected keys. A block has the
 # rank of its first key.
@@ -87,16 +92,16 @@ Backwards inside `no_sync()` count.
 
 | the loop, with `gradient_accumulation_steps` N | effect |
 |---|---|
-| for every micro-batch: `backward`, `step()`, `zero_grad()` | every Nth `step()` takes a step. The other calls of \
-`step()` do nothing, and neither does the `zero_grad()` after them. The first such `step()` warns |
+| for every micro-batch: `backward`, `step()`, `zero_grad()` | every Nth `step()` takes a step; the other calls, and \
+the `zero_grad()` after them, do nothing. The first warns |
 | N times `backward`, then `step()`, `zero_grad()` | every `step()` takes a step |
-| the data ends before the Nth micro-batch | `step()` does nothing, and the gradients stay for the next accumulation \
-window. Call `step(now=True)` to take a step with the gradients so far; without gradients it does nothing |
+| the data ends before the Nth micro-batch | `step()` does nothing, and gradients stay for the next window. \
+`step(now=True)` takes a step with the gradients so far, if any |
 | a loop that chooses the accumulation boundaries itself | set `"managed_gradient_accumulation": false` |
 | with `zero_grad(now=True)` | discards the gradients so far |
 | with `clip_grad_norm_(max_norm, now=True)` | clips the gradients so far, before `step(now=True)` |
-| with `if optimizer.step_was_taken: scheduler.step()` | the scheduler advances with the steps that change weights. It \
-does not advance for calls that did nothing, nor for steps skipped because of a non-finite gradient |
+| with `if optimizer.step_was_taken: scheduler.step()` | the scheduler advances with steps that change weights, not \
+with calls that did nothing or skipped steps |
 
 `optimizer.backward(loss)` divides the loss by N, also in a window with fewer micro-batches. `loss.backward()` does not
 divide it. In an unfinished window, `step(closure)` calls the closure but no step hooks. There, `clip_grad_norm_` and
@@ -144,17 +149,31 @@ def _section(title: str, model: type[Block], names: Sequence[str]) -> str:
     rows = [
         f"## {title}",
         "",
-        " ".join((model.__doc__ or "").split()),
+        *textwrap.wrap(" ".join((model.__doc__ or "").split()), 120, **{**_WRAP, "subsequent_indent": ""}),
         "",
         "| key | type | default | bounds | description | this version |",
         "|---|---|---|---|---|---|",
     ]
     # sorted() is stable: rows of equal rank keep the order of definition.
-    rows.extend(_row(model, name) for name in sorted(names, key=lambda name: _rank(model, name)))
+    ranked = sorted(names, key=lambda name: _rank(model, name))
+    rows.extend(_row(model, name) for name in ranked)
+    notes = [f"- `{name}`: {rest}" for name in ranked if (rest := _description(model.model_fields[name])[1])]
+    if notes:
+        rows.extend(["", *(line for note in notes for line in textwrap.wrap(note, 120, **_WRAP))])
     if model.retired:
         rows.extend(["", "Deprecated keys, each accepted with one warning:", ""])
         rows.extend(f"- `{old}`: now {new}" for old, new in model.retired.items())
     return "\n".join(rows) + "\n"
+
+
+def _description(field: FieldInfo) -> tuple[str, str]:
+    """Return the sentences of a field's docstring that fit a table cell, and the remaining ones."""
+    text = " ".join((field.description or "").split())
+    sentences = re.split(r"(?<=[.?]) (?=[A-Z`\d]|zeropp)", text)
+    shown = 1
+    while shown < len(sentences) and len(" ".join(sentences[: shown + 1]).split()) <= CELL_WORDS:
+        shown += 1
+    return " ".join(sentences[:shown]), " ".join(sentences[shown:])
 
 
 def _row(model: type[Block], name: str) -> str:
@@ -166,8 +185,7 @@ def _row(model: type[Block], name: str) -> str:
         type_text(field.annotation, _link),
         _default(field),
         bounds_text(field),
-        # A table row must be one line.
-        " ".join((field.description or "").split()),
+        _description(field)[0],
         _status(owner, name, SUPPORT[owner][name]),
     )
     # A "|" would end the cell, also inside code, so escape it.

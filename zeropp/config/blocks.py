@@ -203,13 +203,13 @@ class CheckpointConfig(Block):
     """Saving and loading of training state by the engine that `zeropp.initialize` returns."""
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
-    """Reaction if ranks call `save_checkpoint` with different tags. "FAIL" raises an error on all ranks. "WARN" and
-    "IGNORE" save a complete checkpoint under the first rank's tag, with and without a warning. Upper and lower case
+    """Reaction if ranks call `save_checkpoint` with different tags. `"FAIL"` raises an error on all ranks. `"WARN"` and
+    `"IGNORE"` save a complete checkpoint under the first rank's tag, with and without a warning. Upper and lower case
     are both accepted."""
 
     load_universal: bool = False
-    """With true, `load_checkpoint` without a tag loads the checkpoint named in the file `latest_universal` instead of
-    `latest`. zeropp's checkpoints load on any number of ranks without conversion. Files of DeepSpeed's universal
+    """With true, `load_checkpoint` without a tag loads the checkpoint that the file `latest_universal` names, not the
+    one in `latest`. zeropp's checkpoints load on any number of ranks without conversion. Files of DeepSpeed's universal
     checkpoint converter cannot be loaded."""
 
     use_node_local_storage: bool = False
@@ -396,8 +396,8 @@ class ExtensionConfig(Block):
     than `hang_timeout`. `null` disables this log message."""
 
     static_graph: bool = False
-    """A promise that all passes of one kind (training forward, backward, evaluation) use the same modules in the same
-    order, every time and on every rank. After the first pass of each kind, the ranks then exchange no messages about
+    """A promise that all passes of one kind (training forward, backward, evaluation) always use the same modules in the
+    same order on every rank. After the first pass of each kind, the ranks then exchange no messages about
     the order, and a pass that uses a unit outside that order is an error. On a GPU with a fused Adam, the host also
     does not wait for the gradient norm before the step."""
 

@@ -272,9 +272,8 @@ class ZeroConfig(NeedlessZero, LaterZero):
     """Offload of optimizer states, which the host then steps. `null` keeps them on the device."""
 
     sub_group_size: Bound = 1_000_000_000
-    """Largest sub-group, in elements: with offloaded optimizer states, the number of elements of a rank's shard that
-    are stepped at a time, and the size limit of a staging buffer. It does not change the results. 0 means the
-    default."""
+    """Largest sub-group, in elements. With offloaded optimizer states, the host steps one sub-group of a rank's shard
+    at a time, and a staging buffer holds one. It does not change the results. 0 means the default."""
 
     # Validate the default, so that an absent key gets the value that null gets.
     overlap_comm: bool | None = Field(default=None, validate_default=True)
@@ -366,8 +365,8 @@ class ZeroConfig(NeedlessZero, LaterZero):
     over all ranks."""
 
     mics_hierarchical_params_gather: bool = False
-    """If a MiCS replica spans nodes, true gathers between nodes first and inside the node second, so that each weight
-    is sent to a node once. With false, one collective gathers over the whole replica."""
+    """With true, a MiCS replica that spans nodes gathers between nodes first and inside the node second. Each weight is
+    then sent to a node once. With false, one collective gathers over the whole replica."""
 
     log_trace_cache_warnings: bool = False
     """Logs a warning when a pass uses units in another order than the known one, so that the order must be learned
