@@ -1,5 +1,5 @@
-"""Messages: codecs, the one of each hop, and paths, which are hops with codecs for their messages.
+"""Encoding and transport of weights and gradients: codecs, the codec of each hop, and paths of hops.
 
-Knows flat tensors and hops; no parameter, no module, no order.
-Start with `codecs`, then `paths`; `encoding` has the codec of each hop.
+This package handles flat tensors and hops. It does not depend on parameters, modules or the order of collectives.
+Start with `codecs`, then `paths`; `encoding` chooses the codec of each hop, and `differences` sends weight differences.
 """

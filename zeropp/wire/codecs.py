@@ -1,8 +1,9 @@
-"""Codecs: the contents of a hop's messages, and the report that a sum of gradients leaves.
+"""Codecs, which turn tensors into messages and back, and `Report`, the statistics of a summed gradient shard.
 
-The kernels do the work; a codec knows which ones, and in which dtype. A path goes through several messages at once, so
-a codec's tensors hold ``count`` of them, one behind the other. A `Report` has the squares of a shard's blocks, and says
-whether all of it is finite; the kernel that sums measures in the same pass.
+A message is one rank's bytes for one hop. A codec chooses the kernels that encode and decode messages, and the dtype of
+the message tensor. A path encodes several messages in one call, so one tensor holds ``count`` messages of equal length,
+one after the other. A `Report` stores one norm per block of 256 elements of a gradient shard, and a flag for Inf and
+NaN. On a GPU, the kernel that computes the sum also computes the report, so the shard is not read a second time.
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ __all__ = [
 ]
 
 Messages = Tensor | Sequence[Tensor]
-"""Messages of one length: the rows of a contiguous tensor, or tensors."""
+"""Messages of equal length: a contiguous tensor with one message per row, or a sequence of tensors."""
 
-_AT_ONCE = 2**16 * BLOCK  # elements of a shard that are measured together where they are brought for that
+# Number of elements that `Report.measure` copies to the device and measures at a time. It bounds the temporary memory.
+_AT_ONCE = 2**16 * BLOCK
 
 
 class Codec(Protocol):
-    """Encodes values as messages, and decodes messages to values.
+    """The interface of a codec: an encoder of values into messages, and a decoder of messages into values.
 
     Attributes:
-        name: in the ledger.
-        dtype: of a message's memory.
-        apart: messages that are summed may lie anywhere, and need not follow each other in memory.
-        coded: messages hold codes, each message from a block of 256 elements on, and tensors are packed by a table of
-            blocks.
-        rotate: elements are rotated against each other, so that errors spread over a block, padding included.
+        name: name of the codec in the ledger of traffic, such as "bf16" or "int8".
+        dtype: dtype of a tensor that holds messages.
+        apart: True if the messages of one sum may be separate tensors. False if they must be adjacent in memory.
+        coded: True if messages hold quantized codes. Then each message starts on a block of 256 elements, and ``pack_``
+            needs a block table.
+        rotate: True if elements are rotated (Hadamard) before they are quantized, which spreads an error over its group
+            of
+            32 elements, padding included.
     """
 
     @property
@@ -68,15 +72,22 @@ class Codec(Protocol):
     def rotate(self) -> bool: ...
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of one message of [numel] elements."""
+        """Return the bytes of one message of [numel] elements."""
         ...
 
     def empty(self, numel: int, count: int, device: torch.device) -> Tensor:
-        """Memory for ``count`` messages of ``numel`` elements each."""
+        """Return an uninitialized tensor for ``count`` messages of ``numel`` elements each."""
         ...
 
     def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
-        """Write values [count * numel], any floating dtype, as messages."""
+        """Encode ``values`` as ``count`` messages.
+
+        Args:
+            messages: output, from :meth:`empty`.
+            values: [count * numel], any floating dtype.
+            count: number of messages.
+            feedback: encoding errors of this hop, added to the values and updated; None without error feedback.
+        """
         ...
 
     def pack_(
@@ -89,11 +100,20 @@ class Codec(Protocol):
         count: int,
         feedback: Feedback | None,
     ) -> None:
-        """Write tensors of the layout's shapes, None for zeros, as messages of the whole buffer."""
+        """Encode the gradients of one flat buffer as ``count`` messages.
+
+        Args:
+            messages: output, from :meth:`empty`.
+            gradients: one tensor per parameter of the layout, in its order and shape; None stands for zeros.
+            layout: offset of each parameter in the flat buffer. Padding is encoded as zeros.
+            table: the layout's block table for the kernels; a plain codec does not use it.
+            count: number of messages.
+            feedback: encoding errors of this hop; None without error feedback.
+        """
         ...
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """``out`` [count * numel], any floating dtype, becomes what the messages say."""
+        """Decode ``count`` messages into ``out``: [count * numel], any floating dtype."""
         ...
 
     def decode_sum_(
@@ -105,9 +125,14 @@ class Codec(Protocol):
         accumulate: bool = False,
         report: Report | None = None,
     ) -> None:
-        """``out`` [numel], any floating dtype, becomes, or gains, ``scale`` times the messages' sum.
+        """Decode messages and sum them: ``out = scale * sum(messages)``, or ``out +=`` with ``accumulate``.
 
-        The report, if there is one, then tells of ``out``.
+        Args:
+            messages: messages of equal length, one from each rank.
+            out: [numel], any floating dtype.
+            scale: factor on the sum.
+            accumulate: True to add to ``out``, False to overwrite it.
+            report: statistics to update so that they describe the new ``out``; None to compute none.
         """
         ...
 
@@ -123,25 +148,40 @@ class Codec(Protocol):
         scale: float,
         dtype: torch.dtype,
     ) -> None:
-        """Write ``scale`` times the sum of messages of [numel] from ``source``, in ``dtype``, as ``count`` messages."""
+        """Decode and sum the messages of one hop, and encode ``scale * sum`` as ``count`` messages for the next hop.
+
+        Args:
+            source: codec that ``parts`` are encoded with.
+            parts: messages of [numel] elements, one from each rank of the hop.
+            numel: elements of the sum.
+            messages: output, from :meth:`empty`.
+            count: number of messages to write.
+            feedback: encoding errors of the next hop; None without error feedback.
+            scale: factor on the sum.
+            dtype: dtype of the sum, at least float32, if the sum is stored before it is encoded.
+        """
         ...
 
     def headroom(self, count: int) -> float:
-        """Exact power of two to scale a sum of ``count`` messages by, so that it fits a message again."""
+        """Return the power of two that scales a sum of ``count`` messages so that the sum fits a message."""
         ...
 
     def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
-        """Memory for errors of ``count`` messages of [numel]; None where none are fed back, as after a mere cast."""
+        """Return zeroed error-feedback state for ``count`` messages of [numel]; None if the codec has none."""
         ...
 
     def feedback_nbytes(self, numel: int) -> int:
-        """Bytes of the errors of one message of [numel]; 0 where they are not fed back."""
+        """Return the bytes of the error-feedback state of one message of [numel]; 0 if the codec has none."""
         ...
 
 
 @dataclass(frozen=True)
 class PlainCodec:
-    """Values as they are, cast to the wire dtype: 64, 32 or 16 bits an element."""
+    """The codec of plain values: values cast to the wire dtype, of 64, 32 or 16 bits.
+
+    Attributes:
+        dtype: the wire dtype.
+    """
 
     dtype: torch.dtype
     apart = True
@@ -150,25 +190,26 @@ class PlainCodec:
 
     @property
     def name(self) -> str:
-        """See :class:`Codec`."""
+        """Return the name of the wire dtype in the ledger, such as "bf16"."""
         return dtype_name(self.dtype)
 
     def headroom(self, count: int) -> float:
-        """See :class:`Codec`."""
-        # ``count`` messages add up to at most ``count`` times the largest. bfloat16 needs no room: it has the range of
-        # float32. A power of two costs no bits, except of what falls below float16's normal numbers.
+        """Return the factor that keeps a sum of ``count`` messages in range: a power of two for float16, else 1.0."""
+        # The sum is at most ``count`` times the largest message. bfloat16 has the exponent range of float32 and needs
+        # no scaling.
+        # A power of two loses no bits, except of values that fall below the smallest normal float16.
         return 2.0 ** -(count - 1).bit_length() if self.dtype == torch.float16 else 1.0
 
     def nbytes(self, numel: int) -> int:
-        """See :class:`Codec`."""
+        """Return the bytes of [numel] elements in the wire dtype."""
         return numel * self.dtype.itemsize
 
     def empty(self, numel: int, count: int, device: torch.device) -> Tensor:
-        """See :class:`Codec`."""
+        """Return an uninitialized tensor of ``count * numel`` elements in the wire dtype."""
         return torch.empty(count * numel, dtype=self.dtype, device=device)
 
     def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
-        """See :class:`Codec`; there is nothing to feed back."""
+        """Cast ``values`` to the wire dtype. A cast has no error feedback, so ``feedback`` is not used."""
         messages.copy_(values)
 
     def pack_(
@@ -181,14 +222,18 @@ class PlainCodec:
         count: int,
         feedback: Feedback | None,
     ) -> None:
-        """See :class:`Codec`."""
+        """Copy gradients to their offsets in ``messages``, cast to the wire dtype.
+
+        Padding and missing gradients become zeros.
+        """
         pack_(layout.views(messages), gradients)
-        # Memory from ``empty`` may hold anything, NaN included, and padding is summed and enters norms like the rest.
+        # ``empty`` returns uninitialized memory, which may hold NaN. Padding is summed and counts in norms, so it must
+        # be zero.
         for start, stop in layout.gaps:
             messages[start:stop].zero_()
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """See :class:`Codec`."""
+        """Copy plain messages into ``out``, cast to its dtype."""
         out.copy_(messages)
 
     def decode_sum_(
@@ -200,7 +245,7 @@ class PlainCodec:
         accumulate: bool = False,
         report: Report | None = None,
     ) -> None:
-        """See :class:`Codec`."""
+        """Write ``scale * sum(messages)`` to ``out``, or add it with ``accumulate``; then fill the report."""
         if summed_by_kernels(out) and self.dtype != torch.float64 and _follow_each_other(messages):
             outputs = report.outputs() if report is not None else {}
             kernels.sum_(adjacent(messages), out, count=len(messages), scale=scale, accumulate=accumulate, **outputs)
@@ -220,7 +265,17 @@ class PlainCodec:
         accumulate: bool,
         report: Report,
     ) -> None:
-        """``out`` [numel], float32, becomes, or gains, ``scale`` times the tensors, where nothing is to be sent."""
+        """Write ``scale`` times the gradients to ``out``, or add them, without a message: for a single rank.
+
+        Args:
+            gradients: one tensor per parameter of the layout; None stands for zeros.
+            layout: offset of each parameter in the flat buffer.
+            table: the layout's block table.
+            out: float32 [numel].
+            scale: factor on the gradients.
+            accumulate: True to add to ``out``, False to overwrite it.
+            report: statistics of the new ``out``, computed by the same kernel.
+        """
         kernels.gather_(
             _in_order(gradients, layout, out.device),
             table,
@@ -242,56 +297,60 @@ class PlainCodec:
         scale: float,
         dtype: torch.dtype,
     ) -> None:
-        """See :class:`Codec`."""
+        """Sum messages of any codec in at least float32, times ``scale``, and cast the sum to the wire dtype."""
         self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
 
     def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
-        """See :class:`Codec`."""
+        """Return None: plain values have no error feedback."""
         return None
 
     def feedback_nbytes(self, numel: int) -> int:
-        """See :class:`Codec`."""
+        """Return 0: plain values have no error feedback."""
         return 0
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Codes of a few bits in groups that share a scale.
+    """The codec of quantized values: int8 codes with a scale per 256 elements, or int4 codes with a scale per 128.
 
     Attributes:
-        bits: of a code.
-        rotate: encode 32 elements at a time rotated against each other, which spreads outliers; sums stay rotated until
-            they are decoded.
+        bits: width of a code, 8 or 4.
+        rotate: True to apply a Hadamard rotation to each 32 elements before quantizing, which spreads outliers. Sums
+            stay
+            rotated from hop to hop until they are decoded.
     """
 
     bits: int
     rotate: bool = False
     dtype = torch.uint8
-    # The kernels find messages by their distance from the first.
+    # The kernels compute the address of message i as ``first + i * nbytes``, so messages must be adjacent.
     apart = False
     coded = True
 
     @property
     def name(self) -> str:
-        """See :class:`Codec`."""
+        """Return the name in the ledger, such as "int8" or "hadamard(int4)"."""
         return f"hadamard(int{self.bits})" if self.rotate else f"int{self.bits}"
 
     def headroom(self, count: int) -> float:
-        """See :class:`Codec`; a scale has the range of float32."""
+        """Return 1.0: a block's scale has the exponent range of float32, so sums do not overflow."""
         return 1.0
 
     def nbytes(self, numel: int) -> int:
-        """See :class:`Codec`."""
+        """Return the bytes of one message of [numel] elements: codes, scales and alignment."""
         return kernels.message_layout(numel, self.bits).nbytes
 
     def empty(self, numel: int, count: int, device: torch.device) -> Tensor:
-        """See :class:`Codec`."""
+        """Return an uninitialized uint8 tensor for ``count`` messages of ``numel`` elements each."""
         return torch.empty(count * self.nbytes(numel), dtype=torch.uint8, device=device)
 
     def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
-        """See :class:`Codec`."""
+        """Quantize ``values`` as ``count`` messages.
+
+        With ``feedback``, the old errors are added to the values first, and the new errors are stored.
+        """
         state = feedback.arguments() if feedback is not None else {}
-        # Each call advances the errors in ``state``, so a message must be encoded exactly once.
+        # Each call updates the errors in ``state``, so a message must be encoded exactly once.
         kernels.quantize_(_single(values), messages, count=count, bits=self.bits, rotate=self.rotate, **state)  # type: ignore[arg-type]
 
     def pack_(
@@ -304,10 +363,14 @@ class BlockCodec:
         count: int,
         feedback: Feedback | None,
     ) -> None:
-        """See :class:`Codec`; tensors are read where they lie, if they lie in the order of their parameters."""
-        assert table is not None  # made by whoever has chosen this codec
+        """Quantize gradients straight from the tensors of autograd, without a flat copy. Padding becomes zeros.
+
+        A gradient is copied only if its dtype or its strides differ from the expected ones.
+        """
+        assert table is not None  # a buffer with this codec is made with a table
         state = feedback.arguments() if feedback is not None else {}
-        # Straight from autograd's tensors: a flat copy of all gradients would cost as much memory as the unit itself.
+        # A flat copy of all gradients would take as much memory as the unit itself, so the kernel reads autograd's
+        # tensors.
         kernels.quantize_tensors_(
             _in_order(gradients, layout, messages.device),
             table,
@@ -319,8 +382,8 @@ class BlockCodec:
         )
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """See :class:`Codec`."""
-        # A copy in float32 where ``out`` has 64 bits, and otherwise ``out`` itself, which the kernel then writes to.
+        """Dequantize ``count`` messages into ``out``."""
+        # The kernel does not write float64. Then ``target`` is a float32 copy; otherwise ``target`` is ``out`` itself.
         target = _single(out)
         kernels.dequantize_(messages, target, count=count, bits=self.bits, rotate=self.rotate)
         if target is not out:
@@ -335,8 +398,8 @@ class BlockCodec:
         accumulate: bool = False,
         report: Report | None = None,
     ) -> None:
-        """See :class:`Codec`."""
-        # Codes are summed in float32 whatever ``out`` is: they carry 8 bits at most, and the kernels know no other.
+        """Dequantize and sum messages in float32, write or add ``scale * sum`` to ``out``, and fill the report."""
+        # The kernel sums into float32 only. For another dtype of ``out``, a temporary float32 tensor takes the sum.
         single = out.dtype == torch.float32
         target = out if single else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         measures = report is not None and summed_by_kernels(out)
@@ -347,7 +410,7 @@ class BlockCodec:
             bits=self.bits,
             rotate=self.rotate,
             scale=scale,
-            # With a float32 copy in between, the addition to ``out`` has to come after it.
+            # If ``target`` is a temporary tensor, the addition to ``out`` happens after the kernel.
             accumulate=accumulate and single,
             **(report.outputs() if report is not None and measures else {}),
         )
@@ -368,11 +431,14 @@ class BlockCodec:
         scale: float,
         dtype: torch.dtype,
     ) -> None:
-        """See :class:`Codec`; codes become codes in one kernel, and their float32 sum never goes through memory."""
+        """Dequantize, sum and quantize again in one kernel, so that the float32 sum is never written to memory.
+
+        If ``source`` is a plain codec, the float32 sum is computed first and then quantized.
+        """
         if not isinstance(source, BlockCodec):
             self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
             return
-        assert scale == 1.0  # what ``headroom`` says of codes
+        assert scale == 1.0  # ``headroom`` of a quantized source is 1.0
         state = feedback.arguments() if feedback is not None else {}
         kernels.reduce_quantize_(
             adjacent(parts),
@@ -381,29 +447,31 @@ class BlockCodec:
             count=len(parts),
             source_bits=source.bits,
             out_count=count,
-            # The rotation is linear: what came rotated is summed and passed on so; only the last sum is turned back.
+            # The rotation is linear, so rotated messages are summed and sent on without rotating back. Only the last
+            # hop's decoding
+            # rotates the sum back.
             bits=self.bits,
             rotate=self.rotate and not source.rotate,
             **state,  # type: ignore[arg-type]
         )
 
     def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
-        """See :class:`Codec`."""
+        """Return zeroed error-feedback state for ``count`` messages of [numel]."""
         return Feedback(numel, count, self.bits, beta, device)
 
     def feedback_nbytes(self, numel: int) -> int:
-        """See :class:`Codec`."""
+        """Return the bytes of the error-feedback state of one message of [numel]."""
         return kernels.state_layout(numel, self.bits).nbytes
 
 
 class Feedback:
-    """The loss of encoding for one hop, to be added to what is encoded next (LoCo, arXiv 2407.04480).
+    """Error-feedback state of one hop: the last quantization error, added to the next values (LoCo, arXiv 2407.04480).
 
     Attributes:
-        state: uint8, codes and scales of the error, a message's groups; see ``zeropp_kernels.state_layout``.
-        scales: bfloat16 [count, groups], those in ``state``.
-        beta: share of the old error that is kept.
-        fresh: the old error is to count as nothing in the next use.
+        state: uint8, the quantized error of each message: 8-bit codes and scales (`zeropp_kernels.state_layout`).
+        scales: bfloat16 [count, groups], a view of the scales in ``state``.
+        beta: factor on the old error in ``error = beta * error + (1 - beta) * loss``.
+        fresh: True if the next encoding must treat the old error as zero.
     """
 
     def __init__(self, numel: int, count: int, bits: int, beta: float, device: torch.device) -> None:
@@ -411,45 +479,51 @@ class Feedback:
         self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
         self.beta = beta
         self.fresh = False
-        # [count, bytes of a message]; a view, so that whoever scales losses can scale the errors in place.
+        # [count, bytes per message]. ``scales`` is a view, so multiplying it in place multiplies the stored errors.
+        # This
+        # follows a change of the loss scale.
         rows = self.state.view(count, layout.nbytes)
         self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
 
     def saved(self) -> Tensor:
-        """A copy of the state as the next use will see it."""
+        """Return a copy of the state for a checkpoint; zeros if the next encoding ignores the old error."""
         return torch.zeros_like(self.state) if self.fresh else self.state.clone()
 
     def arguments(self) -> dict[str, object]:
-        """Keyword arguments for one call of a kernel that encodes."""
-        # The kernel resets by not reading the old error. Zeroing the state would cost a pass over memory for nothing.
+        """Return the error-feedback arguments for one encoding kernel call, and clear ``fresh``."""
+        # With ``reset`` the kernel does not read the old error. Zeroing ``state`` instead would take an extra pass over
+        # memory.
         fresh, self.fresh = self.fresh, False
         return {"state": self.state, "beta": self.beta, "reset": fresh}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a floating dtype: "bf16", "fp32"."""
+    """Return the short name of a floating dtype, such as "bf16" or "fp32"."""
     return "bf16" if dtype == torch.bfloat16 else f"fp{8 * dtype.itemsize}"
 
 
 def _sum(source: Codec, parts: Messages, numel: int, scale: float, dtype: torch.dtype) -> Tensor:
-    # In at least float32, so that a hop rounds once, when its sum is encoded, and not at each addition.
+    # Sum in at least float32: then a hop rounds once, when the sum is encoded, and not at each addition.
     total = torch.empty(numel, dtype=torch.promote_types(dtype, torch.float32), device=parts[0].device)
     source.decode_sum_(parts, total, scale=scale)
     return total
 
 
 def adjacent(messages: Messages) -> Tensor:
-    """The memory of messages that follow each other in it."""
+    """Return one flat tensor over messages that are adjacent in memory, without a copy."""
     if isinstance(messages, Tensor):
         return messages.view(-1)
-    # as_strided keeps the first one's offset when given none.
+    # Without an offset argument, as_strided uses the offset of ``first``.
     first = messages[0]
     total = sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
 
 
 def _follow_each_other(messages: Messages) -> bool:
-    """Tell whether messages lie one behind the other; over gloo this rank's own stays where it was."""
+    """Return True if messages are adjacent in memory.
+
+    Over gloo they are not: the part of this rank itself stays in the message that it sends.
+    """
     if isinstance(messages, Tensor):
         return True
     first = messages[0]
@@ -457,9 +531,9 @@ def _follow_each_other(messages: Messages) -> bool:
 
 
 def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: torch.device) -> list[Tensor]:
-    """Tensors of one dtype that the kernels can read, each with its parameter's strides."""
+    """Return gradients as the kernels need them: one dtype, each with its parameter's strides, zeros for None."""
     dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-    # One launch reads one dtype. Several are rare, and float32 is the widest that the kernels read.
+    # One kernel launch reads one dtype. Mixed dtypes are rare; float32 is the widest dtype that the kernels read.
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     dtype = torch.float32 if dtype == torch.float64 else dtype
     found = []
@@ -467,8 +541,9 @@ def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: 
         if gradient is None:
             gradient = torch.zeros(slot.numel, dtype=dtype, device=device)
         elif gradient.dtype != dtype or not _lies_as(gradient, slot):
-            # The kernels read in the order of memory. With other strides than its parameter's, a gradient's elements
-            # would be added to other elements of the other ranks' gradients.
+            # The kernels read elements in memory order. If strides differed from the parameter's, elements would be
+            # added to the
+            # wrong elements of other ranks' gradients.
             there = torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device=device)
             gradient = there.copy_(gradient)
         found.append(gradient)
@@ -477,83 +552,104 @@ def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: 
 
 def _lies_as(tensor: Tensor, slot: Slot) -> bool:
     strides = zip(slot.shape, tensor.stride(), slot.strides, strict=True)
-    # Strides of dimensions of size 1 say nothing, and torch leaves any number there.
+    # Ignore the strides of dimensions of size 1: torch allows any value there.
     return all(size == 1 or own == wanted for size, own, wanted in strides)
 
 
 def _single(values: Tensor) -> Tensor:
-    """Values that the kernels can read or write: no more than 32 bits."""
+    """Return float64 values cast to float32, since the kernels do not take float64; return other dtypes unchanged."""
     return values.to(torch.float32) if values.dtype == torch.float64 else values
 
 
-# The report on a sum of gradients.
+# Statistics of a summed gradient.
 
 
 class Report:
-    """Statistics of one gradient shard, left by the last sum into it, or taken in a pass of their own.
+    """Statistics of one gradient shard: norms of its blocks, and a flag for Inf and NaN.
+
+    The kernel that computes the last sum fills the report. Without such a kernel, `measure` fills it with torch
+    operations.
 
     Attributes:
-        norms: [numel / 256] of the blocks, float32 or float64: sums of squares by a kernel, else their roots.
-        flag: int32 [1], 1 if a value is Inf or NaN.
-        squares: float64 scalar, their sum where no kernel has measured; else None.
+        norms: [numel / 256], one value per block, float32 (float64 for a float64 shard). A kernel writes sums of
+            squares;
+            `measure` writes their square roots.
+        flag: int32 [1], 1 if any value is Inf or NaN, else 0.
+        squares: float64 scalar, squared norm of the whole shard, if torch operations measured it; None if a kernel did.
     """
 
     def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
-        # On the device that sums, which need not be where the shard is.
+        # The device that computes the sum. An offloaded shard itself is in host memory.
         device = shard.device if device is None else device
         self.norms = torch.zeros(shard.numel() // BLOCK, dtype=_measured_in(shard.dtype), device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.squares: Tensor | None = None
-        self._rooted = False  # whether ``norms`` are roots
+        self._rooted = False  # True if ``norms`` are square roots, written by ``measure_part``
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its storages."""
+        """Bytes of ``norms`` and ``flag``."""
         return self.norms.nbytes + self.flag.nbytes
 
     def outputs(self) -> dict[str, Tensor]:
-        """Keyword arguments for the one call of a kernel that sums and measures."""
+        """Return the arguments that make one summing kernel write this report. Resets the report first."""
         self.squares = None
-        # Kernels only ever set it.
+        # A kernel sets the flag for Inf or NaN, but never clears it.
         self.flag.zero_()
         return {"norms": self.norms, "flag": self.flag}
 
     def measure(self, values: Tensor) -> None:
-        """Read all of a shard, twice; one that is elsewhere comes by and by, and leaves again."""
+        """Measure a whole shard with torch operations, part by part.
+
+        A shard in other memory than the report's device is copied to the device one part at a time.
+        """
         self.flag.zero_()
         for start in range(0, values.numel(), _AT_ONCE):
             self.measure_part(values[start : start + _AT_ONCE].to(self.norms.device), start)
         self.add_up()
 
     def measure_part(self, values: Tensor, start: int) -> None:
-        """Read whole blocks of a shard from an element on; the first part comes after ``flag.zero_()``."""
-        # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
+        """Measure a part of a shard with torch operations.
+
+        The caller zeroes ``flag`` before the first part, and calls `add_up` after the last part.
+
+        Args:
+            values: whole blocks of 256 elements, on the report's device.
+            start: first element of the part in the shard.
+        """
+        # One norm per block, and a float64 sum of the squared norms in `add_up`. This is faster than float64
+        # throughout, within
+        # 1e-8 of it, and does not depend on how the shard is cut into parts.
         norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
         torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=norms.dtype, out=norms)
         self._rooted = True
-        # By the extremes, which show any Inf or NaN: the squares of large finite values overflow float32, too. The
-        # answer stays on the device, so that the host need not wait for it.
+        # Test the minimum and the maximum: Inf and NaN always show there. The sum of squares would not do, because it
+        # also
+        # overflows float32 for large finite values. The flag stays on the device, so the host does not wait.
         self.flag |= torch.stack(torch.aminmax(values)).isfinite().all().logical_not()
 
     def add_up(self) -> None:
-        """All parts have been measured, in one way."""
+        """Compute ``squares`` from ``norms`` after all parts are measured; None if a kernel measured them."""
         self.squares = self.norms.to(torch.float64).square().sum() if self._rooted else None
         self._rooted = False
 
     def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
-        """Bring whole blocks of a shard, from an element on, to staging memory, and measure what is there then.
+        """Copy a part of a gradient sum to a host staging buffer, and measure the values that end up there.
+
+        The caller zeroes ``flag`` before the first part. The host must wait for the device before it reads ``staged``.
 
         Args:
-            values: [numel] on the device; may be changed.
-            staged: of their size and dtype, on the host, which may have to wait for what the device was given here.
-            start: of the part; the first one comes after ``flag.zero_()``.
-            accumulate: add to what is staged.
+            values: [numel] on the device, whole blocks; may be overwritten.
+            staged: output in host memory, of the same size and dtype.
+            start: first element of the part in the shard.
+            accumulate: True to add ``values`` to the values in ``staged``.
         """
         if _leaves_by_kernel(values, staged):
             norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
             gather_([values], _table(values), staged, norms=norms, flag=self.flag, accumulate=accumulate)
             return
-        # Measured after the sum: the norm is that of what is stepped with.
+        # Measure after the addition: the optimizer steps with the accumulated gradient, so the norm must be that of the
+        # sum.
         if accumulate:
             values.add_(staged.to(values.device))
         self.measure_part(values, start)
@@ -561,35 +657,35 @@ class Report:
 
 
 def report_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the report on a shard of [numel]."""
+    """Return the bytes of the report on a shard of [numel] elements of ``dtype``."""
     return numel // BLOCK * _measured_in(dtype).itemsize + torch.int32.itemsize
 
 
 def _measured_in(dtype: torch.dtype) -> torch.dtype:
-    # Norms of gradients in 16 bits would have three digits, and clipping by them no more.
+    # 16-bit norms would have about three significant digits, and so would the clipping factor.
     return torch.promote_types(dtype, torch.float32)
 
 
 def summed_by_kernels(out: Tensor) -> bool:
-    """Tell whether one kernel makes and measures sums into ``out``; a CPU is faster with torch's own operations."""
+    """Return True if a kernel sums into ``out`` and measures it; on a CPU, torch's own operations are faster."""
     return out.is_cuda and out.dtype == torch.float32
 
 
 def _leaves_by_kernel(values: Tensor, staged: Tensor) -> bool:
-    # A kernel writes to page-locked memory itself: it adds, measures and copies in one pass.
+    # With page-locked host memory, one kernel adds, measures and copies to the host.
     return summed_by_kernels(values) and staged.is_pinned()
 
 
 @lru_cache(maxsize=32)
 def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> BlockTable:
-    # Few sizes: a ring's buffers, and what is left of shards.
+    # There are few sizes: that of a staging buffer, and the remainder at the end of each shard.
     return block_table([numel], [0], numel, device=device)
 
 
 def _table(values: Tensor) -> BlockTable:
-    """The table for a tensor; each stream and thread has its own."""
-    # A call writes the tensor's address to the table and then launches a kernel that reads it. Comm streams of two
-    # engines may do so at once, and torch may give two comm streams one stream: with a common table, one would
-    # overwrite the other's.
+    """Return the block table for one flat tensor. Each CUDA stream and each thread uses its own table."""
+    # A call writes the tensor's address into the table and launches a kernel that reads the table. Comm streams of two
+    # engines may do this at the same time, and torch may return the same CUDA stream for both. With a shared table, one
+    # call would overwrite the address of the other.
     stream = torch.cuda.current_stream(values.device).cuda_stream if values.is_cuda else 0
     return _one_tensor(values.numel(), values.device, stream, threading.get_ident())

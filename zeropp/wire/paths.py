@@ -1,4 +1,4 @@
-"""Paths: the hops that a buffer's weights or gradients take, and what their messages hold."""
+"""Paths: sequences of hops that gather a buffer's weights or reduce its gradients, with codecs for the messages."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "StoredSh
 
 
 def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
-    """(class of links, numbers of the hops) for each run of hops over such links; one of none where there are none."""
+    """Return (class of link, indices of hops) for each run of consecutive hops over one class of link."""
     found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].link)]
-    # Without hops (one rank, or two equal levels) a cast or a sum is left to do, and needs a comm stream to run on.
+    # A path without hops (one rank, or two equal levels) still casts or sums, and that work needs a comm stream.
     return found or [("local", [])]
 
 
 class StoredShard(Protocol):
-    """A rank's slice that is brought from where it is kept."""
+    """A shard that is not in device memory: an offloaded slice that can be copied to the device."""
 
     def copy_to(self, target: Tensor) -> None:
-        """Put all of it into a tensor."""
+        """Copy the whole slice to ``target``, a tensor on the device."""
         ...
 
 
@@ -42,21 +42,21 @@ def _put(target: Tensor, own: Tensor | StoredShard) -> None:
 
 
 class GatherPath:
-    """From slices at one level to slices at a smaller one, hop by hop, slowest link first; values as they are.
+    """A gather of plain values from slices at an outer level to a slice at an inner level, slowest link first.
 
-    Every hop works in place: a rank casts its slice to where it belongs in the result, and each hop fills what is
-    around it.
+    All hops work in place. This rank copies its own slice to its place in the result, casting it to the result's dtype.
+    Each hop then fills the parts around it.
 
     Args:
-        placement: of the unit.
-        outer: level that it begins at.
-        inner: level that it ends at.
-        hops: between them.
-        dtype: of the result.
-        stored: slices may be brought from the host's memory, on a comm stream of their own.
+        placement: levels of the unit, and this rank's slices.
+        outer: level at which the gather starts: each rank has 1 / outer of the buffer.
+        inner: level at which the gather ends: each rank has 1 / inner of the buffer.
+        hops: hops from ``outer`` to ``inner``, in order.
+        dtype: dtype of the result.
+        stored: True if the own slice may have to be copied from host memory, which takes a comm stream of its own.
 
     Attributes:
-        links: classes of links on the way, in order.
+        links: classes of links that the gather uses, in order: one comm stream each.
     """
 
     def __init__(
@@ -76,51 +76,56 @@ class GatherPath:
         self.dtype = dtype
         self._stored = stored
         self._segments = _segments([hop.spec for hop in hops])
-        # A generator from ``gather`` is resumed once for each of these: see comm.streams.Work.
+        # Each entry resumes the generator of ``gather`` once: see comm.streams.Work.
         self.links = [*([BUS] if stored else []), *(link for link, _ in self._segments)]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for a result of [numel] elements."""
+        """Return uninitialized memory for a result of [numel] elements."""
         return torch.empty(numel, dtype=self.dtype, device=device)
 
     def places(self, whole: Tensor) -> list[Tensor]:
-        """Parts of a result that :meth:`gather` will fill: this rank's own, then what it has after each hop."""
+        """Return the views of a result that :meth:`gather` fills.
+
+        The first view is this rank's own slice. The following ones are the gathered part after each hop.
+        """
         return self._views(whole)
 
     def results(self, numel: int) -> Iterator[tuple[Hop, int]]:
-        """Each hop, and the bytes that a rank has after it of a whole buffer of [numel] elements."""
+        """Yield each hop, with the bytes that a rank holds after it, for a whole buffer of [numel] elements."""
         views = self._views(self._travels(numel // self.inner))
         yield from zip(self.hops, [view.nbytes for view in views[1:]], strict=True)
 
     def _travels(self, numel: int) -> Tensor:
-        """The result as the last hop leaves it, on the meta device."""
+        """Return a meta tensor with the size and dtype of the data after the last hop."""
         return self.empty(numel, torch.device("meta"))
 
     def _views(self, whole: Tensor) -> list[Tensor]:
-        # ``whole`` is a slice at ``inner``, of values or of the bytes of messages. All slices at one level are equally
-        # long in either, so both are cut alike, and numel counts whichever it is.
+        # ``whole`` is the slice at level ``inner``, of values or of message bytes. All slices of one level have equal
+        # length in
+        # both cases, so the same formula cuts them; ``numel`` counts elements of ``whole``, values or bytes.
         views = []
         numel = whole.numel() * self.inner
-        # Each view contains the one before it, so a hop sends from where it receives to.
+        # Each view contains the previous one, so each hop sends from inside the memory that it receives into.
         for level in [self.outer, *(hop.spec.inner for hop in self.hops)]:
             start, stop = self.placement.slice_of(numel, level, self.inner)
             views.append(whole[start:stop])
         return views
 
     def gather(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> Iterator[None]:
-        """Fill a result from every rank's slice at ``outer``; pauses before each further class of links.
+        """Gather a result from every rank's slice at ``outer``. Yields before each further class of links.
 
         Args:
-            own: this rank's.
-            places: of the result, from :meth:`places`.
-            unit: for the ledger.
+            own: this rank's slice at ``outer``.
+            places: views of the result, from :meth:`places`.
+            unit: name of the unit for the ledger.
         """
         views = self._begin(own, places)
         for number, (_, hops) in enumerate(self._segments):
             if number or self._stored:
                 yield
-                # Messages were allocated on the comm stream before this one; the result is the caller's, who looks
-                # after it. See [Note: memory on several streams].
+                # Messages were allocated on the previous comm stream, so the allocator must be told of this one. The
+                # result belongs to
+                # the caller, who keeps it alive. See [Note: memory on several streams].
                 if views[-1] is not places[-1]:
                     used_here(views[-1])
             for index in hops:
@@ -128,34 +133,41 @@ class GatherPath:
         self._end(views[-1], places)
 
     def gather_at_once(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> None:
-        """Gather without a pause."""
+        """Gather without stopping between classes of links, on the current stream."""
         for _ in self.gather(own, places, unit):
             pass
 
     def codec_name(self, travels: Tensor) -> str:
-        """The ledger's name for the encoding of ``travels``."""
-        # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
+        """Return the codec's name for the ledger, given the tensor that is sent."""
+        # Not ``self.dtype``: a state dict gathers main weights over a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
     def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
-        """Put this rank's slice where hops begin; returns what it has there, and will have after each hop."""
-        # The cast from main weights to the compute dtype happens here, before anything travels.
+        """Copy this rank's slice to its place. Return the views of the data before the first and after each hop."""
+        # The cast from main weights to the compute dtype happens here, so that hops carry the compute dtype.
         _put(places[0], own)
         return places
 
     def _end(self, whole: Tensor, places: list[Tensor]) -> None:
-        """Make the result of what the last hop has brought."""
+        """Turn the data after the last hop into the result. Plain values need no further step."""
 
 
 class CodedGatherPath(GatherPath):
-    """The same with codes on the way: encoded once, at the shard, forwarded as they are, decoded at the end.
+    """A gather of quantized weights: encoded once by the owner, forwarded unchanged by each hop, decoded at the end.
 
-    So every rank computes with the same values, its own included, whatever the number of ranks.
+    Every rank decodes the same messages, including its own, so all ranks compute with equal weights.
 
     Args:
-        level: at which slices are encoded, one message each.
-        coded: what this rank brings are messages already, those of the slices at ``level`` in its slice at ``outer``.
-        decodes: the result is values; else it is the messages.
+        placement: levels of the unit, and this rank's slices.
+        outer: level at which the gather starts.
+        inner: level at which the gather ends.
+        hops: hops from ``outer`` to ``inner``, in order.
+        dtype: dtype of decoded values.
+        codec: codec of the messages.
+        level: level whose slices are one message each.
+        coded: True if this rank's slice is stored as messages already: one per slice of ``level`` in it.
+        decodes: True if the result is decoded values, False if it is the messages.
+        stored: True if the own slice may have to be copied from host memory.
     """
 
     def __init__(
@@ -174,17 +186,18 @@ class CodedGatherPath(GatherPath):
     ) -> None:
         super().__init__(placement, outer, inner, hops, dtype, stored=stored)
         self.codec = codec
-        # Messages in the result. With codes cached by hpZ, ``level`` lies beyond ``outer`` and a rank brings several.
+        # Number of messages in the result. When hpZ caches messages, ``level > outer`` and this rank contributes
+        # several.
         self.count = level // inner
         self.coded = coded
         self.decodes = decodes
 
     def codec_name(self, travels: Tensor) -> str:
-        """See :class:`GatherPath`."""
+        """Return the name of the codec in the ledger."""
         return self.codec.name
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """See :class:`GatherPath`; the messages of [numel] elements, if that is the result."""
+        """Return memory for a result of [numel] elements: values, or their messages if the path does not decode."""
         return super().empty(numel, device) if self.decodes else self._messages(numel, device)
 
     def _travels(self, numel: int) -> Tensor:
@@ -194,35 +207,35 @@ class CodedGatherPath(GatherPath):
         return self.codec.empty(numel // self.count, self.count, device)
 
     def places(self, whole: Tensor) -> list[Tensor]:
-        """See :class:`GatherPath`."""
-        # Messages have memory of their own, which lives only while they travel.
+        """Return [result] if the path decodes, else the views of the messages before the first and after each hop."""
+        # Messages that are decoded at the end live in temporary memory of their own, allocated in ``_begin``.
         return [whole] if self.decodes else self._views(whole)
 
     def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
-        # Made on the comm stream, when its turn comes: what waits in a queue holds no messages.
+        # Allocated here, on the comm stream, so that gathers waiting in the queue hold no message memory.
         views = self._views(self._messages(places[0].numel(), places[0].device)) if self.decodes else places
         if self.coded:
             _put(views[0], own)
         else:
-            assert isinstance(own, Tensor)  # what is stored elsewhere is stored as it travels
+            assert isinstance(own, Tensor)  # a slice that is not in device memory is stored as messages
             self.codec.encode_(views[0], own)
         return views
 
     def _end(self, whole: Tensor, places: list[Tensor]) -> None:
         if self.decodes:
-            # This rank's own slice as well: it must compute with the values that the others have of it.
+            # Decode this rank's own slice, too, so that this rank uses the same rounded values as the others.
             self.codec.decode_(whole, places[0], count=self.count)
 
 
 @dataclass(frozen=True)
 class ReduceHop:
-    """A hop of a reduce path, and how what it carries is encoded.
+    """One hop of a reduce path, with the codec of its messages.
 
     Attributes:
-        transport: what carries it.
-        codec: of its messages.
-        feedback: errors that are fed back.
-        by_backend: the backend sums on the way, in the messages' dtype.
+        transport: the hop, which carries messages over its process group.
+        codec: codec of the messages.
+        feedback: error-feedback state of this hop; None without error feedback.
+        by_backend: True if the backend's reduce-scatter computes the sum, in the dtype of the messages.
     """
 
     transport: Hop
@@ -232,62 +245,81 @@ class ReduceHop:
 
     @property
     def spec(self) -> HopSpec:
-        """The hop's levels and ranks."""
+        """Levels, ranks and class of link of this hop."""
         return self.transport.spec
 
     @property
     def size(self) -> int:
-        """The number of ranks that take part."""
+        """Number of ranks in this hop."""
         return self.transport.size
 
     @property
     def name(self) -> str:
-        """The name of the encoding in the ledger."""
+        """Name of the encoding in the ledger, such as "int8" or "feedback(int4)"."""
         return self.codec.name if self.feedback is None else f"feedback({self.codec.name})"
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for the messages of a slice of [numel], one for each rank."""
+        """Return memory for the messages of a slice of [numel], one message for each rank of the hop."""
         return self.codec.empty(numel // self.size, self.size, device)
 
     def encode_sum_(
         self, source: Codec, parts: Messages, numel: int, message: Tensor, *, scale: float, dtype: torch.dtype
     ) -> None:
-        """Encode the sum of ``parts``, which the hop before has brought; arguments as of :meth:`Codec.encode_sum_`."""
+        """Sum the messages that the previous hop received, and encode ``scale * sum`` as this hop's messages.
+
+        Args:
+            source: codec of ``parts``.
+            parts: messages of [numel] elements from the ranks of the previous hop.
+            numel: elements of the sum.
+            message: output, from :meth:`empty`.
+            scale: factor on the sum.
+            dtype: dtype of the sum, at least float32.
+        """
         self.codec.encode_sum_(
             source, parts, numel, message, count=self.size, feedback=self.feedback, scale=scale, dtype=dtype
         )
 
 
 class ReducePath:
-    """From slices at one level to sums at a larger one, fastest link first; each hop is an exchange and a local sum.
+    """A reduction from slices at an inner level to sums at an outer level, fastest link first.
 
-    Summing in the accumulation dtype after an exchange costs the same bytes as a ring reduce-scatter, rounds less on a
-    16-bit wire, and halves what gloo's own reduce-scatter sends. A hop of 32 bits may leave the sum to the backend,
-    which saves the memory of an exchange; in which order it adds is the backend's.
+    Each hop is an all-to-all and a local sum. The sum is in the accumulation dtype, so it rounds less on a 16-bit wire
+    than
+    a ring reduce-scatter. It sends as many bytes, and half as many as gloo's reduce-scatter. For some hops
+    (`ReduceHop.by_backend`) the backend's reduce-scatter computes the sum, which saves the memory for all ranks' parts.
+    Then the backend chooses the order of additions.
+
+    Args:
+        placement: levels of the unit, and this rank's slices.
+        outer: level of the sums.
+        hops: hops of the path, in order.
+        dtype: wire dtype of gradients if there are no hops.
 
     Attributes:
-        links: classes of links on the way, in order.
+        links: classes of links that the reduction uses, in order: one comm stream each.
+        codec: codec of the first hop's messages.
+        count: number of messages that the first hop sends, one per rank.
     """
 
     def __init__(self, placement: Placement, outer: int, hops: Sequence[ReduceHop], dtype: torch.dtype) -> None:
         self.placement = placement
         self.outer = outer
         self.hops = hops
-        # Where nothing travels there is nothing to save, so gradients are not coded.
+        # Without hops nothing is sent, so quantizing would lose accuracy and save no bytes.
         self.codec = hops[0].codec if hops else PlainCodec(dtype)
         self.count = hops[0].size if hops else 1
         self._segments = _segments([hop.spec for hop in hops])
         self.links = [link for link, _ in self._segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for what :meth:`reduce` sends of a slice of [numel]."""
+        """Return memory for the first hop's messages of a slice of [numel] elements."""
         return self.codec.empty(numel // self.count, self.count, device)
 
     def onward_nbytes(self, numel: int) -> int:
-        """Bytes of the message that goes on over another class of links, of a whole buffer [numel]; 0 where none does.
+        """Return the bytes of the messages that continue on a second class of links; 0 if no hop does.
 
         Args:
-            numel: of the buffer; the path begins at level 1.
+            numel: elements of the whole buffer; the path must start at level 1.
         """
         for before, hop in pairwise(self.hops):
             if hop.spec.link != before.spec.link:
@@ -297,12 +329,19 @@ class ReducePath:
     def pack_(
         self, message: Tensor, gradients: Sequence[Tensor | None], layout: BufferLayout, table: BlockTable | None
     ) -> None:
-        """Write tensors, zeros where there is none, as the whole buffer that the layout says."""
+        """Encode gradients as the messages of a whole buffer; a gradient of None becomes zeros.
+
+        Args:
+            message: output, from :meth:`empty`.
+            gradients: one tensor or None per parameter of the layout.
+            layout: offset of each parameter in the buffer.
+            table: the layout's block table; None for a plain codec.
+        """
         feedback = self.hops[0].feedback if self.hops else None
         self.codec.pack_(message, gradients, layout, table, count=self.count, feedback=feedback)
 
     def encode_(self, message: Tensor, values: Tensor) -> None:
-        """Write a slice of [numel] as :meth:`reduce` wants it."""
+        """Encode a slice of [numel] values as the messages for :meth:`reduce`."""
         feedback = self.hops[0].feedback if self.hops else None
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
@@ -317,26 +356,27 @@ class ReducePath:
         unit: str,
         report: Report | None = None,
     ) -> Iterator[None]:
-        """Make ``out``, or add to it, ``scale`` times the sum of all ranks' parts; pauses as a gather does.
+        """Sum all ranks' slices: ``out = scale * sum``, or ``out +=``. Yields before each further class of links.
 
         Args:
-            message: this rank's slice at the path's first level, from :meth:`encode_`; the caller keeps it to the end.
-            numel: of that slice.
-            out: in the main dtype, this rank's slice at the last one.
-            scale: applied once, in the last sum.
-            accumulate: asked at the end, whether to add to ``out``.
-            unit: for the ledger.
-            report: tells of ``out`` afterwards.
+            message: this rank's slice at the path's first level, encoded; the caller keeps it alive to the end.
+            numel: elements of that slice.
+            out: this rank's slice at the last level, in the main dtype.
+            scale: factor on the sum, applied once, in the last sum.
+            accumulate: called just before the last sum: returns True to add to ``out``.
+            unit: name of the unit for the ledger.
+            report: statistics to compute of the new ``out``; None for none.
         """
         if not self.hops:
-            # One rank, or nothing further to go: a single message, already for this rank.
+            # One rank, or equal levels: the only message is this rank's own.
             self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate(), report=report)
         for number, hop in enumerate(self.hops):
             if number and hop.spec.link != self.hops[number - 1].spec.link:
                 yield
-                # Made below, on the comm stream before. See [Note: memory on several streams].
+                # The message was allocated below on the previous comm stream. See [Note: memory on several streams].
                 used_here(message)
-            # FSDP2 always leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
+            # The backend sums plain values in the wire dtype, as FSDP2 always does. A backend cannot sum quantized
+            # codes.
             if hop.by_backend:
                 room = hop.codec.headroom(hop.size)
                 if room != 1.0:
@@ -347,15 +387,18 @@ class ReducePath:
                 parts = hop.transport.all_to_all(message, unit, hop.name, apart=hop.codec.apart)
             numel //= hop.size
             if number + 1 == len(self.hops):
-                # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
+                # Call ``accumulate`` only now: since this reduction was queued, an earlier one may have filled the
+                # buffer.
                 hop.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate(), report=report)
             else:
-                # A power of two, taken back by the last scale: a sum that goes on in float16 must not overflow where
-                # the mean does not. FSDP2 divides float16 by about the root of the world, before and after.
+                # The partial sum is encoded again, and in float16 it may overflow although the mean does not. So scale
+                # it by a power of
+                # two, and divide the last scale by it. FSDP2 divides float16 gradients by about sqrt(world) before and
+                # after.
                 headroom = hop.codec.headroom(len(parts))
                 scale /= headroom
                 following = self.hops[number + 1]
                 message = following.empty(numel, parts[0].device)
                 following.encode_sum_(hop.codec, parts, numel, message, scale=headroom, dtype=out.dtype)
-            # A paused generator keeps its locals, and the next comm stream may come to it much later.
+            # A paused generator keeps its local variables, and the next comm stream may resume it much later.
             del parts
