@@ -1,6 +1,6 @@
-"""From a model and a configuration to a blueprint, and from that to an engine.
+"""Construction of an engine: a model and a configuration give a blueprint, and a blueprint gives an engine.
 
-Knows the rooms that make an engine and its ways in (not `fsdp2`), and nothing that happens after the model is wrapped.
-The rooms below see no configuration: `choices` makes the values that they take.
+This package uses the packages that make up an engine, but not `fsdp2`, and does no work after the model is wrapped. The
+packages below it do not see the configuration; `choices` converts it to the values that they take.
 Start with `blueprint`, then `build`.
 """

@@ -1,7 +1,7 @@
-"""The blueprint of one rank's engine: everything that follows from a model, a configuration and the ranks.
+"""The blueprint of one rank's engine: all decisions that follow from a model, a configuration and the ranks.
 
-It is drawn once, before anything is partitioned. The engine, the warm-up of kernels and `zeropp.plan` take their parts
-from it, so they agree.
+The blueprint is computed once, before the model is partitioned. The engine, the warm-up of kernels and `zeropp.plan`
+all read it, so a plan describes the engine that training gets.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ __all__ = ["Blueprint", "draw_blueprint"]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One rank's engine before it is made. Sizes are the same on all ranks.
+    """All decisions about one rank's engine, made before the engine exists. Sizes are the same on all ranks.
 
     Attributes:
-        rank: the one that it is for.
-        local: ranks per node.
-        device: that trains.
-        mode: levels of the parts of units, persistent ones aside.
+        rank: this rank in the process group.
+        local: number of ranks per node.
+        device: device that trains.
+        mode: levels of weights, gradients and optimizer states, for units that are not persistent.
         encoding: codecs of gathers, refreshes and reductions.
-        dtypes: of weights, gradients and their messages.
-        units: the cut of the model, in order, with flat buffers.
-        tiers: everything that is kept off the device.
-        staging: buffers on its way: for what is stepped, and for what is read for gathers.
-        sharing: of communicators.
-        ctas: limits of NCCL's kernels; nothing else has any.
+        dtypes: dtypes of weights, gradients and messages.
+        units: units of the model in order, each with its flat buffers.
+        tiers: storage tiers of offloaded tensors.
+        staging: (ring of staging buffers for optimizer steps, ring for gathers), None where nothing is offloaded.
+        sharing: which kinds of work and which engines share NCCL communicators.
+        ctas: limits of thread blocks of NCCL kernels; other backends have no limit.
         loss_scaling: settings of the loss scale.
-        engine: settings of passes.
+        engine: settings of forward, backward, saving and loading.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class Blueprint:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
+        """Number of ranks in the process group."""
         return self.mode.chain.world
 
 
@@ -88,20 +88,23 @@ def draw_blueprint(
     rank: int = 0,
     processors: int | None = None,
 ) -> Blueprint:
-    """Derive one rank's engine. Local; no memory is taken.
+    """Compute the blueprint of one rank's engine, without communication and without allocating memory.
 
     Args:
-        model: not partitioned by this engine yet; meta parameters will do.
-        config: checked to be supported.
-        world: ranks to partition over.
-        local: ranks per node.
-        device: that trains. It need not be here.
-        rank: among ``world``.
-        processors: SMs of the card that trains; None for no card.
+        model: model that is not partitioned by this engine yet; meta parameters suffice.
+        config: configuration, already checked to be supported.
+        world: number of ranks to partition over.
+        local: number of ranks per node.
+        device: device that trains; it need not exist on this machine.
+        rank: number of the rank, in ``range(world)``.
+        processors: SMs of the GPU that trains; None without a GPU.
+
+    Returns:
+        The blueprint.
 
     Raises:
-        ConfigError: group sizes do not divide each other, or a codec of differences has no base.
-        ValueError: messages cannot carry what the model computes with.
+        ConfigError: group sizes do not divide each other, or differences have no cached weights to refer to.
+        ValueError: the configured messages cannot carry the dtype that the model computes in.
     """
     mode = choose_mode(config, world, local)
     encoding = choose_encoding(config)
@@ -142,7 +145,7 @@ def _outline_units(
     dtypes: DtypeOptions,
     tiers: TierOptions,
 ) -> tuple[UnitOutline, ...]:
-    """The cut of a model, with the part of each buffer that the device steps."""
+    """Return the units of a model with their flat buffers, and the part of each buffer that the device steps."""
     world = placement.chain.world
     specs = form_units(model, world, choose_unit_options(config))
     layouts = [list(buffer_layouts(parameters, spec, dtypes, world)) for spec in specs]

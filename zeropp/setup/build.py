@@ -1,7 +1,7 @@
-"""The way from a model and a configuration to a running engine: check, agree, cut into units, shard, hook.
+"""Wrapping a model: check it, compare it between ranks, form units, shard the weights and install hooks.
 
-For a model that was built under ``zero.Init``, the configuration must agree with the settings that it was built
-with. ``torch_autocast`` runs whole forwards under ``torch.autocast``.
+If the model was built under ``zero.Init``, the configuration must agree with the settings of that block. With
+``torch_autocast`` in the configuration, whole forwards run under ``torch.autocast``.
 """
 
 from __future__ import annotations
@@ -53,24 +53,27 @@ __all__ = ["build_engine", "built_for", "check_built", "complete"]
 
 
 def _autocast_forwards(model: nn.Module, engine: Engine, dtype: torch.dtype) -> None:
-    """Have every forward of ``model`` run under autocast to ``dtype`` until the engine is closed.
+    """Run every forward of ``model`` under autocast to ``dtype`` until the engine is closed.
 
-    Calls of modules inside it, from elsewhere, are the caller's.
+    If other code calls a submodule directly, that call does not run under this autocast.
     """
     device_type = engine.device.type
-    # Weakly: what is in the model's own dict must not hold the model.
+    # A weak reference: the new forward is stored in the model's own __dict__, and must not keep the model alive.
     ref = weakref.ref(model)
     own = model.__dict__.get("forward")
     plain = type(model).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Its cache would keep converted weights of all units until the forward ends, which stage 3 has just released.
+        # Autocast's cache would keep cast copies of all units' weights until the forward ends, although stage 3 frees
+        # the
+        # weights after each unit.
         with torch.autocast(device_type, dtype, cache_enabled=False):
             return plain(ref(), *args, **kwargs) if own is None else own(*args, **kwargs)
 
-    # Trainers look at it for the names of a batch's columns.
+    # Trainers read the signature of ``forward`` to select the columns of a batch.
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
-    # In place of hooks, which torch does not call after Ctrl-C: autocast would stay on.
+    # Replace ``forward`` instead of using hooks: after Ctrl-C torch does not call forward hooks, and autocast would
+    # stay on.
     model.__dict__["forward"] = forward
     engine.on_close(restorer(model, "forward", own))
 
@@ -85,7 +88,7 @@ def _builds(parameters: Iterable[nn.Parameter]) -> list[ShardedBuild]:
 
 
 def built_for(parameters: Collection[nn.Parameter]) -> torch.device | None:
-    """The device that a model was built to train on, if it is elsewhere and was built to be partitioned."""
+    """Return the device that a model from ``zero.Init`` trains on, if any of its parameters is elsewhere; else None."""
     spreads = _builds(parameters)
     if not spreads or all(parameter.device == spreads[0].trains_on for parameter in parameters):
         return None
@@ -93,9 +96,9 @@ def built_for(parameters: Collection[nn.Parameter]) -> torch.device | None:
 
 
 def complete(model: nn.Module) -> None:
-    """If a model is wrapped inside the block that builds it, it is built now. Collective if it is.
+    """Finish building a model that is wrapped inside its ``zero.Init`` block. Collective in that case.
 
-    Its block goes on with what is built after it.
+    The block stays active for modules that are created later.
     """
     for build in _builds(model.parameters()):
         if build.building:
@@ -103,16 +106,16 @@ def complete(model: nn.Module) -> None:
 
 
 def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tuple[int, ...]) -> None:
-    """Make sure that a model is wrapped as it was built. Local.
+    """Raise an error unless the model is wrapped with the settings that it was built with. Local.
 
     Args:
-        parameters: all of the model's.
-        config: to wrap it with.
-        ranks: global ones, of the group to wrap it for.
+        parameters: all parameters of the model.
+        config: configuration that the model is wrapped with.
+        ranks: global ranks of the process group that the model is wrapped for.
 
     Raises:
-        ValueError: other ranks, or another setting.
-        RuntimeError: its values are gathered.
+        ValueError: the model was built for other ranks, or with another value of a setting.
+        RuntimeError: the model is inside GatheredParameters.
     """
     if any(piece is not None and piece.is_gathered for piece in map(piece_of, parameters)):
         raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
@@ -133,9 +136,10 @@ def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tup
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keep Python's garbage collector from running."""
-    # It runs each time so many objects have been made, and goes through all that there are: a model of thousands of
-    # units would have it search, again and again, for garbage among objects all of which stay.
+    """Disable Python's garbage collector inside the ``with`` block."""
+    # Wrapping creates many objects that stay alive. Each collection would scan all of them and find nothing to free,
+    # which
+    # is slow for a model of thousands of units.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -156,25 +160,23 @@ def build_engine(
     others: Callable[[], list[str]],
     plan_space: Callable[[Blueprint], Mapping[str, int]],
 ) -> Engine:
-    """Partition a model in place.
-
-    Collective over the group. Rank 0's weights and buffers become everyone's.
+    """Partition a model in place, with rank 0's weights and buffers on all ranks, and return its engine. Collective.
 
     Args:
-        model: on the device it trains on, all parameters initialised; or see ``trained_on``.
-        config: checked to be supported.
+        model: model on the device that trains, all parameters initialised; ``trained_on`` lifts both conditions.
+        config: configuration, already checked to be supported.
         group: ranks to partition over.
-        listener: the engine tells it what becomes of gradients, and does not keep it.
-        scale: factor on gradients summed over ranks; None for what the configuration says.
-        trained_on: a device; the model may be elsewhere then, and without values on all ranks but the first.
-        others: further lines that must be the same on every rank.
-        plan_space: tells how many bytes below each path files will take; refuses what the host's memory cannot hold.
+        listener: the wrapper, whose methods the engine calls at forward, backward and step; not kept alive.
+        scale: factor on gradients summed over ranks; None to follow the configuration (1 / world for a mean).
+        trained_on: device that trains. With it, the model may be elsewhere; the meta device will do except on rank 0.
+        others: returns more lines of text that must be equal on all ranks, such as the optimizer's settings.
+        plan_space: returns bytes of files per directory; raises if the host's memory is too small.
 
     Raises:
-        ConfigError: the host's memory has a limit that is too low.
-        TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
+        ConfigError: offloaded tensors need more host memory than the limit allows.
+        TypeError, ValueError: the model or the group cannot be used; the message has the reason and the remedy.
     """
-    # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
+    # Each step raises on all ranks if it raises on one rank. Otherwise the other ranks would wait for it forever.
     extension = config.zeropp
     together = partial(run_on_all_ranks, group, patience=lambda result: extension.hang_timeout)
     parameters = _named_parameters(model)
@@ -182,26 +184,27 @@ def build_engine(
     device = together("checking the model", lambda: _check_model(model, parameters, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
     find = partial(find_members, group, device, extension.local_world_size, hosts)
-    # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
+    # ``same=True`` raises if ranks find different nodes: they would create different process groups and hang.
     members = together("finding nodes", find, same=True)
     warn_if_alone(members)
     choose = partial(_choose, model, parameters, config, members, plan_space)
     blueprint, space = together("choosing groups", choose)
-    # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
+    # All ranks use rank 0's name. Groups and store keys need a unique prefix, since a process may wrap several models.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
     with naming_absence("wrapping the model"):
         comm = make_comm(members, blueprint.mode.chain, patience, job, blueprint.sharing, blueprint.ctas)
         agreement = Agreement(comm, patience, extension.warn_after, device, overlap=blueprint.engine.overlap)
-        # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
+        # Compare ranks before the model is changed. A later mismatch would show as a hang or as wrong values.
         _check_agreement([*_describe(model, parameters), f"configuration {config.model_dump_json()}", *others()], comm)
-        # Asked by every rank, also where only some name a device: each waits for the others here.
+        # Every rank calls this, even if only some ranks name a device, because each rank waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
         together("looking for CUDA graphs", lambda: _check_graphs(model, parameters, blueprint))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(blueprint))
-        # All the space that files will take, also of optimizer states, which are made in the first step: what is
-        # missing is to show before anything is cut.
+        # Reserve all space in files now, also for optimizer states that the first step creates, so that a full disk
+        # shows
+        # before the model is changed.
         open_all = partial(open_tiers, blueprint.tiers, device, blueprint.staging, space)
         tiers = together("making room for what is offloaded", open_all)
         with agreement.reporting_errors("wrapping a model"):
@@ -209,9 +212,9 @@ def build_engine(
 
 
 def _named_parameters(model: object) -> dict[str, nn.Parameter]:
-    """All parameters of a model, by name, once for all that look at them: it takes a walk over all modules."""
+    """Return all parameters of a model by name; one walk over the modules serves all callers."""
     if not isinstance(model, nn.Module):
-        return {}  # it is refused a little later
+        return {}  # ``_check_model`` raises the error
     complete(model)
     return dict(model.named_parameters())
 
@@ -226,16 +229,16 @@ def _partition(
     listener: Listener,
     scale: float | None,
 ) -> Engine:
-    """Cut a model that all ranks have alike, and give it an engine."""
+    """Shard a model that is equal on all ranks, and return its engine."""
     comm = agreement.comm
     _warn_of_unknown_names(model, parameters, config, first=comm.rank == 0)
     maker = BufferMaker(blueprint.mode, blueprint.encoding, blueprint.dtypes, comm, tiers)
     units = maker.make_units(parameters, blueprint.units)
     comm.end_of_wrap()
     require_room_on_all(comm, len(parameters))
-    # Before anything is partitioned: warnings may be errors.
+    # Warn before the model is partitioned: a warning filter may turn warnings into errors.
     warn_of_ineffective(config, units, comm)
-    # Before they are sharded, which gives parameters the compute dtype.
+    # Record dtypes now, because sharding sets the parameters' dtype to the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in parameters.values()}
     awaited = awaited_names(parameters)
     with agreement.watching("receiving the values of rank 0"):
@@ -248,25 +251,25 @@ def _partition(
     engine = Engine(agreement, maker, units, comm.device, accumulation, listener, loss_scale, blueprint.engine)
     engine.on_close(tiers.close)
     engine.on_close(loss_scale.drop_losses)
-    # Every question to a guarded parameter would go through Python, and none here is about values.
+    # The guard would route every attribute access through Python, and installation does not read values.
     with unguarded():
         _install(model, parameters, engine, blueprint.units, own)
     if blueprint.dtypes.autocast is not None:
         _autocast_forwards(model, engine, blueprint.dtypes.autocast)
     refuse_until_loaded(model, engine, awaited)
     rehearse(engine)
-    # What is cached between uses has never been filled.
+    # Fill the cached weights (secondary shards, persistent parameters) for the first time.
     engine.start_refresh()
     return engine
 
 
 def _adopt(model: nn.Module, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], comm: Comm) -> None:
-    """Cut the model's values, rank 0's or those of an engine from before, into the units' buffers."""
+    """Fill the units' buffers with the model's values, from rank 0 or from an earlier engine over the same model."""
     former = PreviousWeights(model, parameters)
     for unit in units:
         for buffer in unit.buffers:
             former.fill_buffer(buffer, comm)
-    # Before new hooks are installed: closing takes the former engine's off the same modules, and its attributes.
+    # Close the earlier engine first: closing removes its hooks and attributes from the same modules.
     former.close()
 
 
@@ -277,10 +280,10 @@ def _install(
     outlines: Sequence[UnitOutline],
     own: dict[int, torch.dtype],
 ) -> None:
-    """Tie an engine that is ready to the model's modules and parameters, which had dtypes of their ``own``."""
+    """Attach a finished engine to the model's modules and parameters; ``own`` has their dtypes before wrapping."""
     for buffer in engine.buffers:
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-            # By this tag the guard, watch_structure and a later wrapping know a managed parameter.
+            # The guard, watch_structure and a later wrapping recognise a managed parameter by this registration.
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
     _hook_modules(model, parameters, engine, outlines)
     for unit in engine.units:
@@ -289,11 +292,11 @@ def _install(
     install_state_hooks(modules, engine)
     refuse_changes(model, modules, engine)
     give_to_modules(modules, engine)
-    # Below stage 3 nothing is away that a script would gather.
+    # Below stage 3 weights stay whole, so extensions have nothing to gather.
     if not engine.mode.stays_whole:
         for extension in extensions():
             extension.model_wrapped(model, engine)
-    # Last: its hook is prepended, and must run before the one that begins a pass.
+    # Last, because the hook is prepended: it must run before the hook that begins a forward.
     watch_structure(model, engine)
 
 
@@ -304,12 +307,13 @@ def _choose(
     members: Members,
     plan_space: Callable[[Blueprint], Mapping[str, int]],
 ) -> tuple[Blueprint, Mapping[str, int]]:
-    """This rank's blueprint, and the bytes of files that its engine will have below each path."""
+    """Return this rank's blueprint, and the bytes of files that its engine will have below each path."""
     own = whereabouts()[0]
     if own == members.ranks[0]:
         require_values(model, parameters)
     for engine in former_engines(model, parameters):
-        # Former values are gathered by the ranks that hold them, into buffers of these ranks.
+        # A former engine's weights are gathered by its own ranks into buffers of the new ones, so the ranks must be
+        # equal.
         if engine.comm.ranks != members.ranks:
             raise ValueError(
                 f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
@@ -317,7 +321,7 @@ def _choose(
             )
     check_built(parameters.values(), config, members.ranks)
     world, device = len(members.ranks), members.device
-    config.resolve_batch(world)  # for its errors: sizes may contradict each other
+    config.resolve_batch(world)  # raises if batch sizes contradict each other
     blueprint = draw_blueprint(
         model,
         config,
@@ -336,7 +340,7 @@ def _check_model(
     config: Config,
     device: torch.device | str | int | None,
 ) -> torch.device:
-    """Everything about a model that can be refused without asking other ranks."""
+    """Check a model for everything that this rank can refuse by itself, and return the device that trains."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -359,8 +363,9 @@ def _check_model(
             raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
-    # Versions tell of a stale weight: two parameters with one counter would refuse each other's graphs. See
-    # [Note: versions].
+    # A version counter shows whether a weight is stale. If two parameters shared one, each would invalidate autograd
+    # graphs
+    # of the other. See [Note: versions].
     sharing = sharing_versions(list(parameters.values()))
     if sharing:
         raise ValueError(
@@ -375,13 +380,13 @@ def _check_model(
                 f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which zeropp manages. "
                 "Build it without max_norm, and normalise what it returns"
             )
-    # Only for what it refuses; what it finds is asked for again where it is used.
+    # Called for its errors only; callers that need the engines call it again.
     former_engines(model, parameters)
     return find_device(model, parameters, device)
 
 
 def _check_graphs(model: nn.Module, parameters: Mapping[str, nn.Parameter], blueprint: Blueprint) -> None:
-    """Refuse compiled modules whose CUDA graphs would keep the addresses of weights that move."""
+    """Refuse compiled modules with CUDA graphs: a graph stores addresses of weights, and gathered weights move."""
     if not blueprint.mode.stays_whole:
         specs = [unit.spec for unit in blueprint.units if not unit.spec.persistent]
         moving = {id(parameters[name]) for spec in specs for name in spec.parameters}
@@ -404,22 +409,23 @@ def _warn_of_unknown_names(
 
 
 def _describe(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    # Values of a former engine are gathered, which is collective: ranks must know of the same ones.
-    # Buffers are laid out by strides, those of overlapping elements aside: with others a rank would cut other pieces.
+    # Weights of a former engine are gathered collectively, so ranks must agree on which parameters are wrapped already.
+    # Strides decide the layout of buffers, so ranks with other strides would cut other shards; overlapping strides are
+    # replaced by contiguous ones first.
     rows = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         f"{f' strides {dense_strides(tuple(p.shape), p.stride())}' if p.is_floating_point() else ''}"
         f"{' (wrapped before)' if is_managed(p) else ''}"
         for name, p in parameters.items()
     ]
-    # Ranks with other leaves would cut other units.
+    # Ranks with other leaf modules would form other units.
     leaves = [f"leaf module {path}" for path, module in model.named_modules() if module.__dict__.get(LEAF_AS) is True]
     return [*rows, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 def _check_agreement(own: list[str], comm: Comm) -> None:
-    """Every rank must bring the same parameters, configuration and optimizer."""
-    # A digest: whole descriptions are megabytes a rank, and every rank would receive those of all others.
+    """Raise an error if ranks have different models, configurations or optimizers."""
+    # Compare digests: a description has megabytes, and every rank would receive those of all ranks.
     digests = comm.all_gather_objects(hashlib.sha256(repr(own).encode()).digest())
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is None:
@@ -435,7 +441,7 @@ def _check_agreement(own: list[str], comm: Comm) -> None:
 
 
 def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, str]:
-    """Both texts, or what lies around their first difference if they are long."""
+    """Return both texts, or the parts around their first difference if they are long."""
     start = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     cut = slice(start - around, start + around) if start > around else slice(0, start + around)
     return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
@@ -444,40 +450,44 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
 def _share_buffers(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, comm: Comm, device: torch.device
 ) -> None:
-    """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
+    """Send rank 0's buffers, and its parameters of integer or other non-floating dtypes, to all ranks."""
     named = config.data_types.buffer_dtype
     dtype = None if named is None else DTYPES[named]
     with torch.no_grad():
         for buffer in model.buffers():
             if dtype is not None and buffer.is_floating_point():
-                # Through .data the object stays: modules may share it.
+                # Assign to .data to keep the tensor object, because several modules may share it.
                 buffer.data = buffer.data.to(dtype)
             if buffer.numel():
                 _broadcast(buffer, comm, device)
         for parameter in parameters.values():
-            # The others have rank 0's values from being sharded.
+            # Floating parameters have rank 0's values already: sharding sent them.
             if not own_dtype(parameter).is_floating_point:
                 _broadcast(parameter, comm, device)
 
 
 def _broadcast(tensor: torch.Tensor, comm: Comm, device: torch.device) -> None:
-    """In place, whatever the strides and dtype: bytes travel, from the model's device, where a group can send them."""
-    # A buffer may lie on the CPU, where NCCL cannot send; and backends know few dtypes, but all know bytes.
+    """Broadcast a tensor from rank 0 in place, as bytes on ``device``, for any strides and dtype."""
+    # A buffer may be on the CPU, where NCCL cannot send. Backends support few dtypes, but all support bytes.
     values = tensor.detach().to(device).contiguous()
     comm.broadcast(values.reshape(-1).view(torch.uint8))
     tensor.detach().copy_(values)
 
 
 def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
-    """Modules on any way down from the root that avoids those in ``whole``; one that two parents share may be in both.
+    """Return the ids of modules that can be reached from the root without passing a module in ``whole``.
 
-    Identities go in and come out.
+    A module with two parents can be in both sets.
+
+    Args:
+        model: the root.
+        whole: ids of modules that are fetched with all their submodules.
     """
     found: set[int] = set()
     ahead = [model]
     while ahead:
         module = ahead.pop()
-        # Modules may refer to each other in a circle.
+        # Check ``found`` first, because modules may refer to each other in a cycle.
         if id(module) not in found and id(module) not in whole:
             found.add(id(module))
             ahead += module.children()
@@ -487,11 +497,14 @@ def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
 def _hook_modules(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], engine: Engine, outlines: Sequence[UnitOutline]
 ) -> None:
-    """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
+    """Install hooks on modules that use units, and on all their parents, because a forward may begin at any of these.
+
+    A module uses a unit if it owns the unit, or if it shares a parameter with a module of that unit.
+    """
     modules = dict(model.named_modules())
     specs = [outline.spec for outline in outlines]
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
-    # A tied parameter has its first name here, and so its first owner's unit.
+    # ``unit_of`` has a tied parameter by its first name only, which belongs to the unit of its first owner.
     by_id = {id(parameters[name]): unit for name, unit in unit_of.items()}
     needs: dict[str, dict[int, Unit]] = {"": {}}
 
@@ -500,11 +513,11 @@ def _hook_modules(
         module = modules[path]
         for parameter in module.parameters() if recurse else direct_parameters(module):
             unit = by_id.get(id(parameter))
-            # Small persistent parameters are shown for the whole pass, and bracketed by nobody.
+            # Persistent units stay unsharded for the whole pass, so they need no hooks.
             if unit is not None and unit.hooked:
                 found[unit.index] = unit
 
-    # Modules that an owner fetches with everything in them: hooks further down would find nothing to do.
+    # Owners that fetch all their submodules' parameters: hooks on those submodules would have nothing to do.
     whole: set[int] = set()
     for owner in (owner for spec in specs for owner in spec.owners):
         need(owner.path, owner.recurse)
@@ -515,17 +528,17 @@ def _hook_modules(
         uses = not never_called(module) and any(True for _ in direct_parameters(module))
         if id(module) in outside and path not in needs and uses:
             need(path, recurse=False)
-    # A forward from outside may begin at any module above: it gets hooks without units, which begin the pass.
+    # Parents without units get hooks, too: these begin a pass when the user calls the parent directly.
     for path in [path for path in needs if path]:
         parts = path.split(".")
         for depth in range(len(parts)):
             needs.setdefault(".".join(parts[:depth]), {})
     for path, found in needs.items():
-        # In one order on every rank: the units of a module are gathered in it.
+        # Sort, so that all ranks gather the units of a module in the same order.
         units = tuple(found[index] for index in sorted(found))
         engine.install_hooks(modules[path], path, units)
     for module in modules.values():
-        # After all hooked modules are there, since these only add to them.
+        # After all hooks are installed, because use_in extends the units of modules that have hooks.
         for parameter in external_parameters(module):
             if id(parameter) in by_id:
                 engine.use_in(module, parameter)

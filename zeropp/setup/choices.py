@@ -1,6 +1,6 @@
-"""From a configuration to the values that the rooms below take: levels, codecs, dtypes, tiers, limits.
+"""Conversion of the configuration to the values that the packages below take: levels, codecs, dtypes, tiers, limits.
 
-Stages, hpZ, MiCS and ZeRO++ end here. The rooms below know levels, codecs and sizes, and see no configuration.
+Stages, hpZ, MiCS and ZeRO++ are named only up to here. The packages below see levels, codecs and sizes instead.
 """
 
 from __future__ import annotations
@@ -40,45 +40,50 @@ __all__ = [
 
 
 def choose_mode(config: Config, world: int, local: int) -> Mode:
-    """Levels for a configuration.
+    """Return the levels of weights, gradients and optimizer states for a configuration.
 
     Args:
-        config: stage, group sizes and deferral are read.
+        config: configuration; the function reads the stage, the group sizes and ``defer_cross_reduction``.
         world: number of ranks.
-        local: ranks per node.
+        local: number of ranks per node.
 
     Raises:
-        ConfigError: group sizes do not divide each other; with the key and the sizes that would do.
+        ConfigError: group sizes do not divide each other; the message has the key and the sizes that are possible.
     """
     zero = config.zero
     states = group = world
     if zero.stage == 3 and zero.mics_shard_size > 0:
         states = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
     size = zero.zero_hpz_partition_size
-    # A multiple of the shard group makes no second copy: the first is spread over as few ranks already, or fewer.
+    # If hpZ's size is a multiple of the shard group, the shards are spread over as few ranks already. A second copy
+    # would
+    # save no traffic.
     if zero.stage == 3 and size > 1 and (size < states or size % states):
         group = _fitting("zero_hpz_partition_size", size, states, [local, states])
-    # The node is a level even where nothing is spread over it, so that hop by hop fast links and slow ones stay apart.
+    # The node size is always a level, so that no hop mixes intra-node and inter-node links.
     chain = build_chain(world, [local, states, group])
     if zero.stage == 3:
         cached = group if group < states else None
         gradients = states
     else:
-        # Below stage 3 weights stay whole between uses. Stages 0 and 1 hold whole gradients between micro-batches;
-        # stage 2 sends each backward's all the way.
+        # Below stage 3, whole weights stay between uses. Stages 0 and 1 sum whole gradients over micro-batches. Stage 2
+        # reduces
+        # the gradients of each backward completely.
         states = world if zero.stage > 0 else 1
         cached = 1
         gradients = world if zero.stage == 2 else 1
     if config.zeropp.defer_cross_reduction:
-        # Deferral trades memory for traffic between nodes. Stages 0 and 1, which hold more already, stay as they are.
+        # Deferral sums gradients inside a node and sends the sum between nodes once per window, at the cost of memory.
+        # Stages 0
+        # and 1 already keep whole gradients, so nothing changes for them.
         gradients = min(gradients, local)
     in_groups = zero.stage == 3 and states < world
     return Mode(chain, states, cached, gradients, single_hop=in_groups and not zero.mics_hierarchical_params_gather)
 
 
 def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
-    """``size``, if it and the others divide each other."""
-    # Dividing ``most`` is not enough for a chain: of two sizes, neither may cut through a group of the other.
+    """Return ``size`` if it and the other group sizes divide each other; raise ConfigError otherwise."""
+    # A divisor of ``most`` is not enough: of any two group sizes, one must divide the other.
     legal = [n for n in range(1, most + 1) if most % n == 0 and all(n % m == 0 or m % n == 0 for m in others)]
     if size not in legal:
         raise ConfigError(
@@ -92,7 +97,7 @@ def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
 
 
 def choose_unit_options(config: Config) -> UnitOptions:
-    """The configuration's settings of the cut into units."""
+    """Return the settings that decide how parameters are grouped into units."""
     zero, leaf = config.zero, config.zero.leaf_module
     return UnitOptions(
         unit_numel=config.zeropp.unit_numel,
@@ -110,7 +115,7 @@ def choose_unit_options(config: Config) -> UnitOptions:
 
 
 def choose_encoding(config: Config) -> Encoding:
-    """Codecs for a configuration."""
+    """Return the codecs for a configuration."""
     zero, extension = config.zero, config.zeropp
     bits = None
     if zero.zero_quantized_gradients:
@@ -118,7 +123,7 @@ def choose_encoding(config: Config) -> Encoding:
         if extension.gradient_bits is not None:
             bits = (extension.gradient_bits.local, extension.gradient_bits.cross)
     codec = extension.weight_codec
-    # Stage 0 has whole weights everywhere and sends none: codecs of weights have nothing to do there.
+    # Stage 0 never gathers weights, so weight codecs have no effect there.
     quantized = zero.zero_quantized_weights or codec == "int8"
     loco = zero.zeropp_loco_param
     return Encoding(
@@ -135,14 +140,20 @@ def choose_encoding(config: Config) -> Encoding:
 
 
 def require_base(config: Config, encoding: Encoding, mode: Mode) -> None:
-    """See that a codec of differences has something to send differences to.
+    """Raise an error if a codec of differences has no cached weights as its base.
+
+    Args:
+        config: configuration, for the message.
+        encoding: codecs.
+        mode: levels; ``mode.cached`` is the level of the cached weights.
 
     Raises:
-        ConfigError: the levels of ``mode``, which the configuration asks for, leave it nothing.
+        ConfigError: several ranks, a codec of differences, and no cached weights.
     """
     codec = encoding.differences
-    # A difference needs a base at the receiver. With nothing cached between uses there is none, and whole
-    # values would travel silently; one rank sends nothing in any case.
+    # Without a base at the receiver, whole weights would be sent, without a notice. One rank sends nothing, so there it
+    # does
+    # not matter.
     if codec is not None and mode.cached is None and mode.chain.world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ConfigError(
@@ -153,12 +164,12 @@ def require_base(config: Config, encoding: Encoding, mode: Mode) -> None:
 
 
 def choose_dtypes(config: Config) -> DtypeOptions:
-    """The dtypes of weights, gradients and their messages."""
+    """Return the dtypes of weights, gradients and messages for a configuration."""
 
     def named(name: str | None) -> torch.dtype | None:
         return None if name is None else DTYPES[name]
 
-    # Under a block that is enabled, `param_dtype` is refused if it says anything else.
+    # If the fp16 or bf16 block is enabled, the configuration refuses a `param_dtype` that differs.
     compute = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else config.data_types.param_dtype
     autocast = config.torch_autocast
     safe = autocast.lower_precision_safe_modules
@@ -173,12 +184,17 @@ def choose_dtypes(config: Config) -> DtypeOptions:
 
 
 def require_dtypes(config: Config, encoding: Encoding, parameters: ComputedWith) -> None:
-    """Make sure that messages can carry what the model computes with.
+    """Raise an error if messages cannot carry the dtype that the model computes in.
+
+    Args:
+        config: configuration.
+        encoding: codecs.
+        parameters: each parameter by name, with the dtype that the model computes with.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: fp16 messages without a loss scale, or differences of weights in a dtype without such a codec.
     """
-    # Sums are float32 whatever travels, but each rank's own gradient is rounded before it is sent.
+    # Sums are always float32, but each rank rounds its own gradient to the message dtype before it sends it.
     if config.communication_data_type == "fp16" and not config.loss_scaling.enabled:
         raise ValueError(
             'communication_data_type "fp16" needs a loss scale, without which gradients overflow or vanish; enable the '
@@ -197,7 +213,7 @@ def require_dtypes(config: Config, encoding: Encoding, parameters: ComputedWith)
 
 
 def choose_loss_scaling(config: Config) -> LossScaling:
-    """The loss scale, and how it moves."""
+    """Return the settings of the loss scale for a configuration."""
     block = config.loss_scaling
     return LossScaling(
         enabled=block.enabled,
@@ -210,11 +226,11 @@ def choose_loss_scaling(config: Config) -> LossScaling:
     )
 
 
-# Tiers.
+# Storage tiers.
 
 
 def choose_tier_options(config: Config) -> TierOptions:
-    """The parts that are kept off the device, with their staging buffers and file I/O."""
+    """Return the storage tiers of offloaded tensors, with the sizes of staging buffers and the file I/O options."""
     states, weights, aio = config.zero.offload_optimizer, config.zero.offload_param, config.aio
     stepped = kept = None
     if states is not None and config.steps_on_host:
@@ -232,24 +248,26 @@ def choose_tier_options(config: Config) -> TierOptions:
     return TierOptions(stepped, kept, io)
 
 
-# Communicators and the engine.
+# Communicators and engine.
 
 
 def choose_sharing(config: Config, device: torch.device) -> Sharing:
-    """The communicators that may be shared: see rule 2 in [Note: communicators]."""
-    # With offload a thread launches the work of each comm stream; on CPU it does all of it.
+    """Return which kinds of work and which engines may share communicators: see rule 2 in [Note: communicators]."""
+    # Sharing needs one order of launches. With offload, or on CPU, a thread per comm stream launches work, so the order
+    # of
+    # two streams is not fixed.
     ordered = not config.zero.overlap_comm or (device.type == "cuda" and not config.offloads)
     return Sharing(kinds=ordered, engines=ordered and config.zeropp.share_communicators)
 
 
 def choose_ctas_limits(config: Config, processors: int) -> Ctas:
-    """Limits of thread blocks on a card with so many SMs."""
+    """Return the limits of thread blocks of NCCL kernels for a GPU with ``processors`` SMs."""
     asked = config.zeropp.max_ctas
     return choose_ctas(processors, asked.local, asked.cross)
 
 
 def choose_engine_options(config: Config, dtypes: DtypeOptions) -> EngineOptions:
-    """The settings of passes, and of saving and loading."""
+    """Return the engine's settings of forward, backward, saving and loading."""
     zero, extension = config.zero, config.zeropp
     return EngineOptions(
         limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),

@@ -1,4 +1,7 @@
-"""Settings that found nothing to do on this model and these ranks; the configuration alone cannot tell."""
+"""Warnings about settings without an effect on this model and these ranks, found when the model is wrapped.
+
+The configuration alone does not show these, because they depend on the parameters and on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,16 @@ __all__ = ["warn_if_alone", "warn_of_ineffective"]
 
 
 def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> None:
-    """Warn, once for each setting, on the first rank."""
+    """Warn on rank 0 about each setting that has no effect, once per setting.
+
+    Args:
+        config: configuration.
+        units: units of the model, with their flat buffers.
+        comm: process groups of the run.
+    """
     buffers = [buffer for unit in units for buffer in unit.buffers]
     texts = list(_ineffective_offload(config, buffers))
-    # A rank alone sends nothing, whatever is said of how.
+    # A single rank sends nothing, so warnings about communication would be noise there.
     if comm.world > 1:
         texts += _ineffective_groups(config, comm)
         texts += _ineffective_gradients(config, buffers)
@@ -29,7 +38,7 @@ def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> No
 
 
 def warn_if_alone(members: Members) -> None:
-    """Warn where a launcher has started several ranks, and none of them has joined a process group."""
+    """Warn if a launcher started several ranks but this process has no process group, so ranks train separately."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if members.backend == "none" and launched not in ("", "0", "1"):
         warn_user(
@@ -44,7 +53,7 @@ def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Itera
         yield 'aio.use_gds has no effect: only what offload_param keeps on "nvme" is read for the device'
     if block is None or config.steps_on_host:
         return
-    # A CPU that trains has "cpu" anyway.
+    # On a CPU device, weights are in host memory in any case, so "cpu" needs no warning.
     if any(buffer.trainable and not buffer.tiers.weights.serves(buffer.device) for buffer in buffers):
         yield (
             f'offload_param.device "{block.device}" has no effect on weights that are trained: they are stepped on the '
@@ -56,7 +65,7 @@ def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
     zero = config.zero
     own = config.zeropp
     world = comm.world
-    # A shard of all ranks is what stage 3 has anyway.
+    # A MiCS group of all ranks equals plain stage 3.
     in_groups = zero.stage == 3 and 0 < zero.mics_shard_size < world
     sharded = zero.mics_shard_size if in_groups else world
     if zero.stage == 3 and zero.mics_shard_size >= world:
@@ -66,7 +75,7 @@ def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
             "mics_hierarchical_params_gather has no effect: it is for a mics_shard_size of more than the "
             f"{comm.local} ranks of a node and less than all {world}"
         )
-    # A second copy at the level of the shards saves no hop.
+    # A second copy at the level of the shards would save no hop.
     if zero.stage == 3 and zero.zero_hpz_partition_size >= max(sharded, 2):
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
         remedy = "it takes several nodes" if world <= comm.local else "set it to the ranks of a node"
@@ -82,7 +91,7 @@ def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
 
 def _ineffective_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     zero, own = config.zero, config.zeropp
-    # The hops that were made, and not the settings: which bits apply depends on how many hops a gradient takes.
+    # Look at the hops that were created, because the codec of a hop depends on the number of hops.
     paths = [buffer.gradient.paths.straight.hops for buffer in buffers if buffer.gradient is not None]
     hops = [hop for path in paths for hop in path]
     if own.reduce_scatter == "backend" and hops and not any(hop.by_backend for hop in hops):
@@ -97,7 +106,7 @@ def _ineffective_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Ite
                 f"zeropp_loco_param has no effect: gradients travel as {', '.join(named)}, and feedback is "
                 f'"{own.feedback}"; set gradient_bits below 16 where errors are to be fed back'
             )
-        # A single hop counts as one between nodes, which has feedback under "cross", too.
+        # A single hop uses the inter-node settings, so "cross" already gives it error feedback.
         elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:
             yield f'zeropp.feedback "both" has no effect beyond that of "cross": gradients take one hop, {named[0]}'
         bits = own.gradient_bits
@@ -114,7 +123,7 @@ def _ineffective_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Co
             "requires_grad_(False) on them before wrapping"
         )
     shards = zero.mics_shard_size if zero.mics_shard_size > 0 else comm.world
-    # Sizes that are too large have been named among the groups.
+    # _ineffective_groups has warned about larger sizes.
     wanted = zero.stage == 3 and 1 < zero.zero_hpz_partition_size < min(shards, comm.world)
     if wanted and all(buffer.paths.fetch is None or buffer.paths.refresh is None for buffer in buffers):
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""

@@ -1,7 +1,7 @@
-"""The move of a model's values to the device when it is wrapped.
+"""Moving a model's tensors to the device when the model is wrapped.
 
-Ranks beside the first need no values of their own: their parameters and buffers may be on the meta device, if the
-device they are to train on is named. The first rank's may be on the CPU; a unit comes to the device when it is cut.
+If the caller names the device, only rank 0 needs values: other ranks may have parameters and buffers on the meta
+device. Rank 0's values may be on the CPU; each unit is copied to the device when it is sharded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["find_device", "give_memory", "place", "require_values", "without_wea
 def find_device(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device | str | int | None
 ) -> torch.device:
-    """The device to train on: the one that is given, or else the one that all parameters are on. Local.
+    """Return the device to train on: the given one, else the device of all parameters. Local.
 
     Args:
-        model: to be wrapped.
-        parameters: all of its, by name.
-        device: as given.
+        model: model that is about to be wrapped.
+        parameters: all parameters of the model, by name.
+        device: device that the caller gave, or None.
 
     Raises:
-        ValueError: there is no such device, or none is given and parameters are on several, or on none.
+        ValueError: the device does not exist, or none is given and the parameters are on several devices or on meta.
     """
     chosen = None if device is None else _existing(device)
     found: dict[torch.device, str] = {}
@@ -57,14 +57,14 @@ def find_device(
 
 
 def require_values(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """On the rank whose values become everyone's.
+    """Raise an error if a parameter or buffer has no values. Called on the rank that sends its values to all ranks.
 
     Args:
-        model: to be wrapped.
-        parameters: all of its, by name.
+        model: model that is about to be wrapped.
+        parameters: all parameters of the model, by name. Those that are loaded after wrapping need no values.
 
     Raises:
-        ValueError: it has none.
+        ValueError: a tensor is on the meta device.
     """
     awaited = {name for name, parameter in parameters.items() if not is_whole(parameter)}
     for kind, name in _on_meta(model, parameters):
@@ -78,21 +78,21 @@ def require_values(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def place(model: nn.Module, device: torch.device) -> None:
-    """Bring what is not cut into shards to the device, and what is cut there as far as it has no values.
+    """Move buffers and non-floating parameters to the device, and meta parameters to empty tensors on the device.
 
-    Parameters and buffers stay the objects they are. Those without values get memory that holds anything; parameters
-    that are cut, and get their values then, get none.
+    All tensors stay the same Python objects. Buffers and non-floating parameters on the meta device get uninitialized
+    memory. Floating parameters on the meta device get a storage of zero bytes, because sharding gives them values.
 
     Args:
-        model: checked by :func:`find_device`.
-        device: to train on.
+        model: model that :func:`find_device` has checked.
+        device: device to train on.
     """
     with torch.no_grad(), without_weak_weights(model):
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 _move(parameter, device)
             elif parameter.is_meta:
-                # The strides are looked at before it is cut, and empty_like has others where elements overlap.
+                # empty_like would change overlapping strides, but the unit's layout is computed from the strides.
                 shape = parameter.shape
                 strides = parameter.stride()
                 _swap(parameter, torch.empty_strided(shape, strides, dtype=parameter.dtype, device=device))
@@ -103,7 +103,7 @@ def place(model: nn.Module, device: torch.device) -> None:
 
 def _existing(device: torch.device | str | int) -> torch.device:
     try:
-        # Of a tensor: "cuda" alone means the current one, which has a number.
+        # Ask a tensor for its device: "cuda" alone means the current GPU, and the tensor's device has its index.
         found = torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError, ImportError) as error:
         raise ValueError(
@@ -116,7 +116,7 @@ def _existing(device: torch.device | str | int) -> torch.device:
 
 
 def _on_meta(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
-    """Kind and name of each tensor without values."""
+    """Yield ("parameter" or "buffer", name) of each tensor on the meta device."""
     for name, parameter in parameters.items():
         if parameter.is_meta:
             yield "parameter", name
@@ -126,7 +126,7 @@ def _on_meta(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterat
 
 
 def _check_replaceable(model: nn.Module) -> None:
-    """That what is on the meta device can be given values, and what is elsewhere can be moved."""
+    """Raise an error if a meta tensor cannot be replaced, or a parameter cannot be moved to another device."""
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -153,13 +153,15 @@ def _refuse_lost(path: str, name: str, tensor: Tensor) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_managed(parameter):
-        return  # wrapped before: it is where it trains
+        return  # wrapped before, so it is on its device
     if parameter.grad is not None:
         raise ValueError(
             f"parameter {name!r} has a gradient, which would stay where the parameter was; call zero_grad() before "
             "wrapping with a device"
         )
-    # torch gives a tensor another device by exchanging it, which weak references and hooks would not follow.
+    # torch moves a meta tensor by swapping the tensor's contents, and refuses if a weak reference exists. Hooks would
+    # be
+    # lost.
     if parameter.is_meta and weakref.getweakrefcount(parameter):
         raise ValueError(
             f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average or "
@@ -173,7 +175,10 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 @contextlib.contextmanager
 def without_weak_weights(model: nn.Module) -> Iterator[None]:
-    """While torch's recurrent layers do not refer to their weights weakly, which they do to notice new ones."""
+    """Remove the weak references of nn.RNNBase layers to their weights inside the ``with`` block.
+
+    torch.utils.swap_tensors refuses tensors with weak references. The layers use these to notice replaced weights.
+    """
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for layer in layers:
         layer._flat_weight_refs = []
@@ -185,24 +190,27 @@ def without_weak_weights(model: nn.Module) -> Iterator[None]:
 
 
 def give_memory(tensor: Tensor, device: torch.device) -> None:
-    """Let a tensor on the meta device be one of the same shape that holds anything."""
+    """Replace a meta tensor by uninitialized memory of the same shape on ``device``; the Python object stays."""
     _swap(tensor, torch.empty_like(tensor, device=device))
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
-    """To the device, in place; without values, if it has none yet."""
+    """Move a tensor to ``device`` in place; a meta tensor gets uninitialized memory."""
     if tensor.is_meta:
         give_memory(tensor, device)
     elif tensor.device != device and not is_managed(tensor):
-        # Through .data the object stays: modules may share it.
+        # Assign to .data to keep the tensor object, because several modules may share it.
         tensor.data = tensor.data.to(device)
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
-    """Let a tensor be another one, and stay the object it is: modules, ties and the optimizer know it."""
+    """Swap the contents of ``tensor`` with ``other``, and keep the object.
+
+    Modules, tied parameters and optimizers refer to the object, so it must stay the same.
+    """
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
-    # torch exchanges class and attributes, too, and these are to stay.
+    # swap_tensors also swaps the class and the attributes, so copy them to ``other`` first.
     try:
         set_class(other, type(tensor))
         other.__dict__.update(tensor.__dict__)

@@ -1,7 +1,7 @@
-"""Kernels are compiled while a model is wrapped, and not in the middle of the first step.
+"""Compilation of Triton kernels while the model is wrapped, instead of during the first step.
 
-There the compiler would stop one rank inside an order of collectives while others wait, and once for each kernel. So
-small buffers take every way that the model's will take, over hops that send nothing.
+In the first step, each compilation would stop one rank inside the order of collectives while the other ranks wait. So
+small buffers run through every path of the model here, over hops that send nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ __all__ = ["warm_up"]
 
 
 def warm_up(blueprint: Blueprint) -> None:
-    """Run once, on small buffers, whatever the units of a model will run on this rank's device.
+    """Run every kernel once on small buffers that this rank's units will run.
 
-    Only a card compiles anything.
+    The caller calls this on GPUs only, because CPU tensors need no compiled kernels.
+
+    Args:
+        blueprint: blueprint of the engine; each kind of buffer in it is run once.
     """
     world = blueprint.world
     seen: set[tuple[BufferKey, bool]] = set()
@@ -36,16 +39,18 @@ def warm_up(blueprint: Blueprint) -> None:
         for key in (buffer.key for buffer in unit.buffers):
             if (key, unit.spec.persistent) not in seen:
                 seen.add((key, unit.spec.persistent))
-                # With padding in every rank's piece and without any: what rotated codes leave there is cleared.
+                # Run once with padding in every rank's shard, and once without: with rotated codes, a shard with
+                # padding is cleared and
+                # measured by other operations.
                 for numels in ([3] * world, [BLOCK * world]):
                     _Rehearsal(blueprint, unit.placement, key, numels).rehearse()
 
 
 class _SilentHop(Hop):
-    """Brings this rank's own part in place of everyone's, with the shapes and the memory of a real hop."""
+    """A hop without communication, which returns copies of this rank's own part in the shapes of a real hop."""
 
     def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
-        # Copies of one message, and no memory as it comes: what is decoded must be a message.
+        # Copy the own message to all places: the decoder must read valid messages, and uninitialized memory is none.
         out.view(self.size, -1).copy_(piece.clone().view(1, -1).expand(self.size, -1))
 
     def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor:
@@ -56,7 +61,7 @@ class _SilentHop(Hop):
 
 
 class _Rehearsal:
-    """One kind of buffer: its weights gathered and refreshed, its gradients reduced."""
+    """Warm-up of one kind of buffer: gathers and refreshes of its weights, and reductions of its gradients."""
 
     def __init__(self, blueprint: Blueprint, placement: Placement, key: BufferKey, numels: Sequence[int]) -> None:
         world, encoding, device = blueprint.world, blueprint.encoding, blueprint.device
@@ -74,7 +79,7 @@ class _Rehearsal:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Go every way."""
+        """Run all gathers, refreshes and reductions of this kind of buffer once."""
         self._gather(self._weights)
         if self._travels is not None:
             values = [torch.ones(numel, dtype=self._key.dtype, device=self._device) for numel in self._numels]
@@ -82,7 +87,8 @@ class _Rehearsal:
             main_dtype = self._key.main_dtype
             tiers = at_device(self._device)
             gradient = Gradient("warm-up", parameters, self._layout, main_dtype, self._device, self._travels, tiers)
-            # The second is added to the first; what is held goes on with the one after.
+            # The second reduction adds to the first. The third one only holds its gradient, and the fourth reduces
+            # both.
             for hold in (False, False, True, False):
                 for parameter in parameters:
                     parameter.grad = torch.ones_like(parameter)
