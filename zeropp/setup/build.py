@@ -129,7 +129,7 @@ def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tup
             found = getattr(config.zero, key)
             if found != value:
                 raise ValueError(
-                    f"zero.Init was told of {key} {value}, and the configuration has zero_optimization.{key} {found}; "
+                    f"zero.Init was given {key} {value}, and the configuration has zero_optimization.{key} {found}; "
                     "give both the same"
                 )
 
@@ -316,8 +316,8 @@ def _choose(
         # equal.
         if engine.comm.ranks != members.ranks:
             raise ValueError(
-                f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
-                f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
+                f"an earlier wrapping sharded the model over ranks {list(engine.comm.ranks)}, and process_group has "
+                f"ranks {list(members.ranks)}; wrap the model again over the same ranks"
             )
     check_built(parameters.values(), config, members.ranks)
     world, device = len(members.ranks), members.device
@@ -349,7 +349,7 @@ def _check_model(
             "inside, model.module"
         )
     if torch.is_inference_mode_enabled():
-        raise RuntimeError("a model was wrapped inside torch.inference_mode(), where nothing can be trained; leave it")
+        raise RuntimeError("a model was wrapped inside torch.inference_mode(), where autograd is off; leave the block")
     for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
@@ -400,11 +400,11 @@ def _warn_of_unknown_names(
     known = {name for name, _ in model.named_modules()} if leaves else set()
     unknown = [name for name in leaves if name not in known]
     if unknown:
-        notify_once(f"leaf_module.names: the model has no modules {unknown}; they change nothing", first=first)
+        notify_once(f"leaf_module.names: the model has no modules {unknown}; these have no effect", first=first)
     kept = config.data_types.keep_in_fp32_modules or ()
     unknown = [part for part in kept if not any(keeps_float32(part, name) for name in parameters)]
     if unknown:
-        told = f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; they change nothing"
+        told = f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; these have no effect"
         notify_once(told, first=first)
 
 

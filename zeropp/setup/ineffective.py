@@ -50,7 +50,7 @@ def warn_if_alone(members: Members) -> None:
 def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     block = config.zero.offload_param
     if config.aio.use_gds and (block is None or block.device != "nvme"):
-        yield 'aio.use_gds has no effect: only what offload_param keeps on "nvme" is read for the device'
+        yield 'aio.use_gds has no effect: it reads weights from NVMe; set offload_param.device to "nvme"'
     if block is None or config.steps_on_host:
         return
     # On a CPU device, weights are in host memory in any case, so "cpu" needs no warning.
@@ -95,7 +95,7 @@ def _ineffective_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Ite
     paths = [buffer.gradient.paths.straight.hops for buffer in buffers if buffer.gradient is not None]
     hops = [hop for path in paths for hop in path]
     if own.reduce_scatter == "backend" and hops and not any(hop.by_backend for hop in hops):
-        yield 'zeropp.reduce_scatter "backend" has no effect: gradients travel in codes, which no backend sums'
+        yield 'zeropp.reduce_scatter "backend" has no effect: gradients are quantized, and backends cannot sum codes'
     if zero.zero_quantized_gradients and hops:
         one_hop = all(len(path) == 1 for path in paths)
         named = sorted({f"{hop.codec.name} over {hop.size} ranks" for hop in hops})
@@ -104,7 +104,7 @@ def _ineffective_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Ite
         if zero.zeropp_loco_param is not None and all(hop.feedback is None for hop in hops):
             yield (
                 f"zeropp_loco_param has no effect: gradients travel as {', '.join(named)}, and feedback is "
-                f'"{own.feedback}"; set gradient_bits below 16 where errors are to be fed back'
+                f'"{own.feedback}"; set gradient_bits below 16 on the hops that need feedback'
             )
         # A single hop uses the inter-node settings, so "cross" already gives it error feedback.
         elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:

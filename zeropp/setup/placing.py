@@ -44,8 +44,8 @@ def find_device(
         return chosen
     for kind, name in _on_meta(model, parameters):
         raise ValueError(
-            f"{kind} {name!r} is on the meta device and has no values. Say where the model trains, "
-            "ZeroOptimizer(..., device=...): rank 0's values then become everyone's, and the other ranks need none. Or "
+            f"{kind} {name!r} is on the meta device and has no values. Give the device to train "
+            "on, ZeroOptimizer(..., device=...): then all ranks get rank 0's values, and only rank 0 needs some. Or "
             "call zeropp.zero.materialize(model), and load it after wrapping"
         )
     if len(found) > 1:
@@ -71,8 +71,8 @@ def require_values(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
         if kind == "parameter" and name in awaited:
             continue
         raise ValueError(
-            f"{kind} {name!r} of the first rank is on the meta device; its values become everyone's, so it needs them: "
-            "build the model on the CPU there, and on the meta device on the other ranks alone; or call "
+            f"{kind} {name!r} of the first rank is on the meta device; all ranks get its values, so it needs them: "
+            "build the model on the CPU on the first rank, and on the meta device on other ranks only; or call "
             "zeropp.zero.materialize(model) on every rank, and load it after wrapping"
         )
 
@@ -164,8 +164,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     # lost.
     if parameter.is_meta and weakref.getweakrefcount(parameter):
         raise ValueError(
-            f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average or "
-            "a cache keyed by tensors; make that after wrapping"
+            f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average "
+            "or a cache keyed by tensors; create those objects after wrapping"
         )
     if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
         raise ValueError(
@@ -217,6 +217,6 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
         torch.utils.swap_tensors(tensor, other)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} on the meta device cannot be given values ({error}). Nothing "
-            "else may refer to it weakly or be a view of it; build this model on the CPU on every rank"
+            f"a tensor of shape {tuple(tensor.shape)} on the meta device cannot be given values ({error}). It may "
+            "have no weak references and no views; build this model on the CPU on every rank"
         ) from error
