@@ -74,7 +74,8 @@ def test_each_setting_that_is_named_makes_its_term_less() -> None:
     assert plan("nvme", "nvme", buffer_size=10**5).host["gather_staging"] < own.host["gather_staging"]
     text = refusal(plan("nvme", "nvme"), host_bytes=1)
     assert (
-        "offload_param.max_in_cpu (1,000,000,000 elements) lets them" in text and "offload_optimizer.device" not in text
+        "offload_param.max_in_cpu (1,000,000,000 elements) allows them" in text
+        and "offload_optimizer.device" not in text
     )
 
 
@@ -88,7 +89,7 @@ def test_small_rows_that_stay_in_memory_are_told_of() -> None:
 def test_a_disk_has_a_limit_of_its_own() -> None:
     own = plan("nvme", "nvme", max_in_cpu=0)
     text = refusal(own, host_bytes=10**15, disk_bytes=2 * own.disk_total - 1)
-    assert f"at least {2 * own.disk_total:,} bytes" in text and "nvme_path on a larger disk" in text
+    assert f"at least {2 * own.disk_total:,} bytes" in text and "nvme_path to a larger disk" in text
     assert "max_in_cpu" in text and 'offload_optimizer.device "cpu"' in text
 
 

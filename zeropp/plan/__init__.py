@@ -1,6 +1,6 @@
-"""Predictions made from a model and a configuration alone, before anything is partitioned.
+"""Predictions of memory and traffic from a model and a configuration, before anything is partitioned.
 
-Knows the blueprint of an engine, drawn by the function that training uses; no process, no memory.
+This package computes the blueprint with the function that training uses. It starts no process and allocates no memory.
 Start with `outline`, then `memory` and `traffic`.
 """
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """DeepSpeed's estimates, which were in here first: the package itself has them."""
+    """Return one of DeepSpeed's memory estimates from the top-level package; some scripts import them from here."""
     if name.startswith(("estimate_zero2_", "estimate_zero3_")):
         return getattr(sys.modules["zeropp"], name)
     raise AttributeError(f"module 'zeropp.plan' has no attribute {name!r}")

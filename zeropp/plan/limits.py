@@ -1,4 +1,4 @@
-"""Limits of memory: a configuration that cannot stay below one is refused, with what takes it and what takes less."""
+"""Memory limits of a node: an error that lists what takes the memory and which settings reduce it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _GATHERED = ("frozen_weights", "wire_weights")
 
 
 class MemoryLimitError(ConfigError):
-    """A configuration needs more memory than it may have.
+    """A configuration needs more memory than the limit allows.
 
-    ``problems`` has the sum first, then one line for each term, with its bytes on a rank and the settings that make it
-    less.
+    ``problems`` holds the total first, then one line per term with its bytes per rank and the settings that reduce it.
     """
 
     headline = "the configuration cannot stay below a limit"
@@ -30,25 +29,25 @@ class MemoryLimitError(ConfigError):
 def require_below(
     config: Config, local: int, place: Literal["host", "disk"], terms: Mapping[str, int], limit: float | None
 ) -> None:
-    """Make sure that what the ranks of a node take stays below a limit.
+    """Raise an error if the ranks of a node together need more bytes than a limit.
 
     Args:
-        config: that makes them take it.
-        local: ranks of a node.
-        place: that the limit is of.
-        terms: bytes that each rank takes there.
-        limit: bytes; None for none.
+        config: configuration whose settings the message names.
+        local: number of ranks per node.
+        place: memory that the limit applies to, "host" or "disk".
+        terms: bytes that each rank needs there, by the name of the term.
+        limit: bytes for all ranks of the node; None for no limit.
 
     Raises:
-        TypeError: the limit is no number.
-        ValueError: it is negative.
-        MemoryLimitError: they take more.
+        TypeError: the limit is not a number.
+        ValueError: the limit is negative.
+        MemoryLimitError: the ranks need more than the limit.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
         raise TypeError(f"the limit of the {place} is {limit!r}; expected a number of bytes, or None")
     if limit is not None and limit < 0:
         raise ValueError(f"the limit of the {place} is {limit}; expected bytes, 0 or more")
-    # Ranks have pieces of equal size, so one of them stands for all.
+    # All ranks have shards of equal size, so the total is ``local`` times one rank's bytes.
     needs = local * sum(terms.values())
     if limit is None or needs <= limit:
         return
@@ -61,7 +60,7 @@ def require_below(
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes as errors give them."""
+    """Return a number of bytes as text for messages, with GiB."""
     return f"{nbytes:,} bytes ({nbytes / 2**30:.2f} GiB)"
 
 
@@ -75,10 +74,13 @@ def _named(terms: Mapping[str, int], names: tuple[str, ...]) -> str:
 
 
 def _host_lines(config: Config, terms: Mapping[str, int]) -> Iterator[str]:
-    # Only what would help from here: each remedy is a step away from the configuration as it is.
+    # Suggest only settings that reduce the memory of this configuration, each by one change.
     states = config.zero.offload_optimizer
     weights = config.zero.offload_param
-    small = f"rows of less than aio.block_size ({config.aio.block_size:,} bytes) stay in memory; a lower one moves them"
+    small = (
+        f"rows of less than aio.block_size ({config.aio.block_size:,} bytes) stay in memory; a lower block_size moves "
+        "them to files"
+    )
     if _sum(terms, _STEPPED):
         if states is not None and states.device == "nvme":
             yield f"{_named(terms, _STEPPED)}: {small}"
@@ -96,14 +98,14 @@ def _host_lines(config: Config, terms: Mapping[str, int]) -> Iterator[str]:
             f"gather staging {size_text(terms['gather_staging'])}: a lower offload_param.buffer_size "
             f"({weights.buffer_size:,} elements) or offload_param.buffer_count ({weights.buffer_count})"
         )
-    # Where the CPU trains.
+    # Terms of a CPU device.
     if terms.get("largest_unit"):
-        yield f"the largest unit, gathered, {size_text(terms['largest_unit'])}: zeropp.unit_numel cuts units smaller"
+        yield f"the largest unit, gathered, {size_text(terms['largest_unit'])}: zeropp.unit_numel makes units smaller"
     if terms.get("persistent_weights"):
         most = config.zero.param_persistence_threshold
         remedy = f"stage3_param_persistence_threshold ({most:,} elements)" if config.zero.stage == 3 else "stage 3"
         yield f"persistent weights {size_text(terms['persistent_weights'])}: {remedy} makes them fewer"
-    # Nothing makes these less, and together they are a hundredth of the rest.
+    # No setting reduces these terms, and together they are about one percent of the others.
     rest = tuple(name for name in ("gradient_norms", "secondary_weights", "feedback") if terms.get(name))
     if rest:
         yield _named(terms, rest)
@@ -113,9 +115,9 @@ def _less_gathered(config: Config, small: str) -> str:
     weights = config.zero.offload_param
     if weights is None or weights.device != "nvme":
         return 'zero_optimization.offload_param.device "nvme" with max_in_cpu 0 keeps them in files, in stage 3'
-    # DeepSpeed's default is a thousand million, which keeps most models in memory whatever else is set.
+    # The default of max_in_cpu, as in DeepSpeed, is 1e9 elements. So most models stay in memory even with "nvme".
     if weights.max_in_cpu:
-        return f"offload_param.max_in_cpu ({weights.max_in_cpu:,} elements) lets them; 0 keeps none in memory"
+        return f"offload_param.max_in_cpu ({weights.max_in_cpu:,} elements) allows them in memory; 0 allows none"
     return small
 
 
@@ -127,5 +129,5 @@ def _disk_lines(config: Config, terms: Mapping[str, int]) -> Iterator[str]:
 
 
 def _more_nodes(place: str) -> str:
-    other = "a larger limit" if place == "host" else "an nvme_path on a larger disk"
-    return f"more nodes take less each, as does {other} if there is one"
+    other = "raise the limit" if place == "host" else "set nvme_path to a larger disk"
+    return f"use more nodes, which need less memory each, or {other}"

@@ -1,4 +1,4 @@
-"""Every storage the engine will own on one rank, in bytes: of the device, of the host, and of a disk."""
+"""Prediction of the bytes that an engine owns on each rank: on the device, in host memory and in files."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from zeropp.wire.codecs import report_nbytes
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory", "plan_space"]
 
-_MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.sharded_params
+_MARKERS = 2 * 2  # elements of the edit markers of one parameter group, as in zeropp.optimizer.sharded_params
 
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit: bytes on the device that are there for a while.
+    """Bytes on the device that one unit needs for a part of each pass.
 
     Attributes:
-        name: of the unit.
-        persistent: whether its whole weights stay.
-        gathered: whole weights, while gathered.
-        message: what carries its gradients.
-        held: gradients that wait for a later backward of the step.
-        arriving: sums of gradients on their way to the host.
+        name: name of the unit.
+        persistent: True if the unit's whole weights stay on the device between uses.
+        gathered: bytes of the whole weights while the unit is unsharded.
+        message: bytes of the first message that reduces the unit's gradients, the largest of its path.
+        held: bytes of gradients that are summed over the micro-batches of an accumulation window.
+        arriving: bytes of reduced gradients before they are copied to host memory.
     """
 
     name: str
@@ -54,31 +54,36 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on each rank; equal on all, since pieces are.
+    """Bytes that the engine owns on each rank; equal on all ranks, because all shards have equal size.
 
     Attributes:
-        terms: what is owned on the device at all times: ``main_weights`` (float32 or float64 shards of trainable
-            parameters), ``gradients`` (the same), ``gradient_norms`` (of each 256 elements of these, and a flag),
-            ``frozen_weights`` (shards in their own dtype, or in codes), ``wire_weights`` (what gathers begin with, in
-            the compute dtype or in codes, where main weights are elsewhere), ``secondary_weights`` (what hpZ caches, in
-            the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where the main weights
-            are that), ``feedback`` (errors of quantized gradients), ``edit_markers`` (two tensors of two elements in
-            each parameter group, by which edits of weights are noticed, and their gradients). The optimizer's states
-            are not among them.
-        units: what comes on top while a unit is gathered, or its gradients are on their way.
-        communicators: NCCL communicators of the first engine of a process, on a card; further engines of the same
-            placement use the same ones. Their memory is not torch's, and in no other number here.
-        host: the same in the host's memory, of what is offloaded: ``main_weights``, ``gradients``, ``frozen_weights``,
-            ``wire_weights``, and ``optimizer_states``; and the rings through which all of it moves: ``step_staging`` of
-            what is stepped, ``gather_staging`` of what is read for gathers.
-        disk: the same in files, in whole blocks of 4096 bytes a row; nothing is staged there.
+        terms: bytes on the device at all times, by term. Optimizer states are not included. The terms are
+            ``main_weights`` (float32 or float64 shards of trainable parameters),
+            ``gradients`` (shards of the same size),
+            ``gradient_norms`` (one number per 256 gradient elements, and a flag for non-finite values),
+            ``frozen_weights`` (shards in their own dtype, or quantized),
+            ``wire_weights`` (copies that gathers read, in the compute dtype or quantized, if main weights are
+                offloaded),
+            ``secondary_weights`` (hpZ's secondary shards, in the compute dtype or quantized),
+            ``persistent_weights`` (whole weights in the compute dtype; 0 if the main weights serve as these),
+            ``feedback`` (error-feedback state of quantized gradients),
+            ``edit_markers`` (two tensors of two elements per parameter group, with gradients, which show edits).
+        units: additional bytes while a unit is unsharded or its gradients are reduced, one entry per unit.
+        communicators: NCCL communicators of a process's first engine on a GPU; further engines with equal groups share
+            them. Their memory is outside of torch's allocator, and no other number of this plan includes it.
+        host: bytes in host memory, by term: offloaded ``main_weights``, ``gradients``, ``frozen_weights``,
+            ``wire_weights`` and ``optimizer_states``; and rings of staging buffers, ``step_staging`` for optimizer
+                steps
+            and ``gather_staging`` for gathers.
+        disk: bytes in files, by term, with each tensor rounded up to 4096 bytes.
         paths: bytes of ``disk`` below each ``nvme_path``.
-        device_states: optimizer states on the device, which are in no other number here.
-        new_weights: at most, on the device: stepped weights that have not been sent on to what caches them, or been
-            encoded. Gradients of steps under way take nothing more, since the next backward waits for these.
-        pinned: bytes of the rings that are page-locked.
-        local: ranks of a node.
-        on_host: whether the device is the host's CPU, whose memory is then in ``terms``.
+        device_states: bytes of optimizer states on the device, which no other number of this plan includes.
+        new_weights: upper bound on device bytes of stepped weights that are not yet sent to cached weights or
+            quantized.
+            Gradients add nothing to this, because the next backward waits for steps that still read them.
+        pinned: page-locked bytes of the staging rings.
+        local: number of ranks per node.
+        on_host: True if the device is the CPU, so that ``terms`` are in host memory.
         settings: the configuration.
     """
 
@@ -97,53 +102,56 @@ class MemoryPlan:
 
     @property
     def communicator_nbytes(self) -> int:
-        """Bytes that the communicators are likely to take on a card, estimated from figures of others."""
+        """Estimated bytes of all communicators on a GPU, from figures that NCCL users have reported."""
         return sum(each.nbytes for each in self.communicators)
 
     @property
     def total(self) -> int:
-        """Bytes owned on the device between steps, optimizer states aside."""
+        """Bytes owned on the device between steps, without optimizer states."""
         return sum(self.terms.values())
 
     @property
     def held_gradients(self) -> int:
-        """Bytes that come on top between backwards of one step, where the placement sums gradients before they go on.
+        """Bytes of gradients that wait on the device between the micro-batches of one accumulation window.
 
-        Inside ``no_sync`` other placements hold whole gradients, ``numel`` of the main dtype.
+        This is 0 if each backward reduces its gradients completely. Inside ``no_sync`` whole gradients wait in any
+        case:
+        ``numel`` elements of the main dtype, which this number does not include.
         """
         return sum(unit.held for unit in self.units)
 
     @property
     def largest_unit(self) -> int:
-        """Bytes of the largest unit while gathered: the least that forward and backward need on top."""
+        """Bytes of the largest unit while it is unsharded: the least that forward and backward need in addition."""
         return max((unit.gathered for unit in self.units if not unit.persistent), default=0)
 
     @property
     def host_total(self) -> int:
-        """Bytes that training needs in the host's memory, at least, for one rank.
+        """Bytes that training needs in host memory for one rank, at least.
 
-        Where the CPU trains, all that it owns and its largest unit belong to it; activations never do, nor do Python,
-        torch and the model before it was wrapped.
+        If the device is the CPU, this includes everything on the device, and the largest unit. Activations, Python,
+        torch and
+        the model before wrapping are never included.
         """
         return sum(self.host_terms.values())
 
     @property
     def disk_total(self) -> int:
-        """Bytes in files, for one rank."""
+        """Bytes in files for one rank."""
         return sum(self.disk.values())
 
     def require(self, *, host_bytes: float | None = None, disk_bytes: float | None = None) -> MemoryPlan:
-        """Make sure that a node's ranks can stay below limits, together.
+        """Raise an error if the ranks of a node together need more memory than the limits.
 
         Args:
-            host_bytes: that they may have of the host's memory; None for no limit.
-            disk_bytes: that they may have of its disks.
+            host_bytes: bytes of host memory for all ranks of a node; None for no limit.
+            disk_bytes: bytes of disk for all ranks of a node; None for no limit.
 
         Returns:
             This plan.
 
         Raises:
-            MemoryLimitError: they cannot, with what each term takes and the settings that make it less.
+            MemoryLimitError: a limit is too low; the message lists each term and the settings that reduce it.
         """
         require_below(self.settings, self.local, "host", self.host_terms, host_bytes)
         require_below(self.settings, self.local, "disk", self.disk, disk_bytes)
@@ -151,9 +159,9 @@ class MemoryPlan:
 
     @property
     def host_terms(self) -> dict[str, int]:
-        """The terms whose sum is ``host_total``."""
+        """Bytes in host memory for one rank, by term; their sum is ``host_total``."""
         terms = Counter(self.host)
-        # There is one memory then, and a term may be in both.
+        # A CPU device and its host share one memory, so ``update`` adds the values of terms that are in both.
         if self.on_host:
             terms.update(self.terms)
             terms.update({"optimizer_states": self.device_states, "largest_unit": self.largest_unit})
@@ -161,14 +169,14 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows = [*self.terms.items(), ("total between steps", self.total), ("largest unit, gathered", self.largest_unit)]
-        # Only where something is offloaded.
+        # Nonzero only with offload.
         rows += [("new weights, at most", self.new_weights)] * (self.new_weights > 0)
         for place, terms in (("host", self.host), ("disk", self.disk)):
             rows += [(f"{place}: {name}", value) for name, value in terms.items() if value]
             if len([value for value in terms.values() if value]) > 1:
                 rows.append((f"{place}: total", sum(terms.values())))
         lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
-        # A CPU's have no buffers to speak of.
+        # A CPU has no NCCL communicators, and gloo's groups take little memory.
         if self.communicators and not self.on_host:
             count = len(self.communicators)
             nbytes = self.communicator_nbytes
@@ -187,35 +195,40 @@ def memory(
     states: int = 2,
     groups: int = 1,
 ) -> MemoryPlan:
-    """Predict what the engine will own, on each of ``world`` ranks.
+    """Predict the bytes that an engine owns on each of ``world`` ranks.
 
     Args:
-        model: not wrapped; meta parameters will do.
-        config: as given to ZeroOptimizer.
-        world: ranks to partition over.
-        local: ranks per node, which matters to groups of nodes and to deferred reductions; None for a single node.
-        device: that trains. It need not be here; what is offloaded to the host of a "cpu" stays where it is.
-        states: of one value an element that the wrapped optimizer keeps: 2 for Adam and AdamW, 3 with ``amsgrad``, 1
-            for Adagrad and for SGD with momentum.
-        groups: parameter groups of the wrapped optimizer.
+        model: model that is not wrapped; meta parameters suffice.
+        config: configuration as for ZeroOptimizer.
+        world: number of ranks to partition over.
+        local: number of ranks per node; None for a single node.
+        device: device that trains; it need not exist on this machine. With "cpu", offload to host memory has no effect.
+        states: elements of optimizer state per parameter element: 2 for Adam and AdamW, 3 with ``amsgrad``, 1 for
+            Adagrad
+            and for SGD with momentum.
+        groups: number of parameter groups of the wrapped optimizer.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
+        ValueError: ``world`` is not positive, or the configured group sizes do not divide it.
     """
     settings, blueprint = outline(model, config, world, local, torch.device(device))
     return _memory_of(blueprint, settings, states, groups)
 
 
 def plan_space(blueprint: Blueprint, settings: Config, states: Callable[[], int]) -> Mapping[str, int]:
-    """Bytes that the files of a blueprint's engine will take below each path.
+    """Return the bytes that files of a blueprint's engine take on this rank below each path.
 
     Args:
-        blueprint: of any rank.
-        settings: that it was drawn by.
-        states: as in :func:`memory`; asked where there are files, or the host's memory has a limit.
+        blueprint: blueprint of any rank.
+        settings: configuration that the blueprint was made from.
+        states: returns the elements of optimizer state per parameter element; called only if there are files or a limit
+            of host memory.
 
     Raises:
-        MemoryLimitError: the host's memory has a limit that is too low.
+        MemoryLimitError: the engine needs more host memory than ``host_memory_limit``.
     """
     limit = settings.zeropp.host_memory_limit
     if limit is None and not blueprint.tiers.paths:
@@ -246,21 +259,22 @@ def _memory_of(blueprint: Blueprint, settings: Config, states: int, groups: int)
 
 
 def _markers_nbytes(blueprint: Blueprint) -> int:
-    """Bytes of one parameter group's markers: see [Note: edits of slices]."""
+    """Return the bytes of one parameter group's edit markers: see [Note: edits of slices]."""
     buffers = (buffer for unit in blueprint.units for buffer in unit.buffers)
     trained = (buffer.key.main_dtype for buffer in buffers if buffer.key.trainable)
-    # Each has a gradient.
+    # Times 2, because each marker has a gradient.
     return _MARKERS * 2 * next(trained, torch.float32).itemsize
 
 
 class _Tally:
-    """Bytes of one rank by place and term, as its buffers are made one after another."""
+    """A sum of one rank's bytes by place and term, to which units are added one by one."""
 
     def __init__(self, blueprint: Blueprint, states: int) -> None:
         self.terms: dict[Place, Counter[str]] = {place: Counter() for place in PLACES}
         self.paths = Counter[str]()
         self.device_states = 0
-        # Bytes of each buffer's new weights: of those that wait for the wire, and of those that are encoded.
+        # Bytes of new weights per buffer: buffers whose new weights are sent as values, and buffers that are quantized
+        # first.
         self._sent_on: list[int] = []
         self._encoded: list[int] = []
         self._world = blueprint.world
@@ -272,18 +286,20 @@ class _Tally:
 
     @property
     def new_weights(self) -> int:
-        """Bytes of new weights on the device, at most."""
-        # A buffer in codes is encoded before the next is stepped; others may all wait for the wire.
+        """Upper bound on the bytes of new weights on the device."""
+        # A quantized buffer is encoded before the next buffer is stepped, so only the largest counts. New weights that
+        # are sent
+        # as values may wait for the network all at once.
         return sum(self._sent_on) + max(self._encoded, default=0)
 
     def add_unit(self, unit: UnitOutline) -> UnitMemory:
-        """Count one unit."""
+        """Add one unit's bytes, and return what it needs during passes."""
         gathered = message = held = arriving = 0
-        # The unit's own: persistent ones are cached whole in any stage.
+        # The unit's own levels: a persistent unit is cached whole in every stage.
         own = unit.placement.mode
         encoding = self._encoding
         path = unit.placement.reduce_path(1, self._world)
-        # Whatever is offloaded, the device sums and measures gradients.
+        # Gradients are summed and measured on the device, even if they are offloaded.
         device = self.terms["device"]
         for buffer in unit.buffers:
             key, numel = buffer.key, buffer.layout.numel
@@ -292,16 +308,16 @@ class _Tally:
             if key.trainable:
                 tiers = tiers.divided(buffer.device_numel, PlannedMemory(self._device))
                 device["gradient_norms"] += report_nbytes(buffer.shard, key.main_dtype)
-                # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
+                # Without sums over micro-batches, gradients wait inside no_sync only, which a plan cannot foresee.
                 held += numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
                 # The first hop's message is the largest of the path.
                 message += encoding.message_nbytes(path, numel, key.wire_dtype)
                 device["feedback"] += encoding.feedback_nbytes(path, numel)
-                # Made there as a whole; rings take it away in parts.
+                # The sum is computed on the device as a whole, and then copied to the host through staging buffers.
                 if not tiers.gradients.serves(self._device):
                     arriving += buffer.shard * key.main_dtype.itemsize
             self._add(self._rows(unit, buffer, tiers))
-            # A secondary shard (hpZ).
+            # hpZ's secondary shard.
             if own.cached is not None and own.cached > 1:
                 device["secondary_weights"] += encoding.secondary_nbytes(numel, own, key.dtype, trainable=key.trainable)
         return UnitMemory(unit.spec.name, own.cached == 1, gathered, message, held, arriving)
@@ -313,24 +329,26 @@ class _Tally:
                 self.paths[row.path] += row.nbytes
 
     def _rows(self, unit: UnitOutline, buffer: BufferOutline, tiers: Tiers) -> Iterator[tuple[str, StoredTensor]]:
-        """Rows of one buffer, allocated in the order in which the engine does it."""
+        """Yield (term, tensor) of each tensor of one buffer, allocated in the engine's order."""
         key, piece = buffer.key, buffer.shard
         coded = None if key.trainable else self._encoding.frozen
         tier = tiers.main_tier(key.trainable)
         if key.trainable:
             yield "gradients", tiers.gradients.allocate_tensor(piece, key.main_dtype)
-        # Frozen weights in codes have no other form between uses.
+        # Quantized frozen weights are stored as codes only.
         main = tier.allocate_tensor(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)
         yield "main_weights" if key.trainable else "frozen_weights", main
         if key.trainable:
             self._add_states(tiers, piece, key.main_dtype)
         paths = weight_paths(self._groups, unit.placement, key, self._encoding, stored=not tier.serves(self._device))
-        # One copy can be both main weights and what modules see; with a codec modules see decoded values.
+        # If the shard is whole and in the compute dtype, it also serves as the persistent weights. With a codec it
+        # cannot,
+        # because modules compute with decoded values.
         if unit.placement.mode.cached == 1 and not paths.shared:
             self.terms["device"]["persistent_weights"] += buffer.layout.numel * key.dtype.itemsize
         source = make_wire_copy(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)
         if source is None:
-            # Gathers begin with the main weights where they are.
+            # Gathers read the main weights where they are.
             return
         if source.row is not None and source.follows:
             yield "wire_weights", source.row
@@ -338,10 +356,10 @@ class _Tally:
             (self._sent_on if source.row is None else self._encoded).append(piece * source.dtype.itemsize)
 
     def _add_states(self, tiers: Tiers, piece: int, dtype: torch.dtype) -> None:
-        # Made by the wrapped optimizer, like what it steps.
+        # The wrapped optimizer creates states on the device for the elements that it steps there.
         here = min(tiers.device_numel, piece)
         self.device_states += self._states * here * dtype.itemsize
-        # Rows of their own, each padded to whole blocks of the file.
+        # Each state is a tensor of its own, padded to whole blocks of the file.
         for _ in range(self._states if here < piece else 0):
             row = tiers.states.allocate_tensor(piece - here, dtype)
             if row.place == "device":

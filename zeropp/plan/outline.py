@@ -1,8 +1,8 @@
-"""The blueprint of a model that is not wrapped; its communicators, and tiers whose tensors take no memory.
+"""The blueprint of a model that is not wrapped, its NCCL communicators, and storage tiers that allocate nothing.
 
-:func:`outline` draws what an engine would be made of, by the engine's own function. From it follow the communicators on
-a card, and what they take outside of torch's allocator. An engine's own rules say where each row would be, and how
-large: :func:`plan_homes` gives them tiers that take nothing.
+:func:`outline` computes the blueprint with the function that training uses. :func:`communicators` derives the
+communicators and estimates their memory. :func:`plan_homes` returns tiers with the engine's own rules for the place
+and size of each tensor, but with tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -36,29 +36,37 @@ __all__ = [
 
 
 _META = torch.device("meta")
-_PROCESSORS = 132  # of the card that plans assume: H100, H200
+_PROCESSORS = 132  # SMs of the GPU that plans assume: H100 or H200
 
 
 def outline(
     model: nn.Module, config: ConfigSource, world: int, local: int | None, device: torch.device
 ) -> tuple[Config, Blueprint]:
-    """Draw rank 0's engine for a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
+    """Return the configuration and rank 0's blueprint for a model that is not wrapped.
+
+    Args:
+        model: model; meta parameters suffice.
+        config: configuration as for ZeroOptimizer.
+        world: number of ranks to partition over.
+        local: number of ranks per node; None for a single node.
+        device: device that trains; it need not exist on this machine.
 
     Raises:
-        ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the groups, the weights' codec or the
-            offload that the configuration asks for.
+        ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the configuration's group sizes, weight
+            codec
+            or offload.
     """
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
     require_stage_for_offload(settings)
-    # Without a number one node, whatever LOCAL_WORLD_SIZE says: the plan is for a machine that need not be this one.
+    # Do not read LOCAL_WORLD_SIZE: the plan may be for another machine than this one.
     local = ranks_per_node(range(world), local or world)
     return settings, draw_blueprint(model, settings, world, local, device, processors=_PROCESSORS)
 
 
 def communicators(blueprint: Blueprint) -> tuple[CommunicatorMemory, ...]:
-    """The communicators that a rank will have; all ranks have as many. On CPU gloo's groups are not shared."""
+    """Return the communicators of each rank; all ranks have equally many. On a CPU, kinds of work share no groups."""
     world = blueprint.world
     groups = NoGroups(world, blueprint.rank)
     sharing = Sharing() if blueprint.device.type == "cpu" else blueprint.sharing
@@ -92,26 +100,31 @@ def communicators(blueprint: Blueprint) -> tuple[CommunicatorMemory, ...]:
     )
 
 
-# Communicators, and the memory that they take outside of torch's allocator.
+# Communicators and their memory outside of torch's allocator.
 
 COMMUNICATOR_NBYTES = 688 * 2**20
-"""Bytes of one NCCL communicator on a card once it has gathered or summed, estimated: 688 MiB were seen on four A100
-with NVLink, 544 for two ranks (NVIDIA/nccl issue 964), with as many channels as NCCL chooses.
+"""Estimated bytes of one NCCL communicator on a GPU after its first collective.
+
+NVIDIA/nccl issue 964 reports 688 MiB on four A100s with NVLink, and 544 MiB with two ranks, with NCCL's own number of
+channels.
 """
-_CONNECTION_NBYTES = 10 * 2**20  # a channel between two GPUs of a node (NVIDIA/nccl issue 1685)
-_CHANNELS = 32  # between two GPUs with NVLink, unless `max_ctas` is less; NCCL takes a power of two
+_CONNECTION_NBYTES = 10 * 2**20  # bytes of a channel between two GPUs of a node (NVIDIA/nccl issue 1685)
+# Channels between two GPUs with NVLink, unless `max_ctas` is lower. NCCL rounds their number up to a power of two.
+_CHANNELS = 32
 
 
 @dataclass(frozen=True)
 class CommunicatorMemory:
-    """One communicator, and an estimate of its memory. It has not been measured on a card.
+    """One communicator, with an estimate of its memory that has not been measured on a GPU.
 
     Attributes:
-        kind: of work: "gather", "refresh", "reduce", "world" for small sums over all ranks; or several of them.
-        ranks: number of its members.
+        kind: kinds of work, joined by " and ": "gather", "refresh", "reduce", or "world" for small sums over all ranks.
+        ranks: number of member ranks.
         link: "local" inside a node, "cross" between nodes.
-        collectives: names of the collectives that it runs; each takes its memory at its first use, while wrapping.
-        nbytes: estimated, outside of torch's allocator.
+        collectives: names of the collectives that the communicator runs. Each allocates memory at its first use, while
+            the
+            model is wrapped.
+        nbytes: estimated bytes outside of torch's allocator.
     """
 
     kind: str
@@ -125,9 +138,14 @@ class CommunicatorMemory:
 
 
 def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_ctas: int | None) -> int:
-    """Bytes that a communicator takes on a card once each of its collectives has run.
+    """Return the estimated bytes of a communicator on a GPU after each of its collectives has run once.
 
-    Between nodes sends and receives share buffers, and nothing is counted for them.
+    Args:
+        ranks: number of member ranks.
+        link: "local" inside a node, "cross" between nodes. Between nodes, sends and receives share buffers, so they add
+            nothing.
+        collectives: names of the collectives; "all_to_all" adds channels for sends and receives.
+        max_ctas: limit of thread blocks, which also limits channels; None for NCCL's own choice.
     """
     total = COMMUNICATOR_NBYTES
     if link == "local" and "all_to_all" in collectives:
@@ -136,15 +154,18 @@ def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_cta
     return total
 
 
-# Tiers whose tensors take no memory.
+# Storage tiers whose tensors take no memory.
 
 
 def plan_homes(blueprint: Blueprint) -> Tiers:
-    """Tiers as :func:`zeropp.offload.tier_choice.open_tiers` would open them, without staging buffers."""
+    """Return the tiers of a blueprint, as :func:`zeropp.offload.tier_choice.open_tiers` opens them, but without memory.
+
+    There are no staging buffers either.
+    """
     options, device = blueprint.tiers, blueprint.device
-    # Rows say where they would be by their place; their tensors are all on the meta device.
+    # Each planned tensor records the place where it would be; all tensors are on the meta device.
     memory = PlannedMemory(device)
-    # A CPU that trains has its memory in common with the host.
+    # A CPU device and its host share one memory.
     host: StorageTier = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
     main, kept = choose_tiers(
         options, memory, host, lambda path: Files(partial(_in_file, path), options.io.block_size, host)
@@ -157,20 +178,20 @@ def _in_file(path: str, numel: int, dtype: torch.dtype) -> StoredTensor:
 
 
 class PlannedMemory(Memory):
-    """Memory of which nothing is taken."""
+    """A tier of device or host memory that allocates meta tensors, so it takes no memory."""
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
-        """See :class:`zeropp.offload.storage_tiers.StorageTier`."""
-        # Sizes are all that is asked of it.
+        """Return a planned tensor of [numel] elements at this tier's place."""
+        # Plans read sizes only.
         return MemoryTensor(torch.empty(numel, dtype=dtype, device=_META), self.place)
 
 
 @dataclass(frozen=True)
 class PlannedExtent(MemoryTensor):
-    """A row of a file that is not there.
+    """A planned tensor in a file that is not created.
 
     Attributes:
-        path: the ``nvme_path`` that the file would be below.
+        path: ``nvme_path`` that the file would be below.
     """
 
     path: str = ""
@@ -179,5 +200,5 @@ class PlannedExtent(MemoryTensor):
 
     @property
     def nbytes(self) -> int:
-        """See :class:`zeropp.offload.storage_tiers.StoredTensor`."""
+        """Bytes in the file, rounded up to whole aligned blocks."""
         return -(-self.tensor.nbytes // ALIGNED) * ALIGNED

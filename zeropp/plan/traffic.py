@@ -1,4 +1,4 @@
-"""Bytes that a step will send over each hop, and how many tokens a rank needs for computing to hide them."""
+"""Prediction of the bytes that a step sends over each hop, and of the tokens per rank that hide them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,38 @@ from zeropp.wire.encoding import Encoding
 
 __all__ = ["TrafficPlan", "TrafficRow", "traffic"]
 
-# Of an element, beside its 4: the mean over 1500 steps (docs/convergence.md). How many escape depends on the weights.
+# Mean bits per element that escapes add to the 4 bits of a "lossless" code, over 1500 steps (docs/convergence.md). The
+# actual number depends on the weights.
 _ESCAPED_BITS = 0.87
-# What a device really achieves, and what a node can send: the examples of docs/multinode.md.
+# FLOP/s that a device achieves, and bytes/s that a node can send: the examples of docs/multinode.md.
 _FLOPS = 4e14
 _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """The bytes that a rank sends of one unit over one hop."""
+    """The bytes that a rank sends for one unit over one hop."""
 
-    way: TrafficKey  # over which hop, and how
-    nbytes: int  # each time
-    times: int  # in an optimizer step
-    phase: str  # the pass that it can hide behind, "forward" or "backward"
+    way: TrafficKey  # unit, kind of work, hop, link and codec
+    nbytes: int  # bytes per transfer
+    times: int  # transfers per optimizer step
+    phase: str  # pass that can hide the transfer, "forward" or "backward"
 
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """The bytes that each rank sends in an optimizer step; escapes of "lossless" are estimated.
+    """The bytes that each rank sends in one optimizer step; escapes of "lossless" are estimated.
 
-    Every unit is counted once in forward and once in backward: reuse between them saves a gather, and a unit that is
-    used again after it was released takes one more.
+    Each unit is gathered once per forward and once per backward. In training, reuse between the two saves a gather, and
+    a
+    unit that is used again after it was resharded needs another one.
 
     Attributes:
-        rows: by unit and hop.
-        local: ranks per node.
-        world: ranks.
-        numel: parameters, and those that are trained.
-        micro_batches: backwards before each optimizer step.
+        rows: bytes by unit and hop.
+        local: number of ranks per node.
+        world: number of ranks.
+        numel: (number of parameter elements, number of trainable ones).
+        micro_batches: number of backwards per optimizer step.
     """
 
     rows: tuple[TrafficRow, ...]
@@ -59,28 +61,36 @@ class TrafficPlan:
     micro_batches: int
 
     def sent(self, link: str | None = None, phase: str | None = None) -> int:
-        """Bytes that a rank sends in a step, over a class of links ("local", "cross") and in a pass, or all."""
+        """Return the bytes that a rank sends per optimizer step.
+
+        Args:
+            link: class of links to count, "local" or "cross"; None for both.
+            phase: pass to count, "forward" or "backward"; None for both.
+        """
         return sum(
             row.nbytes * row.times for row in self.rows if link in (None, row.way.link) and phase in (None, row.phase)
         )
 
     @property
     def between_nodes(self) -> int:
-        """Bytes that a node sends to others in a step."""
+        """Bytes that a node sends to other nodes per optimizer step."""
         return self.local * self.sent("cross")
 
     def tokens_to_hide(self, flops: float, bandwidth: float) -> float:
-        """Tokens per rank and micro-batch from which computing takes longer than what crosses nodes.
+        """Return the tokens per rank and micro-batch from which computing takes longer than the traffic between nodes.
+
+        ``tokens = max over phases of local * bytes / bandwidth * flops / (operations per token * micro_batches)``
 
         Args:
-            flops: floating-point operations per second that a device really achieves.
+            flops: floating-point operations per second that a device achieves.
             bandwidth: bytes per second that a node can send.
         """
         every, trained = self.numel
-        # Operations a token: a product and a sum for each weight in forward. Backward takes as many again for the
-        # inputs of all weights, and for the gradients of those that are trained.
+        # Operations per token: forward takes 2 per weight. Backward takes 2 per weight for the gradients of inputs, and
+        # 2 per
+        # trained weight for the gradients of weights.
         work = {"forward": 2 * every, "backward": 2 * (every + trained)}
-        # A pass hides its own messages only, so the worse of the two counts.
+        # A pass hides only its own messages, so the pass with the larger result decides.
         return max(
             self.local * self.sent("cross", phase) / bandwidth * flops / (work[phase] * self.micro_batches)
             for phase in work
@@ -94,29 +104,34 @@ class TrafficPlan:
         lines.append(f"{'between nodes':44}{self.between_nodes:>18,} bytes a node and step")
         if self.world > self.local:
             lines += [
-                f"at {_FLOPS:.0e} operations and {bandwidth / 1e9:g} GB/s a node: hidden from "
+                f"at {_FLOPS:.0e} FLOP/s a device and {bandwidth / 1e9:g} GB/s a node: traffic is hidden from "
                 f"{self.tokens_to_hide(_FLOPS, bandwidth):,.0f} tokens a rank and micro-batch on"
                 for bandwidth in _BANDWIDTHS
             ]
-            lines.append("where that is below what you train with, quantizing buys nothing but the time of its kernels")
+            lines.append(
+                "if you train with more tokens than that, quantizing saves no time and adds that of its kernels"
+            )
         return "\n".join(lines)
 
 
 def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | None = None) -> TrafficPlan:
-    """Predict what each of ``world`` ranks will send.
+    """Predict the bytes that each of ``world`` ranks sends in one optimizer step.
 
     Args:
-        model: not wrapped; meta parameters will do.
-        config: as given to ZeroOptimizer.
-        world: ranks to partition over.
-        local: ranks per node; None for a single node.
+        model: model that is not wrapped; meta parameters suffice.
+        config: configuration as for ZeroOptimizer.
+        world: number of ranks to partition over.
+        local: number of ranks per node; None for a single node.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
+        ValueError: ``world`` is not positive, or the configured group sizes do not divide it.
     """
     settings, blueprint = outline(model, config, world, local, torch.device("cuda"))
     encoding = blueprint.encoding
-    # One where the configuration leaves it open.
+    # One micro-batch if the configuration does not set the number.
     micro_batches = settings.resolve_batch(world)[2] or 1
     rows: list[TrafficRow] = []
     for unit in blueprint.units:
@@ -139,7 +154,7 @@ def _weights(
     codec: Codec = encoding.weight_codec(key.trainable) or PlainCodec(key.dtype)
     name = codec.name
     nbytes = codec.nbytes(piece)
-    # Only what a step changes is refreshed.
+    # Only trainable weights change in a step, so only these are refreshed.
     if cached is not None and key.trainable:
         if encoding.differences is not None:
             difference = make_difference_codec(encoding.differences)
@@ -156,9 +171,9 @@ def _weights(
             )
         else:
             yield from _hops(unit, "refresh", name, placement.gather_path(states, cached), states, nbytes, 1)
-    # What is cached whole is not gathered between refreshes.
+    # Weights that are cached whole are not gathered between refreshes.
     if cached != 1:
-        # From a secondary shard of values, values travel, whatever the refresh has brought.
+        # A secondary shard of decoded values is gathered as plain values, whatever codec the refresh uses.
         if cached is not None and not encoding.cache_codes:
             name = PlainCodec(key.dtype).name
             nbytes = PlainCodec(key.dtype).nbytes(piece)
@@ -177,10 +192,10 @@ def _hops(
     times: int,
     phase: str = "forward",
 ) -> Iterator[TrafficRow]:
-    """Messages of a piece of the states each, brought together hop by hop."""
+    """Yield the traffic of a gather hop by hop; ``nbytes`` is one message, a shard at level ``states``."""
     for hop in path:
         way = TrafficKey(unit, kind, f"{hop.outer}->{hop.inner}", hop.link, len(hop.ranks), codec)
-        # Before the hop a rank has this many pieces of the states together, and sends all of them to each other member.
+        # Before the hop a rank holds ``states / hop.outer`` messages, and sends all of them to each other member.
         yield TrafficRow(way, (len(hop.ranks) - 1) * (states // hop.outer) * nbytes, times, phase)
 
 
@@ -194,11 +209,12 @@ def _gradients(
         fed_back = codec.feedback_nbytes(layout.numel // hop.outer) > 0 and encoding.feeds_back(path, hop)
         name = f"feedback({codec.name})" if fed_back else codec.name
         way = TrafficKey(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
-        # Up to the level where gradients wait, every micro-batch's travel; beyond it their sum.
+        # Up to the level at which gradients wait, each micro-batch sends its own. Beyond that level their sum is sent
+        # once.
         once = mode.sums and hop.outer > mode.held_level
         nbytes = (len(hop.ranks) - 1) * codec.nbytes(layout.numel // hop.outer)
         yield TrafficRow(way, nbytes, 1 if once else micro_batches, "backward")
-    # States have replicas, so what was reduced to a piece for each rank is gathered back.
+    # Main weights have replicas, so reduced gradients are gathered from one piece per rank to the level of the states.
     if mode.states != world:
         back = encoding.return_codec(encoding.gradient_codecs(path, key.wire_dtype))
         nbytes = back.nbytes(layout.numel // world)

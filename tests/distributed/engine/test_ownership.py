@@ -259,7 +259,7 @@ REFUSED = {
     "of one parameter": "already managed by a ZeroOptimizer.*del optimizer",
     "a part": r"\['two.weight', 'two.bias'\] were wrapped together.*the whole model",
     "closed": r"given up by close\(\)",
-    "other ranks": r"spread over ranks \[0, 1\], from before, and process_group has ranks \[1, 0\]",
+    "other ranks": r"sharded the model over ranks \[0, 1\], and process_group has ranks \[1, 0\]",
 }
 
 

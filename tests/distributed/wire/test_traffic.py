@@ -117,7 +117,7 @@ def test_tokens_that_hide_what_crosses_nodes() -> None:
     longer = zeropp.plan.traffic(Square(), make_config(**BF16, **HPZ, **deferred), 4, 2)
     assert longer.tokens_to_hide(flops=4e14, bandwidth=5e10) == pytest.approx(4e14 / 5e10 / 2 / 4)
     assert "hidden from 16,000 tokens a rank and micro-batch on" in str(plan)
-    assert str(plan).endswith("quantizing buys nothing but the time of its kernels")
+    assert str(plan).endswith("quantizing saves no time and adds that of its kernels")
     assert "hidden" not in str(zeropp.plan.traffic(Square(), make_config(**BF16), 4, 4)), "nothing crosses nodes"
     with pytest.raises(ValueError, match="world is 0"):
         zeropp.plan.traffic(Square(), {}, 0)
