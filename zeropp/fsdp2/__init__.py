@@ -1,6 +1,7 @@
 """Quantized communication for models sharded with FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-FSDP2 keeps its engine: hooks, prefetch, streams, state dicts. What it sends goes through zeropp's codecs and hops::
+FSDP2 keeps its own hooks, prefetching, streams and state dicts. Only its collectives are replaced: they use zeropp's
+codecs and hops::
 
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=8)
@@ -9,7 +10,7 @@ FSDP2 keeps its engine: hooks, prefetch, streams, state dicts. What it sends goe
     ...                                       # train as before
     print(adapter.ledger)                     # bytes this rank has sent, by module and hop
 
-Knows codecs, hops and FSDP2's own classes; nothing of zeropp's engine. Start with `install`.
+This package uses codecs, hops and FSDP2's classes, and nothing of zeropp's engine. Start with `install`.
 """
 
 from __future__ import annotations

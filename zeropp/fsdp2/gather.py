@@ -1,4 +1,4 @@
-"""Gathering FSDP2's shards: over one hop or two, as they are or as int8."""
+"""All-gather of FSDP2's shards over one hop or two, as plain values or as int8 codes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from zeropp.wire.codecs import Codec, dtype_name
 __all__ = ["GatherComm", "GatherRoute"]
 
 _MOST_CALLS = 16
-"""Up to so many pieces are decoded one by one, each straight to its place."""
+"""Largest number of messages that are decoded one at a time; more are decoded in one call into a padded buffer."""
 
 
 class GatherRoute:
-    """The hops over which the parts of one process group come together.
+    """The hops that gather the parts of one process group.
 
-    FSDP2 wants the parts in order of rank, node after node. Between nodes every rank collects the parts of those who
-    have its place in the other nodes; then each node's parts are gathered inside the node, for one node after the
-    other, since they lie together in the result and nothing has to be put in order afterwards.
+    FSDP2 needs the parts in the order of ranks, and the ranks of a node are consecutive. With two hops, each rank first
+    gathers between nodes: from the ranks with its own position in the other nodes. Then each node gathers inside the
+    node,
+    with one collective per source node. The parts of a source node are adjacent in the result, so no reordering
+    follows.
 
     Args:
-        hops: one over the whole group, or two: between nodes, inside the node.
-        codec: of what is sent; None for values as they are.
+        hops: one hop over the whole group, or two: between nodes, then inside the node.
+        codec: codec of the messages; None for plain values.
     """
 
     def __init__(self, hops: Sequence[Hop], codec: Codec | None) -> None:
@@ -40,9 +42,15 @@ class GatherRoute:
         self.links = [hop.spec.link for hop in hops]
 
     def gather(self, whole: Tensor, own: Tensor, rank: int, unit: str) -> Iterator[None]:
-        """Fill ``whole`` [ranks * n], any dtype, from ``own`` [n], which is part ``rank`` of it; pauses between hops.
+        """Fill ``whole`` from every rank's ``own`` part. The generator yields between hops.
 
-        With codes this rank's part is overwritten too: all ranks compute with the decoded values.
+        With a codec, this rank's own part is overwritten, too, so that all ranks compute with the same decoded values.
+
+        Args:
+            whole: output [ranks * n], any dtype.
+            own: this rank's part [n], a view of ``whole``.
+            rank: index of this rank's part.
+            unit: name of the unit for the ledger.
         """
         if self.codec is None:
             yield from self._send(whole, own, unit)
@@ -50,11 +58,11 @@ class GatherRoute:
         world = whole.numel() // own.numel()
         messages = self.codec.empty(own.numel(), world, own.device)
         mine = messages.view(world, -1)[rank]
-        # This rank's part lies in the result, which decoding overwrites, so it is read before.
+        # ``own`` is a view of ``whole``, which decoding overwrites, so encode it first.
         self.codec.encode_(mine, own)
         for _ in self._send(messages, mine, unit):
             yield
-            # Made on the comm stream before. See [Note: memory on several streams].
+            # The messages were allocated on the previous comm stream. See [Note: memory on several streams].
             used_here(messages)
         _decode_(self.codec, messages, whole, world)
 
@@ -64,33 +72,34 @@ class GatherRoute:
             self.hops[0].all_gather(whole, own, unit, name)
             return
         cross, local = self.hops
-        # FSDP2's order is that of ranks, and the ranks of a node follow each other: [nodes, ranks of a node, n].
+        # FSDP2 orders parts by rank, and the ranks of a node are consecutive: [nodes, ranks per node, n].
         grid = whole.view(cross.size, local.size, -1)
-        # What comes from other nodes belongs a node apart in the grid, and a collective writes to one range.
+        # The parts from other nodes are not adjacent in ``grid``, but a collective writes one contiguous range.
         column = grid.new_empty(cross.size, grid.size(2))
         column[cross.index].copy_(own)
         cross.all_gather(column.view(-1), column[cross.index], unit, name)
         yield
         used_here(column)
         grid[:, local.index].copy_(column)
-        # One call a node: one for all would bring the parts of one rank together, and they would have to be put in
+        # One collective per source node. A single collective would place all parts of one rank together, in the wrong
         # order.
         for node in grid.unbind():
             local.all_gather(node.view(-1), node[local.index], unit, name)
 
 
 class GatherComm(AllGather):
-    """The all-gather of one unit; FSDP2 calls it on its own streams, the hops run on comm streams.
+    """The all-gather of one unit: FSDP2 calls it on its own streams, and its hops run on comm streams.
 
-    FSDP2 keeps the result until it has been copied out, and its streams wait for that before they use the memory
-    again. So it needs no record of the comm streams: see [Note: FSDP2's order].
+    FSDP2 keeps the result alive until it is copied out, and its streams wait for the copy before they reuse the memory.
+    So
+    the allocator needs no record of the comm streams: see [Note: FSDP2's order].
 
     Args:
-        unit: for the ledger.
-        routes: for each process group that the unit is sharded over at some time.
-        comm_streams: of gathers.
-        before: called before each gather.
-        waiting: watches them.
+        unit: name of the unit for the ledger.
+        routes: route of each process group that the unit is sharded over at some time.
+        comm_streams: comm streams of gathers.
+        before: function that is called before each gather.
+        waiting: monitor that reports hops that do not end.
     """
 
     def __init__(
@@ -109,31 +118,37 @@ class GatherComm(AllGather):
         self._filled_on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a result."""
+        """Return uninitialized memory for a gathered unit, and record the stream on which FSDP2 fills its input."""
         self._filled_on = callers_stream(device)
-        # What FSDP2's own does. It takes the whole result here, writes this rank's part into it, and hands over both.
+        # As FSDP2's default allocation. FSDP2 writes this rank's part into the result, and passes both to ``__call__``.
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` [ranks * n] from every rank's ``input_tensor`` [n], a view of its part in it.
+        """Start filling ``output_tensor`` from every rank's ``input_tensor``.
+
+        Args:
+            output_tensor: output [ranks * n].
+            input_tensor: this rank's part [n], a view of ``output_tensor``.
+            group: process group that the parameters are sharded over at the moment.
+            async_op: True if the caller waits for a returned work.
 
         Returns:
-            What to wait for, with ``async_op`` and always on CPU; else None, and the calling stream waits.
+            A work to wait for, with ``async_op`` and always on CPU. Otherwise None, and the calling stream waits.
 
         Raises:
-            RuntimeError: values of several dtypes, which the unit did not have when the hooks were installed.
-                Or what ``before`` raises.
+            RuntimeError: the unit's parameters have several dtypes, which they had not when the hooks were installed;
+                or
+                an error of ``before``.
         """
         self.before()
-        # FSDP2 passes the group over which the parameters are sharded just now: the smaller one after forward, if there
-        # is one.
+        # After forward, FSDP2 may shard parameters over a smaller group, and then passes that group.
         route = self.routes[group]
-        # FSDP2 pads shards to one size, so this is so on every rank or on none.
+        # FSDP2 pads shards to equal size, so they are empty on all ranks or on none.
         if not input_tensor.numel():
             return None
-        # FSDP2 looks at dtypes at each gather, and sends bytes (uint8) where they differ.
+        # If the dtypes of a unit differ at a gather, FSDP2 sends the parameters as bytes (uint8).
         if route.codec is not None and not input_tensor.is_floating_point():
             raise RuntimeError(
                 f"{self.unit}: FSDP2 sends {input_tensor.dtype}, since its parameters have had several dtypes since "
@@ -143,8 +158,9 @@ class GatherComm(AllGather):
         part = route.gather(output_tensor, input_tensor, group.rank(), self.unit)
         with self._filled_on:
             event = queue(self.comm_streams, route.links, part, f"the gather of {self.unit}", self.waiting)
-        # On a device without async_op FSDP2 takes a work for a reason to let the next gather wait for this one's copy.
-        # On CPU its events say nothing, and only a work lets the host go on.
+        # On a GPU without async_op, return None: given a work, FSDP2 makes the next gather wait for this gather's
+        # copy-out.
+        # On CPU, FSDP2's events do nothing, so without a work the host would have to wait here.
         if async_op or not output_tensor.is_cuda:
             return Arrival(event, self.waiting)
         wait_for(event)
@@ -152,18 +168,18 @@ class GatherComm(AllGather):
 
 
 def _name_of(codec: Codec | None, dtype: torch.dtype) -> str:
-    """The name for the ledger. FSDP2 sends bytes where one buffer has parameters of several dtypes."""
+    """Return the codec's name for the ledger: "bytes" where FSDP2 sends parameters of several dtypes in one buffer."""
     if codec is not None:
         return codec.name
-    # Without a codec bytes are as good as numbers, so they are not refused.
+    # Plain values may be sent as bytes, so a mix of dtypes is only refused with a codec.
     return dtype_name(dtype) if dtype.is_floating_point else "bytes"
 
 
 def _decode_(codec: Codec, messages: Tensor, out: Tensor, count: int) -> None:
-    """``out`` [count * n] becomes what ``count`` messages of [n] say, for any n.
+    """Decode ``count`` messages of n elements each into ``out`` [count * n], for any n.
 
-    A kernel decodes several messages at once if each begins on a block of 256 elements. Where n is no multiple of
-    that, a few messages are decoded one by one, and many into a padded buffer that is copied.
+    The kernel decodes several messages in one call only if n is a multiple of 256. Otherwise a few messages are decoded
+    one by one, and many into a padded buffer that is copied to ``out``.
     """
     numel = out.numel() // count
     if numel % BLOCK == 0:
@@ -172,7 +188,8 @@ def _decode_(codec: Codec, messages: Tensor, out: Tensor, count: int) -> None:
         for message, part in zip(messages.view(count, -1).unbind(), out.view(count, -1).unbind(), strict=True):
             codec.decode_(message, part, count=1)
     else:
-        # A message of n elements is one of n filled up with zeros, so it can be read as one of whole blocks.
+        # A message of n elements equals a message of whole blocks whose last elements are zeros, so decode it as the
+        # latter.
         padded = -(-numel // BLOCK) * BLOCK
         whole = torch.empty(count * padded, dtype=out.dtype, device=out.device)
         codec.decode_(messages, whole, count=count)

@@ -1,4 +1,4 @@
-"""Putting quantized communication on a model that FSDP2 has sharded: checks, process groups, hooks."""
+"""Installation of quantized communication on a model that FSDP2 has sharded: checks, process groups, hooks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _Comms = dict[ShardedUnit, tuple[GatherComm, ReduceComm]]
 
 
 class Adapter:
-    """The communication that :func:`apply` has put on a model.
+    """The communication that :func:`apply` installed on a model.
 
-    ``torch.distributed.checkpoint`` takes it as it takes an optimizer: ``dcp.save({"adapter": adapter, ...})``.
+    ``torch.distributed.checkpoint`` accepts an adapter like an optimizer: ``dcp.save({"adapter": adapter, ...})``.
 
     Attributes:
-        ledger: bytes that this rank has sent, by unit, direction and hop. ``kind`` is "gather" for weights,
-            "second" for those gathered in backward from a smaller group (``reshard_after_forward`` as a number),
-            and "reduce" for gradients; ``hop`` says between which numbers of ranks.
+        ledger: bytes that this rank has sent, by unit, kind and hop. The kinds are "gather" for weights, "second" for
+            weights that backward gathers from a smaller group (``reshard_after_forward`` as a number), and "reduce" for
+            gradients. A hop is named by the two numbers of ranks that it connects.
     """
 
     def __init__(self, ledger: Ledger, comms: _Comms, routes: Sequence[Routes]) -> None:
         self.ledger = ledger
         self._comms = comms
         self._routes = routes
-        # Each rank has its own errors, and a checkpoint keeps one tensor for each name.
+        # Errors differ between ranks, and a checkpoint stores one tensor per name, so names contain the rank.
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._rank = f"rank {rank} of {world}"
 
@@ -57,25 +57,29 @@ class Adapter:
         }
 
     def reset_feedback(self) -> None:
-        """Let all errors that are fed back count as nothing from now on; LoCo does so every few hundred steps."""
+        """Treat all stored quantization errors as zero from now on; LoCo does this every few hundred steps."""
         for feedback in self._feedbacks().values():
             feedback.fresh = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the errors this rank feeds back, uint8; by unit, hop, codec, parameters and rank."""
+        """Return copies of this rank's quantization errors, uint8, by unit, hop, codec, parameters and rank."""
         return {name: feedback.saved() for name, feedback in self._feedbacks().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with errors from :meth:`state_dict` of the same rank of a run with the same model and settings.
+        """Restore quantization errors from :meth:`state_dict`, saved by the same rank with the same model and settings.
+
+        Args:
+            state: error tensors by name.
 
         Raises:
-            ValueError: other units, hops, parameters, ranks or sizes.
+            ValueError: the names or sizes differ from those of :meth:`state_dict`.
         """
-        # Parameters may have been frozen or unfrozen since the last backward, and errors follow those that are trained.
+        # Parameters may have been frozen or unfrozen since the last backward, and errors exist for trained parameters
+        # only.
         for unit, (_, reduce) in self._comms.items():
             reduce.follow(unit.trained())
         own = {name: feedback.state for name, feedback in self._feedbacks().items()}
-        # Compared as a whole before anything is copied.
+        # Compare all names and sizes before copying, so that an error leaves the old state unchanged.
         given, expected = ({name: each.numel() for name, each in some.items()} for some in (state, own))
         if given != expected:
             missing, other = (sorted(one.items() - two.items()) for one, two in ((expected, given), (given, expected)))
@@ -86,15 +90,15 @@ class Adapter:
             )
         for name, feedback in self._feedbacks().items():
             feedback.state.copy_(state[name])
-            # What has been loaded counts, though a reset was asked for before.
+            # A reset that was requested before the load must not discard the loaded errors.
             feedback.fresh = False
 
     def remove(self) -> None:
-        """Give FSDP2 its own communication back, and destroy the process groups made for it. All ranks.
+        """Restore FSDP2's own communication, and destroy the process groups of :func:`apply`. Collective.
 
-        Hooks that others have set since stay. A second call does nothing.
+        Hooks that the user has set after :func:`apply` stay. A second call does nothing.
         """
-        # Hooks first: nothing may call into a group that is gone.
+        # Remove the hooks first, so that no hook can use a destroyed group.
         for unit, (gather, reduce) in self._comms.items():
             unit.restore(gather, reduce, reduce.finish_reduction)
         for routes in self._routes:
@@ -115,42 +119,44 @@ def apply(
     local_world_size: int | None = None,
     hang_timeout: float = 420.0,
 ) -> Adapter:
-    """Let a model sharded with ``fully_shard`` gather weights and reduce gradients through zeropp's codecs and hops.
+    """Install quantized all-gathers and reductions on a model that is sharded with ``fully_shard``.
 
-    Collective: every rank of the model's mesh calls it, after all calls of ``fully_shard`` and before the first
-    forward. Weights are encoded once, at the shard, and decoded into FSDP2's buffer; every rank, the owner included,
-    computes with the decoded values. Gradients are summed inside the node, then between nodes, in float32. The sharded
-    parameters and gradients stay what they were: float32 or bfloat16 DTensors. docs/fsdp2.md has the details.
+    Collective: every rank of the model's mesh calls it after all calls of ``fully_shard`` and before the first forward.
+    Weights are encoded once, by their owner, and decoded into FSDP2's buffer. All ranks, the owner included, compute
+    with
+    the decoded values. Gradients are summed in float32, inside the node and then between nodes. Sharded parameters and
+    gradients stay float32 or bfloat16 DTensors. docs/fsdp2.md has the details.
 
     Args:
-        model: with ``fully_shard`` called on it, on modules below it, or both.
-        weights: "int8", or None for values as they are.
-        secondary: what travels in backward where ``reshard_after_forward`` is a number: "values" (the weights of
-            forward, to the bit) or "codes" (half the bytes, or fewer; those weights are rounded a second time).
-        gradient_bits: bits of an element inside a node and between nodes (or on the only hop): for codes a width in
-            ``zeropp_kernels.wire.GROUPS``, for values 16 (bfloat16) or 32. None for values in FSDP2's reduce dtype.
-        hadamard: rotate 32 elements of a gradient at a time before they are encoded.
-        feedback: add what encoding lost to the next gradient: "cross" between nodes (or on the only hop), "both" inside
-            the node too, or None (LoCo, arXiv 2407.04480). Costs a rank 1 byte an element it sends between nodes,
-            "both" 1 byte for each element of the model besides.
-        beta: share of the old error that is kept; 0.8 if not given.
-        gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
-            all ranks, for backends that cross each link once by themselves.
-        vector_bits: 16 (or more) for gradients of parameters of one dimension, other than those of size 1, such as
-            biases, the weights of norms and class tokens, where others are codes; None for codes, whose scales they
-            share with the parameters beside them.
-        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets, or takes a host for a node.
-        hang_timeout: seconds that a collective on a process group made here may take.
+        model: model with ``fully_shard`` called on it, on modules below it, or both.
+        weights: "int8", or None for plain values.
+        secondary: encoding of the gather in backward if ``reshard_after_forward`` is a number. "values" gathers the
+            weights of forward, bit for bit. "codes" sends half the bytes or fewer, and rounds these weights again.
+        gradient_bits: bits per element (intra-node, inter-node); a single hop uses the second. 4 or 8 for codes, 16 for
+            bfloat16, 32 for float32. None for plain values in FSDP2's reduce dtype.
+        hadamard: True to rotate each 32 elements of a gradient before they are quantized.
+        feedback: hops with error feedback (LoCo, arXiv 2407.04480): "cross" between nodes (or the only hop), "both"
+            also
+            inside the node, None for no hop. Memory per rank: 1 byte per element that it sends between nodes; with
+            "both", another byte per element of the model.
+        beta: factor on the old error; None for 0.8.
+        gather_hops: 2 to gather between nodes and then inside them, 1 for one all-gather over all ranks, for backends
+            that already send each part once over each link.
+        vector_bits: 16 to send gradients of one-dimensional parameters (sizes of 1 do not count) in 16 bits or more.
+            None
+            to quantize them, in groups whose scales also serve neighbouring parameters.
+        local_world_size: ranks per node; None to read LOCAL_WORLD_SIZE, or else to take each host as a node.
+        hang_timeout: seconds after which a collective on a process group of this call is an error.
 
     Returns:
-        What has been installed; its ledger counts bytes.
+        The adapter, with a ledger of sent bytes.
 
     Raises:
-        TypeError: a model without ``fully_shard``; raised where that is so.
-        ValueError: parameters that are only replicated, or hooks already there; raised where that is so. A setting,
-            dtypes or all-gather extensions that cannot be honoured, nodes that are uneven or unknown, ranks that
-            disagree; raised on every rank. Nothing has been changed then.
-        RuntimeError: another rank refused its settings or could not go on; with its error.
+        TypeError: the model is not sharded with ``fully_shard``; raised on this rank only.
+        ValueError: parameters are only replicated, or have hooks already; raised on this rank only. A setting, dtype or
+            all-gather extension is not supported, nodes are uneven or unknown, or ranks differ; raised on all ranks,
+            with the model unchanged.
+        RuntimeError: another rank failed; the message contains its error.
 
     Source: ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.3.
     """
@@ -162,26 +168,27 @@ def apply(
 
 
 def _install(model: nn.Module, options: Options) -> Adapter:
-    """See :func:`apply`."""
-    # Local: before a model has been looked at there is no group to tell others over.
+    """Check the options and the model on all ranks, install the communication, and return the adapter."""
+    # Local, because before the units are found there is no group to exchange errors over.
     units = find_units(model)
     ledger = Ledger()
     routes = _make_routes(units, options, ledger, _FirstUse(model, units))
-    # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
+    # One rank may lack memory for error feedback. Then no rank installs anything.
     comms = _all_comms(units, routes, options)
     for unit, (gather, reduce) in comms.items():
         unit.install(gather, reduce, reduce.finish_reduction)
-        # Only where it is needed: the method that is put in place of FSDP2's runs in every backward.
+        # Only where needed, because the method that replaces FSDP2's ``post_backward`` runs for each unit in every
+        # backward.
         if reduce.needs_parts:
             unit.watch(reduce.note_parts)
     return Adapter(ledger, comms, list(routes.values()))
 
 
 class _FirstUse:
-    """Refuses, when something is first gathered, a model of which more has been sharded since :func:`apply`."""
+    """A check at the first gather: raises an error if modules were sharded after :func:`apply`."""
 
     def __init__(self, model: nn.Module, units: Sequence[ShardedUnit]) -> None:
-        # Weak, since the model holds the hooks.
+        # A weak reference, because the model holds the hooks.
         self._model = weakref.ref(model)
         self._units = units
         self._passed = False
@@ -197,32 +204,32 @@ class _FirstUse:
                 "Call apply after the last fully_shard. To go on in this process, remove() what apply returned, apply "
                 "again, and call reset_iter_state() of the root (torch 2.13): FSDP2 has begun this forward"
             )
-        # Once is enough: a walk over all modules at every gather would cost host time.
+        # Check once only: a walk over all modules at each gather would cost host time.
         self._passed = True
 
 
 def _make_routes(
     units: Sequence[ShardedUnit], options: Options, ledger: Ledger, before: Callable[[], None]
 ) -> dict[dist.ProcessGroup, Routes]:
-    """Hops for the units of each mesh, once every rank has found that it can go on."""
-    # In order of modules and not as a set: collectives need one order on all ranks.
+    """Return the routes of each mesh, after every rank has passed its checks."""
+    # A list in module order instead of a set, because ranks must call collectives in one order.
     meshes = list(dict.fromkeys(unit.group for unit in units))
     hosts: dict[int, str] = {}
     for mesh in meshes:
-        # Names of hosts have to be known before nodes can be checked. A fake group has nobody to ask.
+        # Nodes are checked with the names of hosts. A fake group returns only this rank's name.
         hosts.update(exchange(mesh, whereabouts(), WHAT, options.patience()))
     _agree(units, options, partial(_check_arguments, units, options, hosts), lambda accounts, group: accounts[group])
-    # Makes process groups: from here on all members must come along.
+    # This creates process groups, so from here on every member must take part.
     return {
         mesh: Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts, before) for mesh in meshes
     }
 
 
 def _all_comms(units: Sequence[ShardedUnit], routes: Mapping[dist.ProcessGroup, Routes], options: Options) -> _Comms:
-    """The hooks of all units, before any is installed; if they cannot be made on some rank, on none."""
+    """Return the hooks of all units without installing them; raises on all ranks if one rank fails."""
     try:
         return _agree(units, options, lambda: {unit: routes[unit.group].comms(unit) for unit in units})
-    # An interrupt leaves no groups behind, either.
+    # Also after KeyboardInterrupt, which must not leave process groups behind.
     except BaseException:
         for route in routes.values():
             route.close()
@@ -235,13 +242,16 @@ def _agree(
     work: Callable[[], _T],
     same: Callable[[_T, dist.ProcessGroup], object] | None = None,
 ) -> _T:
-    """Do local work that may fail, and fail on all ranks of all groups if it failed on any.
+    """Do local work, and raise an error on all ranks of all groups if the work fails on any rank.
 
     Args:
-        units: whose groups are told: those that they are sharded over, then their replicas.
-        options: say how long to wait.
-        work: local.
-        same: the part of its result that must be the same on all ranks of a group.
+        units: units whose groups take part: first the groups that shard them, then the groups of replicas.
+        options: settings with the time to wait.
+        work: function without communication.
+        same: takes the result of ``work`` and a group, and returns the value that all its ranks must have in common.
+
+    Returns:
+        The result of ``work``.
     """
     result, error = None, None
     try:
@@ -256,7 +266,9 @@ def _agree(
 
     groups = dict.fromkeys(unit.group for unit in units)
     groups |= dict.fromkeys(unit.replicas for unit in units if unit.replicas is not None)
-    # With replicas, or several meshes, no group has all ranks: what one has heard of it tells in the next.
+    # With replicas or several meshes, no group contains all ranks. So an error from one group is raised in the next
+    # group,
+    # too, and reaches all ranks.
     for group in groups:
         try:
             run_on_all_ranks(group, WHAT, partial(tell, group), same=same is not None, patience=options.patience)
@@ -270,16 +282,16 @@ def _agree(
 def _check_arguments(
     units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]
 ) -> dict[dist.ProcessGroup, list[object]]:
-    """Everything that can be refused before anyone has to wait; for each group, what its ranks must agree on."""
-    # Not earlier: an error before the exchange would leave the others waiting.
+    """Check everything that this rank can refuse by itself; return, for each group, the values its ranks must share."""
+    # Not earlier: an error before the exchange would leave the other ranks waiting.
     options.check(dist.get_world_size() if dist.is_initialized() else 1)
     if options.secondary == "codes" and all(unit.secondary is None for unit in units):
         raise ValueError(
             "secondary is 'codes', and backward gathers nothing a second time; give fully_shard "
             "reshard_after_forward=<ranks per node>, or leave secondary out"
         )
-    # Compared by repr, so what is in it must look the same on all ranks: no tensors, no groups. Units of other groups
-    # need not: each rank has experts of its own, under names of their own.
+    # Ranks compare these values by repr, so they must not contain tensors or groups. Units of other groups may differ:
+    # with expert parallelism, each rank has its own experts under its own names.
     accounts: dict[dist.ProcessGroup, list[object]] = defaultdict(lambda: [options])
     for unit in units:
         if options.weights is not None:
@@ -288,10 +300,10 @@ def _check_arguments(
         account: list[object] = [unit.describe()]
         for group in (unit.group, unit.secondary):
             if group is not None:
-                # Raises for nodes that are uneven or unknown, which must happen before any process group is made.
+                # Raises for uneven or unknown nodes, which must happen before process groups are created.
                 members = members_of(group, unit.device, options.local_world_size, hosts)
                 account.append((len(members.ranks), members.local, members.backend))
-        # Replicas add their shards element by element, so they have to shard alike.
+        # Replicas sum their shards element by element, so they must be sharded equally.
         for group in (unit.group, unit.replicas):
             if group is not None:
                 accounts[group] += account

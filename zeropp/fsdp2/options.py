@@ -1,4 +1,4 @@
-"""The arguments of :func:`zeropp.fsdp2.apply`, and the values that each may have."""
+"""The arguments of :func:`zeropp.fsdp2.apply` and their checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTHS = (*_CODES, 16, 32)
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of :func:`zeropp.fsdp2.apply`, as given."""
+    """The arguments of :func:`zeropp.fsdp2.apply` as the caller gave them."""
 
     weights: str | None
     secondary: str
@@ -32,22 +32,26 @@ class Options:
     hang_timeout: float
 
     def bits(self) -> tuple[int, int] | None:
-        """``gradient_bits``, checked."""
+        """Return ``gradient_bits`` as a tuple (intra-node, inter-node), or None; call after :meth:`check`."""
         return None if self.gradient_bits is None else (self.gradient_bits[0], self.gradient_bits[1])
 
     def patience(self, result: object = None) -> float:
-        """Seconds to wait for other ranks, also where what was given is yet to be refused; whatever the ``result``."""
+        """Return the seconds to wait for other ranks: ``hang_timeout`` if it is valid, else a default.
+
+        The default applies until `check` refuses an invalid value, because ranks must exchange that error. ``result``
+        is unused.
+        """
         given = self.hang_timeout
         return given if _is_number(given) and 0.0 < given <= LONGEST_TIMEOUT else PATIENCE
 
     def check(self, world: int) -> None:
-        """Refuse values, and combinations in which a setting would have no effect.
+        """Raise an error for invalid values, and for settings that have no effect in combination with another one.
 
         Args:
-            world: ranks of the whole job.
+            world: number of ranks of the whole job.
 
         Raises:
-            ValueError: what was given, what is expected.
+            ValueError: an argument is invalid; the message has the given and the expected value.
         """
         self._one_of("weights", self.weights, ("int8", None))
         self._one_of("secondary", self.secondary, ("values", "codes"))
@@ -62,7 +66,7 @@ class Options:
             raise ValueError(
                 f"beta is {self.beta!r}; expected a number, 0 <= beta < 1: the part of the old error that is kept"
             )
-        # Refused and not ignored, like every setting that another one leaves nothing to do.
+        # Like every setting without an effect, refuse it instead of ignoring it.
         if self.beta is not None and self.feedback is None:
             raise ValueError(f"beta is {self.beta} and feedback is None; give feedback='cross' or 'both', or no beta")
         if not (_is_number(self.hang_timeout) and 0.0 < self.hang_timeout <= LONGEST_TIMEOUT):
@@ -71,7 +75,7 @@ class Options:
                 f"{LONGEST_TIMEOUT}"
             )
         local = self.local_world_size
-        # By type: True is an int to isinstance.
+        # Compare the type, because isinstance(True, int) holds.
         if local is not None and (type(local) is not int or local < 1):
             raise ValueError(f"local_world_size is {local!r}; expected ranks per node, 1 or more, or None")
         if local is not None and local > world:
@@ -87,14 +91,14 @@ class Options:
             raise ValueError(
                 f"gradient_bits is {bits!r}; expected None or (inside a node, between nodes), each one of {_WIDTHS}"
             )
-        # None sends values, as 32 does.
+        # None sends plain values, so it counts as 32 bits.
         local, cross = bits or (32, 32)
         if self.hadamard and local not in _CODES and cross not in _CODES:
             raise ValueError(
                 f"hadamard rotates gradients before they are encoded, and gradient_bits={bits} encodes nothing; give "
                 f"one of {_CODES} for a hop, or hadamard=False"
             )
-        # A single hop takes the second number, so "cross" serves it, too.
+        # A single hop uses the second number, as a hop between nodes does. So "cross" includes a single hop.
         needed = {"cross": (cross,), "both": (local, cross)}.get(self.feedback or "", ())
         if any(each not in _CODES for each in needed):
             raise ValueError(
@@ -104,11 +108,11 @@ class Options:
 
     @staticmethod
     def _one_of(name: str, value: object, expected: tuple[object, ...]) -> None:
-        # Types are compared as well: True equals 1, and 1.0 does.
+        # Compare types, too, because True == 1 and 1.0 == 1.
         if not any(value is each or (type(value) is type(each) and value == each) for each in expected):
             raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, expected))}")
 
 
 def _is_number(value: object) -> bool:
-    # True is an int to isinstance.
+    # Exclude bool, because isinstance(True, int) holds.
     return isinstance(value, Real) and not isinstance(value, bool)

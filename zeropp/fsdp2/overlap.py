@@ -1,13 +1,13 @@
-"""Comm streams on which the hops of different units run side by side, and the handle that FSDP2 waits for.
+"""Comm streams that overlap the hops of different units, and the work handle that FSDP2 waits for.
 
-[Note: FSDP2's order] FSDP2 waits for a gather where it copies the result out, by the work that a hook returns or by
-an event that it records on the calling stream behind the hook. For a reduction it has only that event, and lets the
-next backward computation wait for it. So what a hook makes the calling stream wait for, FSDP2's next unit waits for:
+[Note: FSDP2's order] For a gather, FSDP2 waits before it copies the result out: for the work that the hook returns, or
+for an event on the calling stream after the hook. For a reduction, FSDP2 has only such an event, and the next backward
+computation waits for it. So if a hook makes the calling stream wait, FSDP2's next unit waits, too:
 
-- A gather begins behind the stream that FSDP2 has filled its input on, where ``allocate`` was called, and not behind
-  the calling stream, which waits for the gather before.
-- A reduction is waited for in FSDP2's all-reduce hook, which has a stream of its own, behind that event. With replicas
-  (HSDP) their all-reduce comes before that hook, and the reduction is waited for where it is called.
+- A gather starts after the stream on which FSDP2 fills the input (the stream that called ``allocate``). The calling
+  stream would be too late, because it waits for the previous gather.
+- The wait for a reduction is in FSDP2's all-reduce hook, which runs on its own stream after that event. With replicas
+  (HSDP), FSDP2's all-reduce runs before that hook, so the wait is in the reduce-scatter hook itself.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ __all__ = ["Arrival", "ReductionLimit", "Waiting", "queue", "wait_for"]
 _log = logging.getLogger("zeropp")
 
 _END = object()
-_IN_FLIGHT = 2  # one that the links work on, and the next, so that they need not wait for it
+# Number of reductions in flight: one that uses the links, and the next one, so that the links do not idle.
+_IN_FLIGHT = 2
 
 
 class Waiting:
-    """The hops of one mesh that a card has been given, and the error when they do not end.
+    """A monitor of the hops of one mesh on a GPU, which reports an error if a hop does not end.
 
-    On CPU each hop ends with its group's timeout, and nothing is watched.
+    On CPU, each hop ends with its group's timeout, so nothing is monitored.
 
     Args:
-        device: of the model.
+        device: device of the model.
         hang_timeout: seconds after which waiting for other ranks is an error.
-        groups: the process groups that carry the hops; they are aborted then.
+        groups: process groups of the hops; they are aborted after the timeout.
     """
 
     def __init__(self, device: torch.device, hang_timeout: float, groups: list[dist.ProcessGroup]) -> None:
@@ -54,15 +55,15 @@ class Waiting:
         self._monitor = make_monitor(device, hang_timeout, self._give_up)
 
     def watch_event(self, event: Event, what: str) -> None:
-        """Hops were queued that end with ``event``; ``what`` follows "waiting for"."""
+        """Watch hops that end with ``event``; ``what`` names them in the error after the words "waiting for"."""
         if self._monitor is not None:
             self._monitor.watch_event(event, what)
 
     def require(self) -> None:
-        """Raise the error if the ranks have lost each other.
+        """Raise an error if a hop has timed out.
 
         Raises:
-            RuntimeError: some hop has not ended within ``hang_timeout``.
+            RuntimeError: a hop has not ended within ``hang_timeout``.
         """
         if self._lost is not None:
             raise RuntimeError(self._lost)
@@ -78,47 +79,47 @@ class Waiting:
             "ended, is late, or runs other modules. The process groups of zeropp.fsdp2 are aborted; go on from a "
             "checkpoint. If a rank was only late, give zeropp.fsdp2.apply a longer hang_timeout"
         )
-        # The main thread may be in a launch, and never come to raise it.
+        # Log the error as well, because the main thread may hang in a kernel launch and never raise it.
         _log.error("%s", self._lost)
         abort_groups(self._groups)
 
 
 def queue(comm_streams: CommStreams, links: Sequence[str], part: Iterator[None], what: str, waiting: Waiting) -> Event:
-    """Queue a unit's hops, each on the comm stream of its class of links.
+    """Queue a unit's hops, each on the comm stream of its class of links. Return the event of the last hop.
 
     Args:
-        comm_streams: one for each class.
-        links: the classes, in order.
-        part: pauses before each further class.
-        what: the hops do, for the error.
-        waiting: watches them.
+        comm_streams: one comm stream per class of links.
+        links: classes of links, in order.
+        part: generator that runs the hops, and yields before each further class of links.
+        what: description of the hops for error messages.
+        waiting: monitor of the hops.
     """
     waiting.require()
-    # From the launch on: NCCL's first collective connects in it.
+    # Watch from the launch on, because NCCL connects the ranks during its first launch, which may hang.
     launch = Launch()
     event = None
     waiting.watch_event(launch, what)
     try:
         event = comm_streams.run_work(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
     finally:
-        # After an error there is nothing to wait for.
+        # After an error no event exists, so mark the launch as done.
         launch.end = event or DONE
     return event
 
 
 def wait_for(event: Event) -> None:
-    """Let the caller's stream, or on CPU the caller, wait for an event.
+    """Make the calling stream (on CPU, the calling thread) wait for an event.
 
     Raises:
-        RuntimeError: a rank has ended or not come; with the unit whose hop ended so.
-        Exception: whatever else a hop has raised, here or for an earlier unit, after which none can be sent.
+        RuntimeError: a rank has failed or is absent; the message names the unit whose hop failed.
+        Exception: another error of a hop of this or an earlier unit. No more hops can be sent after it.
     """
-    # Without a limit: on CPU each hop ends with its group's timeout, and one that fails ends all behind it.
+    # No timeout here: on CPU each hop ends with its group's timeout, and a failed hop ends all hops behind it.
     event.wait(threading.TIMEOUT_MAX)
 
 
 class Arrival(dist.Work):
-    """A gather under way, as FSDP2 waits for it."""
+    """The work handle of a gather in flight, which FSDP2 waits for."""
 
     def __init__(self, event: Event, waiting: Waiting) -> None:
         super().__init__()
@@ -126,22 +127,22 @@ class Arrival(dist.Work):
         self._waiting = waiting
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """See :func:`wait_for`. The timeout is that of the process groups, whatever is given."""
+        """Wait for the gather as :func:`wait_for` does. The groups' timeouts apply, and ``timeout`` is not used."""
         wait_for(self._event)
         self._waiting.require()
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether the gather has ended, and without an error."""
+        """Return True if the gather has ended without an error."""
         return self._event.done()
 
 
 class ReductionLimit:
-    """The reductions of one mesh that are under way: two at most, so that messages do not pile up.
+    """A limit of two reductions in flight per mesh, so that messages do not use up memory.
 
     Args:
-        comm_streams: of reductions.
-        waiting: watches them.
+        comm_streams: comm streams of reductions.
+        waiting: monitor of the hops.
     """
 
     def __init__(self, comm_streams: CommStreams, waiting: Waiting) -> None:
@@ -150,25 +151,25 @@ class ReductionLimit:
         self._under_way: deque[Event] = deque()
 
     def make_room(self) -> None:
-        """Let the caller's stream wait until another one may be under way."""
-        # FSDP2 lets the next unit's backward wait for this stream, so the host cannot run ahead of it either.
+        """Make the calling stream wait until fewer than two reductions are in flight."""
+        # FSDP2's next backward computation waits for the calling stream, so the host cannot run further ahead either.
         while len(self._under_way) >= _IN_FLIGHT:
             wait_for(self._under_way.popleft())
         self._waiting.require()
 
     def queue(self, links: Sequence[str], part: Iterator[None], what: str) -> Event:
-        """See :func:`queue`."""
+        """Queue a reduction as :func:`queue` does, and count it as in flight."""
         event = queue(self.comm_streams, links, part, what, self._waiting)
         self._under_way.append(event)
         return event
 
 
 def _resumed(part: Iterator[None], what: str, inference: bool) -> Iterator[None]:
-    """The same pauses; each stretch in the caller's inference mode, and its errors naming what was done."""
+    """Run ``part`` step by step in the caller's inference mode, with ``what`` in the messages of its errors."""
     while True:
-        # The mode belongs to a thread, and only inside it may a tensor that was made in it be written.
+        # Inference mode is per thread, and tensors created in it may be written only inside it.
         mode = torch.inference_mode() if inference else contextlib.nullcontext()
-        # Left before the pause: another comm stream, on a thread of its own, goes on behind it.
+        # Leave the mode before each yield, because another comm stream's thread may resume the generator.
         with mode, naming_absence(what):
             if next(part, _END) is _END:
                 return

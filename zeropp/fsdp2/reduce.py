@@ -1,4 +1,4 @@
-"""Summing FSDP2's gradients: inside the node, then between nodes, each an exchange and a sum in float32."""
+"""Reduction of FSDP2's gradients: inside the node, then between nodes, each an all-to-all and a sum in float32."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from zeropp_kernels import BlockTable, block_table
 __all__ = ["ReduceComm", "ReduceRoute"]
 
 _MOST_PREPARED = 64
-"""Sets of parameters with a gradient whose packing is kept: with routed experts there can be any number."""
+"""Largest number of cached packings, one per set of parameters with a gradient.
+
+With routed experts, such sets vary from step to step.
+"""
 
 
 @dataclass(frozen=True)
 class ReduceRoute:
-    """The hops over which one process group's gradients are summed: inside the node, between nodes.
+    """The hops that reduce one process group's gradients: inside the node, then between nodes.
 
     Attributes:
-        placement: this rank's among the levels 1, ranks per node, all ranks.
-        hops: one or two.
-        encoding: how they encode what they carry.
-        values: gradients of one-dimensional parameters travel as values where others are codes.
-        reductions: that are under way over them.
+        placement: this rank's position in the levels 1, ranks per node, all ranks.
+        hops: one or two hops.
+        encoding: codecs of the hops.
+        values: True to send gradients of one-dimensional parameters as plain values beside quantized ones.
+        reductions: limit on the reductions in flight over these hops.
     """
 
     placement: Placement
@@ -47,19 +50,19 @@ class ReduceRoute:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the process group."""
         return self.placement.chain.world
 
     def codecs(self, dtype: torch.dtype) -> list[Codec]:
-        """The codec of each hop, for gradients that FSDP2 has in ``dtype``."""
+        """Return the codec of each hop, for gradients that FSDP2 reduces in ``dtype``."""
         return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
     def feedbacks(self, numel: int, codecs: Sequence[Codec], device: torch.device) -> list[Feedback | None]:
-        """Errors that each hop feeds back, of buffers of [numel] as they lie in messages; None where it has none."""
+        """Return error-feedback state per hop for padded messages of [numel] elements; None for a hop without."""
         specs = [hop.spec for hop in self.hops]
         found: list[Feedback | None] = []
         for hop, codec in zip(self.hops, codecs, strict=True):
-            # Each hop leaves a part; its messages are of that size, one for each member.
+            # A hop leaves ``numel / hop.size`` elements, and sends messages of that size, one to each member.
             numel //= hop.size
             carried = None
             if self.encoding.feeds_back(specs, hop.spec):
@@ -69,28 +72,32 @@ class ReduceRoute:
 
 
 class _Packing:
-    """From FSDP2's buffer of pieces, in order of rank, to messages in the order of the hops.
+    """Conversion of FSDP2's gradient buffer to the messages of the first hop.
 
-    The first hop's messages go to ranks of this node: one holds the pieces of every rank that has the receiver's place
-    in its own node. The kernel that encodes reads the pieces where they lie, so that no copy puts them in order.
-    Each piece begins on a block of 256 elements, since the second hop cuts the messages there; plain values need none
-    of that padding. Elements that travel as values lie behind the codes of a piece, and in their old places are zeros,
-    which change no scale.
+    FSDP2's buffer holds one piece per rank, in the order of ranks. The first hop sends one message to each rank of this
+    node: the pieces of all ranks with the receiver's position in their nodes. The encoding kernel reads the pieces from
+    the
+    buffer through a table, so no copy reorders them.
+
+    With quantized hops, each piece is padded to blocks of 256 elements, because the second hop splits messages between
+    pieces. Elements that are sent as plain values are placed behind the codes of their piece. Zeros replace them among
+    the
+    codes, so they do not affect the scales.
 
     Args:
         route: the hops.
         numel: elements of FSDP2's buffer.
-        values: ranges [start, stop) of a piece that are to travel as values where others are codes.
-        dtype: that FSDP2 reduces in.
-        device: where the buffer lies.
+        values: ranges [start, stop) of a piece whose elements are sent as plain values.
+        dtype: dtype in which FSDP2 reduces.
+        device: device of the buffer.
 
     Attributes:
-        codecs: of each hop.
-        piece: elements that each rank is to have.
-        padded: elements that a piece takes in the messages.
-        numel: elements of all of them.
-        inside: int64, places in a piece of what travels as values; None where nothing does.
-        behind: where in a padded piece these values lie.
+        codecs: codec of each hop.
+        piece: elements of one rank's piece in FSDP2's buffer, ``numel / world``.
+        padded: elements of one piece in the messages.
+        numel: elements of all messages, ``world * padded``.
+        inside: int64 indices in a piece of the elements sent as plain values; None if there are none.
+        behind: slice of a padded piece that holds these elements.
     """
 
     def __init__(
@@ -106,27 +113,28 @@ class _Packing:
         self.piece = numel // world
         count = sum(stop - start for start, stop in values)
         if count == self.piece and any(codec.coded for codec in self.codecs):
-            # Nothing is left for codes, nor are there errors to feed back.
+            # All elements are plain values, so no codec and no error feedback is needed.
             self.codecs = [PlainCodec(torch.bfloat16)] * len(self.codecs)
             count = 0
-        # On any hop: what the first one leaves is cut again by the second.
+        # If any hop is quantized, all pieces are padded, because the second hop splits the result of the first.
         coded = [codec for codec in self.codecs if isinstance(codec, BlockCodec)]
         self.padded = _whole_blocks(self.piece) if coded else self.piece
-        # Pieces lie in the order in which hops cut a buffer, FSDP2's in order of ranks. With one hop these are the
-        # same.
+        # Messages hold pieces in the order in which the hops split a buffer; FSDP2's buffer has the order of ranks.
+        # With one hop
+        # both orders are equal.
         self.owners = [route.placement.chain.owner(piece) for piece in range(world)]
         self.inside: Tensor | None = None
         if coded and count:
             self._set_values(values, count, VALUE_BITS // min(codec.bits for codec in coded), device)
         self.numel = world * self.padded
         self.in_place = self.padded == self.piece and self.owners == list(range(world))
-        # Then FSDP2's buffer is a message already, and no copy is made.
+        # Then FSDP2's buffer serves as the message without a copy.
         self.as_it_is = self.in_place and self.codecs[0] == PlainCodec(dtype)
-        # A piece is to the layout what a parameter is in the engine: its own place, and padding behind it.
+        # Describe pieces to the layout like parameters: each with its offset, and padding behind.
         slots = (Slot(f"piece {rank}", (self.piece,), (1,), at * self.padded) for at, rank in enumerate(self.owners))
         self.layout = BufferLayout(tuple(slots), self.numel, world)
         self.table: BlockTable | None = None
-        # Only a kernel that encodes reads through a table; values are copied piece by piece.
+        # Only the quantizing kernel uses a table; plain values are copied piece by piece.
         if self.codecs[0].coded and not self.in_place:
             offsets = [slot.offset for slot in self.layout.slots]
             self.table = block_table([self.piece] * world, offsets, self.numel, device=device)
@@ -142,24 +150,27 @@ class _Packing:
             for codec in self.codecs
         ]
         self.inside = torch.cat([torch.arange(*each, device=device) for each in values])
-        # In the order of the messages.
+        # Indices in FSDP2's buffer, in the order of the messages.
         self.taken = torch.cat([self.inside + rank * self.piece for rank in self.owners])
 
     def message(self, path: ReducePath, buffer: Tensor) -> Tensor:
-        """The buffer [world * piece] as the path wants it; with zeros, from then on, for what travels as values."""
+        """Encode FSDP2's buffer [world * piece] as the first hop's messages.
+
+        The buffer's elements that are sent as plain values are set to zero.
+        """
         if self.as_it_is:
-            # FSDP2 holds its buffer until the reduction is over.
+            # FSDP2 keeps its buffer alive until the reduction is finished.
             return buffer
         message = path.empty(self.numel, buffer.device)
         values = None
         if self.inside is not None:
             values = buffer.index_select(0, self.taken)
-            # FSDP2 reads its buffer no more; it is memory from ``allocate``.
+            # FSDP2 does not read this buffer again: ``allocate`` returned its memory.
             buffer.index_fill_(0, self.taken, 0.0)
         if self.in_place:
             path.encode_(message, buffer)
         else:
-            # Put in order and padded on the way into the message.
+            # Reorder and pad the pieces while they are encoded.
             pieces = buffer.view(-1, self.piece).unbind()
             path.pack_(message, [pieces[rank] for rank in self.owners], self.layout, self.table)
         if values is not None:
@@ -167,28 +178,35 @@ class _Packing:
             if isinstance(first, MixedCodec):
                 places = first.values_in(message, self.numel // path.count)
             else:
-                # A first hop without codes carries these values like any other element.
+                # With a plain first hop, the values are stored behind their piece in the same dtype.
                 places = message.view(-1, self.padded)[:, self.behind]
             places.copy_(values.view(places.shape))
         return message
 
     def unpack_(self, output: Tensor, total: Tensor) -> None:
-        """``output`` [piece] becomes a padded piece without its padding, values in their places."""
+        """Copy a padded piece ``total`` to ``output`` [piece], with plain values back at their indices."""
         output.copy_(total[: self.piece])
         if self.inside is not None:
-            # On the stream of FSDP2's hook; it was made on that of the reductions.
+            # ``inside`` was allocated on another stream than that of FSDP2's all-reduce hook.
             used_here(self.inside)
             output.index_copy_(0, self.inside, total[self.behind].to(output.dtype))
 
 
 def _whole_blocks(numel: int) -> int:
-    """Elements, up to the end of their last block."""
+    """Return ``numel`` rounded up to a multiple of 256."""
     return -(-numel // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A reduction under way: where FSDP2 wants it, and where the last sum goes to, the same if it fits."""
+    """A reduction in flight.
+
+    Attributes:
+        event: end of the reduction.
+        output: tensor that FSDP2 reads the result from.
+        total: tensor that the last hop's sum is written to: ``output`` itself if dtype and size are equal.
+        packing: conversion that copies ``total`` to ``output``.
+    """
 
     event: Event
     output: Tensor
@@ -197,17 +215,17 @@ class _Pending:
 
 
 class ReduceComm(ReduceScatter):
-    """The reduce-scatter of one unit: packed on the stream that FSDP2 calls from, and sent on comm streams.
+    """The reduce-scatter of one unit: messages are packed on FSDP2's calling stream, and hops run on comm streams.
 
-    What FSDP2 does with the result follows :meth:`finish_reduction`, its all-reduce hook: see [Note: FSDP2's order].
+    FSDP2 uses the result after :meth:`finish_reduction`, which is its all-reduce hook: see [Note: FSDP2's order].
 
     Args:
-        unit: whose gradients they are.
-        route: its hops.
+        unit: unit whose gradients are reduced.
+        route: hops of the reduction.
 
     Attributes:
-        parts: parameters whose errors are fed back; none where no errors are.
-        feedbacks: those errors, for each hop; None where there are none.
+        parts: indices of the parameters that have error feedback; empty without feedback.
+        feedbacks: error-feedback state of each hop; None for a hop without.
     """
 
     def __init__(self, unit: ShardedUnit, route: ReduceRoute) -> None:
@@ -215,11 +233,11 @@ class ReduceComm(ReduceScatter):
         self.route = route
         self.feeds_back = bool(route.hops) and route.encoding.feedback is not None
         coded = any(codec.coded for codec in route.codecs(torch.float32))
-        # Else it does not matter which parameters' gradients a buffer holds.
+        # Otherwise a reduction does not depend on which parameters' gradients are in the buffer.
         self.needs_parts = self.feeds_back or (route.values and coded and any(unit.vectors))
         self._noted: Parts | None = None
         self._pending: _Pending | None = None
-        # FSDP2 leaves parameters without a gradient out of its buffer, so its parts can vary from step to step.
+        # FSDP2 omits parameters without a gradient, so the contents of its buffer may vary from step to step.
         self._prepared: dict[tuple[Parts | None, int, torch.dtype], tuple[_Packing, ReducePath]] = {}
         self.parts: Parts = ()
         self._codecs = route.codecs(torch.float32)
@@ -227,13 +245,13 @@ class ReduceComm(ReduceScatter):
         self.follow(unit.trained())
 
     def numel(self, parts: Parts) -> int:
-        """Elements of FSDP2's buffer of the gradients of some parameters."""
+        """Return the elements of FSDP2's gradient buffer for the parameters with these indices."""
         return self.route.world * sum(self.unit.sizes[at] for at in parts)
 
     def errors(self) -> dict[str, Feedback]:
-        """The errors that are fed back, by names that say of which hop, codec and parameters."""
+        """Return the quantization errors by name; a name contains the hop, the codec and a hash of the parameters."""
         parts = [(self.unit.parameters[at], self.unit.sizes[at]) for at in self.parts]
-        # A unit may have hundreds of names, too many for a key; a hash differs where they do.
+        # A unit may have hundreds of parameters, too many for a name, so use a hash of their names and sizes.
         of = f"of {len(parts)} parameters {zlib.crc32(repr(parts).encode()):08x}"
         return {
             f"{hop.spec.inner}->{hop.spec.outer} {codec.name} {of}": feedback
@@ -242,25 +260,26 @@ class ReduceComm(ReduceScatter):
         }
 
     def note_parts(self, parts: Parts) -> None:
-        """Hear whose gradients the next reduction sums."""
+        """Store the indices of the parameters whose gradients the next reduction sums."""
         self._noted = parts
 
     def follow(self, parts: Parts) -> None:
-        """Feed back the errors of these parameters from now on; they begin at nothing unless they were these before."""
+        """Use error feedback for the parameters ``parts`` from now on, with zero errors if the parameters changed."""
         if not self.feeds_back or parts == self.parts:
             return
         self.parts = parts
         self.feedbacks = [None] * len(self.route.hops)
-        # Paths refer to the errors of before.
+        # Cached paths refer to the previous error tensors.
         self._prepared.clear()
         if self.numel(parts):
-            # Errors are laid out like messages, padding included. With them no codec depends on the dtype.
+            # Errors have the layout of messages, with padding. With error feedback, no codec depends on the reduce
+            # dtype.
             packing = self._packing(parts, self.numel(parts), torch.float32)
             self._codecs = packing.codecs
             self.feedbacks = self.route.feedbacks(packing.numel, packing.codecs, self.unit.device)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for gradients."""
+        """Return uninitialized memory for FSDP2's gradient buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -271,30 +290,38 @@ class ReduceComm(ReduceScatter):
         op: ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Begin what makes ``output_tensor`` [n] this rank's part of the sum of every ``input_tensor`` [ranks * n].
+        """Start a reduction: ``output_tensor`` becomes this rank's part of the sum or mean over ranks.
 
-        Or of the mean; the factor is applied once, to the finished sum in float32. The output is filled when
-        :meth:`finish_reduction` has been called, by FSDP2 or, where it would call another hook, here.
+        The factor of a mean is applied once, to the float32 sum. :meth:`finish_reduction` waits for the output. FSDP2
+        calls
+        that method, or this method does if FSDP2 has another all-reduce hook.
+
+        Args:
+            output_tensor: output [n].
+            input_tensor: this rank's gradients [ranks * n].
+            group: process group of the unit; not used.
+            op: SUM, AVG or PREMUL_SUM.
+            async_op: not used.
 
         Raises:
-            RuntimeError: errors are fed back, and parameters that are trained have no gradient.
-            ValueError: a reduction that is no sum or mean.
+            RuntimeError: with error feedback, a trained parameter has no gradient.
+            ValueError: ``op`` is another operation.
         """
         scale = factor_of(op, self.route.world)
-        # Equal on all ranks, as shards are.
+        # Shards have equal size, so they are empty on all ranks or on none.
         if not output_tensor.numel():
             return None
         packing, path = self._prepare(input_tensor)
-        # Float64 is summed in float64, everything else in float32, whatever dtype FSDP2 reduces in.
+        # Sum float64 in float64, and all other dtypes in float32, whatever dtype FSDP2 reduces in.
         exact = torch.float64 if output_tensor.dtype == torch.float64 else torch.float32
-        # Then the last sum goes straight to where FSDP2 wants it.
+        # Then the last hop writes its sum straight to FSDP2's output.
         fits = output_tensor.dtype == exact and packing.padded == packing.piece
         total = output_tensor if fits else torch.empty(packing.padded, dtype=exact, device=output_tensor.device)
         reductions = self.route.reductions
-        # Before memory for messages is taken.
+        # Before messages are allocated, so that the limit also bounds their memory.
         reductions.make_room()
         message = packing.message(path, input_tensor)
-        # FSDP2 adds to the gradients that are there by itself, hence never accumulated here.
+        # FSDP2 itself adds the result to existing gradients, so never accumulate here.
         part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit.name)
         event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit.name}")
         self._pending = _Pending(event, output_tensor, total, packing)
@@ -303,28 +330,31 @@ class ReduceComm(ReduceScatter):
         return None
 
     def finish_reduction(self, output: Tensor) -> None:
-        """Let the caller's stream, or on CPU the caller, wait until ``output`` is filled; nothing if none is due.
+        """Make the calling stream (on CPU, the calling thread) wait for the pending reduction, if there is one.
+
+        Afterwards ``output`` holds the result.
 
         Raises:
-            RuntimeError: a rank has ended or not come.
+            RuntimeError: a rank has failed or is absent.
         """
         pending, self._pending = self._pending, None
-        # FSDP2 calls it, too, where the unit has nothing to reduce: of one rank, or without elements.
+        # FSDP2 also calls this hook if nothing was reduced: with one rank, or without elements.
         if pending is None:
             return
         wait_for(pending.event)
-        # Both were allocated on the stream of the reductions, which does not wait for this one before it goes on.
+        # Both tensors were allocated on another stream, which may reuse their memory without waiting for this stream.
         used_here(pending.output)
         if pending.total is not pending.output:
             used_here(pending.total)
             pending.packing.unpack_(pending.output, pending.total)
 
     def _prepare(self, buffer: Tensor) -> tuple[_Packing, ReducePath]:
-        """Packing and hops for a buffer; the set of parameters with a gradient can change."""
+        """Return the packing and the path for a gradient buffer, cached per set of parameters with a gradient."""
         parts, self._noted = self._noted, None
         if self.feeds_back:
-            # With another set of parameters the same place is another element's, and its error would be added to the
-            # wrong one. By parameters and not by size: two can be equally large.
+            # Errors are stored by position. With other parameters in the buffer, an error would be added to the wrong
+            # element.
+            # Compare parameters and not sizes, because two sets may have equal size.
             if parts is not None and parts != self.parts:
                 self._require_all(parts)
                 self.follow(parts)
@@ -369,8 +399,10 @@ class ReduceComm(ReduceScatter):
 
 
 def _with_message(message: Tensor, part: Iterator[None]) -> Iterator[None]:
-    """The same, on comm streams: the message was packed on the caller's stream, and is sent on the first of them."""
-    # FSDP2's own buffer as well, where it is a message: FSDP2 keeps it only until the calling stream goes on.
+    """Run ``part`` on comm streams, and record that the first of them uses the message."""
+    # The message was allocated on the calling stream. If it is FSDP2's own buffer, FSDP2 keeps it only until the
+    # calling
+    # stream continues, so the allocator must wait for the comm stream as well.
     used_here(message)
     del message
     yield from part

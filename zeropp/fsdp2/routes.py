@@ -1,4 +1,4 @@
-"""The hops that serve the units of one mesh: over which process groups, on which comm streams, with which codecs."""
+"""Process groups, comm streams and codecs of the hops that serve all units of one mesh."""
 
 from __future__ import annotations
 
@@ -27,23 +27,32 @@ from zeropp.wire.encoding import Encoding
 __all__ = ["WHAT", "Routes", "members_of"]
 
 WHAT = "zeropp.fsdp2.apply"
-"""The call that ranks make together, for errors."""
+"""Name of the collective call, for error messages."""
 
-_BETA = 0.8  # the default of the configuration, too
+_BETA = 0.8  # also the default of zeropp's configuration
 
 
 def members_of(
     group: dist.ProcessGroup, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
 ) -> Members:
     try:
-        # Its errors name the key of the configuration, and a caller of apply has an argument instead.
+        # Errors of find_members name a key of the configuration; name the argument of apply as well.
         return find_members(group, device, local_world_size, hosts)
     except ValueError as error:
         raise ValueError(f"{error}. For zeropp.fsdp2.apply it is the argument local_world_size") from None
 
 
 class Routes:
-    """The hops of one mesh, shared by all units on it."""
+    """The hops of one mesh, shared by all units on the mesh.
+
+    Args:
+        mesh: process group that shards the units.
+        units: units on the mesh.
+        options: arguments of ``apply``.
+        ledger: ledger that counts sent bytes.
+        hosts: name of the host of each global rank.
+        before: function that is called before each gather.
+    """
 
     def __init__(
         self,
@@ -58,21 +67,21 @@ class Routes:
         self.hosts = hosts
         self.before = before
         self.ledger = ledger
-        self.groups: list[dist.ProcessGroup] = []  # made here; FSDP2's own are others
+        self.groups: list[dist.ProcessGroup] = []  # process groups created here, without FSDP2's own
         self.waiting = Waiting(units[0].device, options.hang_timeout, self.groups)
-        # That of the first rank; a count of calls could differ between ranks with different histories.
+        # Use the first rank's name: a counter could differ between ranks with different histories.
         own = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", default_ctas(units[0].device)
         rows = exchange(mesh, own, WHAT, options.hang_timeout)
-        # Cards may differ, and NCCL wants one number of channels.
+        # GPUs may differ between ranks, but NCCL needs the same number of channels on all of them.
         self.job = rows[0][0]
         self.ctas = least([each for _, each in rows])
         device = units[0].device
         codec = BlockCodec(8) if options.weights is not None else None
-        # Gathers in backward share the comm streams of those in forward, and have groups of their own.
+        # Gathers of forward and backward share comm streams, but use different process groups.
         self.gathering = make_comm_streams("fsdp2 gather", device, sends=True, overlap=True)
         self.reducing = make_comm_streams("fsdp2 reduce", device, sends=True, overlap=True)
         self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
-        # By size alone: FSDP2 cuts the ranks of a mesh into runs of that size, the same for each call.
+        # By size only: for one size, FSDP2 always splits the ranks of a mesh into the same consecutive runs.
         self._by_size: dict[int, GatherRoute] = {}
         for unit in units:
             if unit.secondary is not None:
@@ -80,24 +89,29 @@ class Routes:
         self.reduce = self._reduce_route(mesh, device)
 
     def comms(self, unit: ShardedUnit) -> tuple[GatherComm, ReduceComm]:
-        """The hooks of a unit."""
+        """Create the gather hook and the reduce hook of a unit."""
         groups = [unit.group] if unit.secondary is None else [unit.group, unit.secondary]
         routes = {group: self.gathers[group] for group in groups}
         return GatherComm(unit.name, routes, self.gathering, self.before, self.waiting), ReduceComm(unit, self.reduce)
 
     def close(self) -> None:
-        """End the comm streams, and destroy the process groups made here."""
+        """Stop the comm streams and the monitor, and destroy the process groups created here."""
         for comm_streams in (self.gathering, self.reducing):
             comm_streams.close()
         self.waiting.close()
-        # The user may have ended torch.distributed before.
+        # Also works after the user has called destroy_process_group().
         free_groups(self.groups)
 
     def _secondary(self, group: dist.ProcessGroup, device: torch.device, codec: Codec | None) -> GatherRoute:
-        """FSDP2 makes a group for each call of ``fully_shard``; one of each size is enough."""
+        """Return the route of a smaller group for gathers in backward.
+
+        FSDP2 creates such a group per ``fully_shard`` call; one route per group size serves all calls.
+        """
         size = group.size()
         if size not in self._by_size:
-            # What FSDP2 keeps after forward is decoded already; sent as values it is forward's to the bit.
+            # The values that FSDP2 keeps after forward are decoded already, so sending them as plain values reproduces
+            # forward's
+            # weights bit for bit.
             codec = codec if self.options.secondary == "codes" else None
             self._by_size[size] = GatherRoute(self._gather_hops(group, device, "second"), codec)
         return self._by_size[size]
@@ -129,19 +143,21 @@ class Routes:
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
         members = members_of(group, device, self.options.local_world_size, self.hosts)
         world = len(members.ranks)
-        # As in stage 3: shards over all ranks, nothing cached. Of the mode only the paths between levels are used.
+        # Levels of stage 3: shards over all ranks, and no cached weights. Only the paths between levels are used.
         mode = Mode(build_chain(world, [members.local]), states=world, cached=None, gradients=world)
         return members, Placement(mode, group.rank(), members.local)
 
     def _hop(self, spec: HopSpec, members: Members, rank: int, kind: str) -> Hop:
-        """A hop with a group of its own, in the order of its pieces."""
-        # Not FSDP2's, over all ranks either: each group's collectives come from one comm stream, so in one order on all
-        # ranks, while the user goes on with that one.
+        """Create a hop with a new process group, whose ranks are in the order of the hop's slices."""
+        # Do not use FSDP2's group, even for a hop over all ranks: FSDP2 and the user go on using that group.
+        # Collectives of a new
+        # group come from one comm stream, so their order is equal on all ranks.
         ranks = [members.ranks[each] for each in spec.ranks]
-        # The first rank tells groups of one kind apart, which exist side by side.
+        # The first rank makes the name unique, because the groups of one kind are disjoint.
         name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
         timeout = timedelta(seconds=self.options.hang_timeout)
-        # At its timeout NCCL ends the process, and on CPU gloo raises the error.
+        # NCCL ends the process at its timeout, so on a GPU the timeout is longer than the monitor's. gloo raises an
+        # error.
         timeout += OUTLASTS if members.device.type in BLIND else timedelta()
         group = make_group(ranks, members.backend, timeout, name, members.device, self.ctas.for_link(spec.link))
         self.groups.append(group)

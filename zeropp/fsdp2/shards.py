@@ -1,6 +1,6 @@
-"""FSDP2's parameter groups below a model, and checks of what codecs can carry.
+"""FSDP2's parameter groups of a model, and checks that the codecs can send their weights and gradients.
 
-All names that torch keeps private and that the adapter leans on are used here. They are those of torch 2.11 to 2.13.
+All private names of torch that this package depends on are used in this file. They exist in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ __all__ = [
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 Parts = tuple[int, ...]
-"""Numbers of some parameters of a unit, in FSDP2's order."""
+"""Indices of some parameters of a unit, in FSDP2's order."""
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-# Units are keys of dicts, by identity.
+# Compared and hashed by identity (eq=False), because units are keys of dicts.
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
     """Parameters that FSDP2 shards, gathers and reduces together: those of one ``fully_shard`` call on one mesh.
 
     Attributes:
-        name: of the modules it was called on; "(root)" for the model itself. Where ``shard_placement_fn`` puts
-            parameters of one call on several meshes, with a number.
-        param_group: FSDP2's object for them, which holds its communication.
-        group: ranks that the parameters are sharded over.
-        replicas: ranks that have the same shards (HSDP), over which FSDP2 sums by itself; None without.
-        secondary: smaller group that they are sharded over between forward and backward, if
+        name: names of the modules of the call, "(root)" for the model itself; with a number if ``shard_placement_fn``
+            puts parameters of one call on several meshes.
+        param_group: FSDP2's parameter group, which stores its communication hooks.
+        group: process group that the parameters are sharded over.
+        replicas: process group of ranks with equal shards (HSDP), over which FSDP2 itself sums; None without replicas.
+        secondary: smaller process group that shards the parameters between forward and backward, if
             ``reshard_after_forward`` is a number; else None.
-        device: where gathered parameters live.
-        parameters: their names, in FSDP2's order.
-        sizes: elements of one rank's shard of each, with FSDP2's padding.
-        vectors: for each, whether it has one dimension, other than those of size 1, as a bias or the weight of a norm.
-        gathered: dtype that each parameter is gathered in, by name.
-        extended: parameters with an all-gather extension of their own.
-        reduced: dtypes in which gradients travel; none if nothing is trained.
+        device: device of gathered parameters.
+        parameters: names of the parameters, in FSDP2's order.
+        sizes: elements of one rank's shard of each parameter, with FSDP2's padding.
+        vectors: for each parameter, True if at most one dimension has a size other than 1, as in a bias.
+        gathered: dtype in which each parameter is gathered, by name.
+        extended: names of parameters with an all-gather extension of their own.
+        reduced: dtypes in which gradients are reduced; empty if no parameter is trained.
     """
 
     name: str
@@ -74,61 +74,66 @@ class ShardedUnit:
     reduced: frozenset[torch.dtype]
 
     def describe(self) -> tuple[object, ...]:
-        """Account of what must be the same on every rank."""
-        # Sizes and names: groups and modules of different ranks cannot be compared.
+        """Return the properties that must be equal on all ranks."""
+        # Use sizes and names, because groups and modules of different ranks cannot be compared.
         smaller = None if self.secondary is None else self.secondary.size()
         dtypes = tuple((name, str(dtype)) for name, dtype in self.gathered.items())
         return (self.name, smaller, dtypes, sorted(map(str, self.reduced)), self.sizes, self.trained())
 
     def trained(self) -> Parts:
-        """The parameters that require a gradient now."""
+        """Return the indices of the parameters that require a gradient now."""
         params = enumerate(self.param_group.fsdp_params)
         return tuple(at for at, param in params if param.sharded_param.requires_grad)
 
     def install(self, gather: AllGather, reduce: ReduceScatter, finish: Callable[[Tensor], None]) -> None:
-        """Use these from now on; ``finish`` after each reduction, if nothing else comes between."""
-        # What FSDP2's setters set. They refuse a module whose parameters are on several meshes, since they have no
-        # argument for the mesh.
+        """Set this unit's hooks; FSDP2 calls ``finish`` after each reduction unless another all-reduce hook exists.
+
+        With replicas (HSDP), ``finish`` is not set.
+        """
+        # Set the attributes that FSDP2's setters set. The setters take no mesh as an argument, so they refuse a module
+        # whose
+        # parameters are on several meshes.
         self.param_group._all_gather_comm = gather
         self.param_group._reduce_scatter_comm = reduce
-        # With replicas the hook comes after their all-reduce, which needs the finished sums.
+        # With replicas, FSDP2 calls the all-reduce hook after the replicas' all-reduce, which needs the finished sums.
         if self.replicas is None and self.param_group._all_reduce_hook is None:
             self.param_group._all_reduce_hook = finish
 
     def finishes(self, finish: Callable[[Tensor], None]) -> bool:
-        """Tell whether FSDP2 calls ``finish`` after each reduction."""
-        # Not by identity: Python makes a new bound method at each access.
+        """Return True if FSDP2 calls ``finish`` after each reduction."""
+        # Compare by equality: each access to a bound method creates a new object.
         return bool(self.param_group._all_reduce_hook == finish)
 
     def watch(self, note: Callable[[Parts], None]) -> None:
-        """Have ``note`` told, before each reduction, which parameters' gradients are in FSDP2's buffer."""
+        """Call ``note`` before each reduction with the indices of the parameters whose gradients it sums."""
         post_backward = self.param_group.post_backward
 
         def noted(*args: object) -> None:
             note(_with_gradient(self.param_group))
             post_backward(*args)
 
-        # FSDP2 hands over a buffer, and says of which parameters nowhere else.
+        # FSDP2 passes a buffer to the reduce hook, but not the parameters, so replace the method that fills the buffer.
         self.param_group.post_backward = noted
 
     def restore(self, gather: AllGather, reduce: ReduceScatter, finish: Callable[[Tensor], None]) -> None:
-        """Use FSDP2's own again in place of what :meth:`install` and :meth:`watch` have set, and of nothing else."""
+        """Restore FSDP2's own hooks, but only in place of those that :meth:`install` and :meth:`watch` set."""
         group = self.param_group
         if self.finishes(finish):
             group._all_reduce_hook = None
-        # The user may have set others since, which stay.
+        # Hooks that the user has set since then stay.
         if group._all_gather_comm is gather:
             group._all_gather_comm = DefaultAllGather()
         if group._reduce_scatter_comm is reduce:
             group._reduce_scatter_comm = DefaultReduceScatter()
-        # The instance's attribute goes, and the method of its class is there again.
+        # Delete the instance's attribute, so that lookups find the class's method again.
         group.__dict__.pop("post_backward", None)
 
     def check_weights(self) -> None:
-        """Refuse what int8 cannot carry.
+        """Raise an error if int8 codes cannot represent the unit's weights.
 
         Raises:
-            ValueError: extensions, several dtypes in one buffer, or dtypes that are not floating point.
+            ValueError: parameters with all-gather extensions, of several dtypes, or of a dtype that is not floating
+                point.
         """
         if self.extended:
             raise ValueError(
@@ -153,10 +158,10 @@ class ShardedUnit:
             )
 
     def check_gradients(self) -> None:
-        """Refuse gradients that are not floating point.
+        """Raise an error if the unit's gradients are not floating point.
 
         Raises:
-            ValueError: with the dtype.
+            ValueError: a dtype that is not floating point; the message names it.
         """
         if not self.reduced <= set(_FLOATS):
             raise ValueError(
@@ -166,30 +171,35 @@ class ShardedUnit:
 
 
 def factor_of(op: ReduceOp, world: int) -> float:
-    """The factor by which FSDP2 wants the sum over ``world`` ranks to be multiplied.
+    """Return the factor by which the sum over ``world`` ranks is multiplied to give FSDP2's reduction.
 
-    FSDP2 divides before and after by itself where it asks for a sum (float16, or
-    ``set_force_sum_reduction_for_comms``), and leaves it to the reduction otherwise.
+    If FSDP2 requests a sum (for float16, or after ``set_force_sum_reduction_for_comms``), it divides by itself before
+    and
+    after the reduction. Otherwise the reduction has to divide.
+
+    Args:
+        op: reduction that FSDP2 requests.
+        world: number of ranks.
 
     Raises:
-        ValueError: another reduction than a sum, a mean or a scaled sum.
+        ValueError: the reduction is not a sum, a mean or a scaled sum.
     """
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1.0 / world
     if op == dist.ReduceOp.PREMUL_SUM:
-        # As it would be pickled; torch shows the factor nowhere else.
+        # torch exposes the factor in the pickled state only.
         return float(cast(Any, op).__getstate__()[1])
     raise ValueError(f"reduction is {op}; expected SUM, AVG or PREMUL_SUM, the ones that FSDP2 asks for")
 
 
 def find_units(model: nn.Module) -> list[ShardedUnit]:
-    """Everything that ``fully_shard`` has sharded below a model, in order of modules.
+    """Return all units that ``fully_shard`` created in a model, in module order.
 
     Raises:
-        TypeError: no module, or none that ``fully_shard`` was called on.
-        ValueError: a mesh that only replicates, or communication hooks already there.
+        TypeError: ``model`` is not a module, or ``fully_shard`` was called on none of its modules.
+        ValueError: a mesh only replicates parameters, or custom communication hooks exist already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module sharded with fully_shard")
@@ -199,7 +209,7 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
             f"no module of this {type(model).__name__} has been sharded; call torch.distributed.fsdp.fully_shard on "
             "its blocks and on itself first"
         )
-    # Parameters hash by identity, DTensors included.
+    # Parameters, DTensors included, are hashed by identity.
     names = {parameter: name for name, parameter in model.named_parameters()}
     units: list[ShardedUnit] = []
     for state, name in states:
@@ -211,15 +221,15 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
 
 
 def sharded_since(model: nn.Module, units: Sequence[ShardedUnit]) -> list[str]:
-    """Names of the modules below a model whose parameters ``fully_shard`` has sharded since these units were found."""
+    """Return the names of modules that were sharded with ``fully_shard`` after ``units`` were found."""
     known = {id(unit.param_group) for unit in units}
     return [name for state, name in _states(model) if any(id(group) not in known for group in parameter_groups(state))]
 
 
 def _states(model: nn.Module) -> list[tuple[Any, str]]:
-    """FSDP2's state of each ``fully_shard`` call below a model, with the names of its modules."""
+    """Return FSDP2's state of each ``fully_shard`` call in a model, with the names of the call's modules."""
     states: dict[int, Any] = {}
-    # One call of fully_shard can be given several modules, which then share one state.
+    # One call of fully_shard may have several modules, which share one state.
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -230,8 +240,8 @@ def _states(model: nn.Module) -> list[tuple[Any, str]]:
 
 
 def parameter_groups(state: Any) -> list[Any]:
-    """FSDP2's parameter groups; torch 2.11 has one at most."""
-    # A list in later versions, empty where the call found no parameters of its own.
+    """Return FSDP2's parameter groups of one ``fully_shard`` call; torch 2.11 has at most one."""
+    # torch after 2.11 has a list, which is empty if the call found no parameters.
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -239,11 +249,14 @@ def parameter_groups(state: Any) -> list[Any]:
 
 
 def _with_gradient(group: Any) -> Parts:
-    """The parameters whose gradients FSDP2 is about to reduce: its own choice in ``FSDPParamGroup.post_backward``."""
-    zeros = getattr(group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+    """Return the indices of the parameters whose gradients FSDP2 is about to reduce.
+
+    The conditions are those of ``FSDPParamGroup.post_backward``.
+    """
+    zeros = getattr(group, "reduce_scatter_unused_params", False)  # exists since torch 2.13
     found = []
     for at, param in enumerate(group.fsdp_params):
-        # Missing until the parameters have been gathered once.
+        # Absent until the parameters are gathered for the first time.
         whole = getattr(param, "_unsharded_param", None)
         if whole is None:
             continue
@@ -265,20 +278,21 @@ def _unit(name: str, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
         (group._all_gather_comm, DefaultAllGather),
         (group._reduce_scatter_comm, DefaultReduceScatter),
     ):
-        # By type and not by isinstance: a class derived from the default is somebody's hook.
+        # Compare the type, because a subclass of the default is a custom hook.
         if type(comm) is not default:
             raise ValueError(
                 f"{name}: has a {type(comm).__name__} already; expected FSDP2's {default.__name__}. Undo "
                 "set_custom_..., set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm; what "
                 "zeropp.fsdp2.apply returned has remove()"
             )
-    # None where parameters stay gathered, the mesh itself where they are sharded again; for a number a mesh of its own,
-    # of which only the sharding dimension gathers.
+    # post_forward_mesh_info is None if parameters stay gathered after forward, and the mesh itself if they are
+    # resharded
+    # completely. With a number, it is a mesh of two dimensions, of which the sharding dimension gathers.
     after = group.post_forward_mesh_info
     secondary = None
     if after is not None and after.shard_process_group.size() != mesh.shard_process_group.size():
         secondary = after.shard_process_group
-    # Parameters that are gathered just now are not registered in their sharded form, and have no name.
+    # Parameters that are gathered at the moment are not registered in their sharded form, so ``names`` lacks them.
     params = {names.get(p.sharded_param, f"parameter {at}"): p for at, p in enumerate(group.fsdp_params)}
     trained = [param for param in params.values() if param.sharded_param.requires_grad]
     policy = group.mp_policy
@@ -286,24 +300,24 @@ def _unit(name: str, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
         name=name,
         param_group=group,
         group=mesh.shard_process_group,
-        # HSDP's info is of both classes.
+        # With HSDP, the mesh info is an instance of both classes.
         replicas=mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None,
         secondary=secondary,
         device=group.device,
         parameters=tuple(params),
-        # FSDP2 pads each parameter until all ranks have the same of it.
+        # FSDP2 pads each parameter so that all ranks have shards of equal size.
         sizes=tuple(param.padded_sharded_param_size.numel() for param in params.values()),
         vectors=tuple(max(p.sharded_param.shape, default=1) == p.sharded_param.numel() for p in params.values()),
         gathered={key: _dtype(param, policy.param_dtype) for key, param in params.items()},
-        # By the attribute that FSDP2 itself goes by.
+        # FSDP2 itself detects extensions by this attribute.
         extended=tuple(key for key, p in params.items() if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")),
-        # Without a dtype of the policy FSDP2 reduces in the one that gradients come in.
+        # Without a reduce_dtype in the policy, FSDP2 reduces in the dtype of the gradients.
         reduced=frozenset(policy.reduce_dtype or _dtype(param, policy.param_dtype) for param in trained),
     )
 
 
 def _dtype(param: Any, wanted: torch.dtype | None) -> torch.dtype:
-    """Dtype in which a parameter is gathered and its gradient computed."""
+    """Return the dtype in which a parameter is gathered and its gradient is computed."""
     own: torch.dtype = param.sharded_param.dtype
     # FSDP2 casts floating parameters only.
     return wanted if wanted is not None and own.is_floating_point else own
