@@ -86,7 +86,7 @@ class Adapter:
             raise ValueError(
                 f"the state has no errors for {missing[:3]}, and has {other[:3]} (name, bytes; at most three of each); "
                 f"expected those of {len(own)} names that state_dict() gives: the same model, trained parameters, "
-                "ranks and settings. Without them errors begin at nothing, which costs one step's rounding"
+                "ranks and settings. Without a loaded state, errors start at zero, which costs one step's rounding"
             )
         for name, feedback in self._feedbacks().items():
             feedback.state.copy_(state[name])
@@ -200,9 +200,9 @@ class _FirstUse:
         late = sharded_since(model, self._units)
         if late:
             raise RuntimeError(
-                f"fully_shard was called on {late} after zeropp.fsdp2.apply, so that what they send is not quantized. "
-                "Call apply after the last fully_shard. To go on in this process, remove() what apply returned, apply "
-                "again, and call reset_iter_state() of the root (torch 2.13): FSDP2 has begun this forward"
+                f"fully_shard was called on {late} after zeropp.fsdp2.apply, so their communication is not quantized. "
+                "Call apply after the last fully_shard. To go on in this process, call remove() of the adapter, call "
+                "apply again, and call reset_iter_state() of the root (torch 2.13), because FSDP2 has begun a forward"
             )
         # Check once only: a walk over all modules at each gather would cost host time.
         self._passed = True

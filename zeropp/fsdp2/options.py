@@ -95,15 +95,15 @@ class Options:
         local, cross = bits or (32, 32)
         if self.hadamard and local not in _CODES and cross not in _CODES:
             raise ValueError(
-                f"hadamard rotates gradients before they are encoded, and gradient_bits={bits} encodes nothing; give "
-                f"one of {_CODES} for a hop, or hadamard=False"
+                f"hadamard rotates gradients before they are quantized, and gradient_bits={bits} quantizes nothing; "
+                f"give one of {_CODES} for a hop, or hadamard=False"
             )
         # A single hop uses the second number, as a hop between nodes does. So "cross" includes a single hop.
         needed = {"cross": (cross,), "both": (local, cross)}.get(self.feedback or "", ())
         if any(each not in _CODES for each in needed):
             raise ValueError(
-                f"feedback={self.feedback!r} adds what encoding has lost, and gradient_bits={bits} does not encode on "
-                "every hop that it names; give fewer than 16 there, or another feedback"
+                f"feedback={self.feedback!r} compensates quantization errors, and gradient_bits={bits} does not "
+                f"quantize on every hop with feedback; give one of {_CODES} for these hops, or another feedback"
             )
 
     @staticmethod

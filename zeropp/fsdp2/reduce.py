@@ -376,9 +376,9 @@ class ReduceComm(ReduceScatter):
         missing = [self.unit.parameters[at] for at in self.unit.trained() if at not in parts]
         if missing:
             raise RuntimeError(
-                f"{self.unit.name}: {missing} have no gradient in this backward, and errors are fed back for every "
-                "parameter that is trained. Call model.set_reduce_scatter_unused_params(True) (torch 2.13), so that "
-                "they travel as zeros; freeze them; or give feedback=None"
+                f"{self.unit.name}: {missing} have no gradient in this backward, and error feedback needs one of "
+                "every trained parameter. Call model.set_reduce_scatter_unused_params(True) (torch 2.13), so that "
+                "zeros are sent for them; freeze them; or give feedback=None"
             )
 
     def _make(self, parts: Parts | None, numel: int, dtype: torch.dtype) -> tuple[_Packing, ReducePath]:

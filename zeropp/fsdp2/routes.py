@@ -35,6 +35,7 @@ _BETA = 0.8  # also the default of zeropp's configuration
 def members_of(
     group: dist.ProcessGroup, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
 ) -> Members:
+    """Return a group's ranks, nodes and backend as :func:`find_members` does; its errors name the argument of apply."""
     try:
         # Errors of find_members name a key of the configuration; name the argument of apply as well.
         return find_members(group, device, local_world_size, hosts)

@@ -138,7 +138,7 @@ class ShardedUnit:
         if self.extended:
             raise ValueError(
                 f"{self.name}: {list(self.extended)} bring their own all-gather extension (fsdp_pre_all_gather), as "
-                "float8 weights do: what they send is encoded already. Expected plain parameters; switch that "
+                "float8 weights do, so their messages are encoded already. Expected plain parameters; switch that "
                 "extension off, or give weights=None"
             )
         by_dtype = defaultdict(list)
@@ -282,8 +282,8 @@ def _unit(name: str, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
         if type(comm) is not default:
             raise ValueError(
                 f"{name}: has a {type(comm).__name__} already; expected FSDP2's {default.__name__}. Undo "
-                "set_custom_..., set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm; what "
-                "zeropp.fsdp2.apply returned has remove()"
+                "set_custom_..., set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm, or "
+                "call remove() of the adapter that zeropp.fsdp2.apply returned"
             )
     # post_forward_mesh_info is None if parameters stay gathered after forward, and the mesh itself if they are
     # resharded
