@@ -27,8 +27,7 @@ class GatherRoute:
 
     FSDP2 needs the parts in the order of ranks, and the ranks of a node are consecutive. With two hops, each rank first
     gathers between nodes: from the ranks with its own position in the other nodes. Then each node gathers inside the
-    node,
-    with one collective per source node. The parts of a source node are adjacent in the result, so no reordering
+    node, with one collective per source node. The parts of a source node are adjacent in the result, so no reordering
     follows.
 
     Args:
@@ -91,8 +90,7 @@ class GatherComm(AllGather):
     """The all-gather of one unit: FSDP2 calls it on its own streams, and its hops run on comm streams.
 
     FSDP2 keeps the result alive until it is copied out, and its streams wait for the copy before they reuse the memory.
-    So
-    the allocator needs no record of the comm streams: see [Note: FSDP2's order].
+    So the allocator needs no record of the comm streams: see [Note: FSDP2's order].
 
     Args:
         unit: name of the unit for the ledger.
@@ -139,8 +137,7 @@ class GatherComm(AllGather):
 
         Raises:
             RuntimeError: the unit's parameters have several dtypes, which they had not when the hooks were installed;
-                or
-                an error of ``before``.
+                or an error of ``before``.
         """
         self.before()
         # After forward, FSDP2 may shard parameters over a smaller group, and then passes that group.
@@ -159,8 +156,7 @@ class GatherComm(AllGather):
         with self._filled_on:
             event = queue(self.comm_streams, route.links, part, f"the gather of {self.unit}", self.waiting)
         # On a GPU without async_op, return None: given a work, FSDP2 makes the next gather wait for this gather's
-        # copy-out.
-        # On CPU, FSDP2's events do nothing, so without a work the host would have to wait here.
+        # copy-out. On CPU, FSDP2's events do nothing, so without a work the host would have to wait here.
         if async_op or not output_tensor.is_cuda:
             return Arrival(event, self.waiting)
         wait_for(event)

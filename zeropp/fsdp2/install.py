@@ -123,9 +123,8 @@ def apply(
 
     Collective: every rank of the model's mesh calls it after all calls of ``fully_shard`` and before the first forward.
     Weights are encoded once, by their owner, and decoded into FSDP2's buffer. All ranks, the owner included, compute
-    with
-    the decoded values. Gradients are summed in float32, inside the node and then between nodes. Sharded parameters and
-    gradients stay float32 or bfloat16 DTensors. docs/fsdp2.md has the details.
+    with the decoded values. Gradients are summed in float32, inside the node and then between nodes. Sharded parameters
+    and gradients stay float32 or bfloat16 DTensors. docs/fsdp2.md has the details.
 
     Args:
         model: model with ``fully_shard`` called on it, on modules below it, or both.
@@ -136,15 +135,13 @@ def apply(
             bfloat16, 32 for float32. None for plain values in FSDP2's reduce dtype.
         hadamard: True to rotate each 32 elements of a gradient before they are quantized.
         feedback: hops with error feedback (LoCo, arXiv 2407.04480): "cross" between nodes (or the only hop), "both"
-            also
-            inside the node, None for no hop. Memory per rank: 1 byte per element that it sends between nodes; with
+            also inside the node, None for no hop. Memory per rank: 1 byte per element that it sends between nodes; with
             "both", another byte per element of the model.
         beta: factor on the old error; None for 0.8.
         gather_hops: 2 to gather between nodes and then inside them, 1 for one all-gather over all ranks, for backends
             that already send each part once over each link.
         vector_bits: 16 to send gradients of one-dimensional parameters (sizes of 1 do not count) in 16 bits or more.
-            None
-            to quantize them, in groups whose scales also serve neighbouring parameters.
+            None to quantize them, in groups whose scales also serve neighbouring parameters.
         local_world_size: ranks per node; None to read LOCAL_WORLD_SIZE, or else to take each host as a node.
         hang_timeout: seconds after which a collective on a process group of this call is an error.
 
@@ -267,8 +264,7 @@ def _agree(
     groups = dict.fromkeys(unit.group for unit in units)
     groups |= dict.fromkeys(unit.replicas for unit in units if unit.replicas is not None)
     # With replicas or several meshes, no group contains all ranks. So an error from one group is raised in the next
-    # group,
-    # too, and reaches all ranks.
+    # group, too, and reaches all ranks.
     for group in groups:
         try:
             run_on_all_ranks(group, WHAT, partial(tell, group), same=same is not None, patience=options.patience)

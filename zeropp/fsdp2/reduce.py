@@ -76,13 +76,11 @@ class _Packing:
 
     FSDP2's buffer holds one piece per rank, in the order of ranks. The first hop sends one message to each rank of this
     node: the pieces of all ranks with the receiver's position in their nodes. The encoding kernel reads the pieces from
-    the
-    buffer through a table, so no copy reorders them.
+    the buffer through a table, so no copy reorders them.
 
     With quantized hops, each piece is padded to blocks of 256 elements, because the second hop splits messages between
     pieces. Elements that are sent as plain values are placed behind the codes of their piece. Zeros replace them among
-    the
-    codes, so they do not affect the scales.
+    the codes, so they do not affect the scales.
 
     Args:
         route: the hops.
@@ -120,8 +118,7 @@ class _Packing:
         coded = [codec for codec in self.codecs if isinstance(codec, BlockCodec)]
         self.padded = _whole_blocks(self.piece) if coded else self.piece
         # Messages hold pieces in the order in which the hops split a buffer; FSDP2's buffer has the order of ranks.
-        # With one hop
-        # both orders are equal.
+        # With one hop both orders are equal.
         self.owners = [route.placement.chain.owner(piece) for piece in range(world)]
         self.inside: Tensor | None = None
         if coded and count:
@@ -293,8 +290,7 @@ class ReduceComm(ReduceScatter):
         """Start a reduction: ``output_tensor`` becomes this rank's part of the sum or mean over ranks.
 
         The factor of a mean is applied once, to the float32 sum. :meth:`finish_reduction` waits for the output. FSDP2
-        calls
-        that method, or this method does if FSDP2 has another all-reduce hook.
+        calls that method, or this method does if FSDP2 has another all-reduce hook.
 
         Args:
             output_tensor: output [n].
@@ -353,8 +349,7 @@ class ReduceComm(ReduceScatter):
         parts, self._noted = self._noted, None
         if self.feeds_back:
             # Errors are stored by position. With other parameters in the buffer, an error would be added to the wrong
-            # element.
-            # Compare parameters and not sizes, because two sets may have equal size.
+            # element. Compare parameters and not sizes, because two sets may have equal size.
             if parts is not None and parts != self.parts:
                 self._require_all(parts)
                 self.follow(parts)
@@ -401,8 +396,7 @@ class ReduceComm(ReduceScatter):
 def _with_message(message: Tensor, part: Iterator[None]) -> Iterator[None]:
     """Run ``part`` on comm streams, and record that the first of them uses the message."""
     # The message was allocated on the calling stream. If it is FSDP2's own buffer, FSDP2 keeps it only until the
-    # calling
-    # stream continues, so the allocator must wait for the comm stream as well.
+    # calling stream continues, so the allocator must wait for the comm stream as well.
     used_here(message)
     del message
     yield from part

@@ -111,8 +111,7 @@ class Routes:
         size = group.size()
         if size not in self._by_size:
             # The values that FSDP2 keeps after forward are decoded already, so sending them as plain values reproduces
-            # forward's
-            # weights bit for bit.
+            # forward's weights bit for bit.
             codec = codec if self.options.secondary == "codes" else None
             self._by_size[size] = GatherRoute(self._gather_hops(group, device, "second"), codec)
         return self._by_size[size]
@@ -151,8 +150,7 @@ class Routes:
     def _hop(self, spec: HopSpec, members: Members, rank: int, kind: str) -> Hop:
         """Create a hop with a new process group, whose ranks are in the order of the hop's slices."""
         # Do not use FSDP2's group, even for a hop over all ranks: FSDP2 and the user go on using that group.
-        # Collectives of a new
-        # group come from one comm stream, so their order is equal on all ranks.
+        # Collectives of a new group come from one comm stream, so their order is equal on all ranks.
         ranks = [members.ranks[each] for each in spec.ranks]
         # The first rank makes the name unique, because the groups of one kind are disjoint.
         name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"

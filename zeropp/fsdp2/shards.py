@@ -91,8 +91,7 @@ class ShardedUnit:
         With replicas (HSDP), ``finish`` is not set.
         """
         # Set the attributes that FSDP2's setters set. The setters take no mesh as an argument, so they refuse a module
-        # whose
-        # parameters are on several meshes.
+        # whose parameters are on several meshes.
         self.param_group._all_gather_comm = gather
         self.param_group._reduce_scatter_comm = reduce
         # With replicas, FSDP2 calls the all-reduce hook after the replicas' all-reduce, which needs the finished sums.
@@ -174,8 +173,7 @@ def factor_of(op: ReduceOp, world: int) -> float:
     """Return the factor by which the sum over ``world`` ranks is multiplied to give FSDP2's reduction.
 
     If FSDP2 requests a sum (for float16, or after ``set_force_sum_reduction_for_comms``), it divides by itself before
-    and
-    after the reduction. Otherwise the reduction has to divide.
+    and after the reduction. Otherwise the reduction has to divide.
 
     Args:
         op: reduction that FSDP2 requests.
@@ -286,8 +284,7 @@ def _unit(name: str, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
                 "call remove() of the adapter that zeropp.fsdp2.apply returned"
             )
     # post_forward_mesh_info is None if parameters stay gathered after forward, and the mesh itself if they are
-    # resharded
-    # completely. With a number, it is a mesh of two dimensions, of which the sharding dimension gathers.
+    # resharded completely. With a number, it is a mesh of two dimensions, of which the sharding dimension gathers.
     after = group.post_forward_mesh_info
     secondary = None
     if after is not None and after.shard_process_group.size() != mesh.shard_process_group.size():

@@ -26,11 +26,10 @@ class MixedCodec(BlockCodec):
 
     A message consists of pieces of equal length. In each piece, the plain values start at element ``start``, behind all
     quantized elements. A plain value takes the bytes of ``width`` codes, so the kernels process a message as if it had
-    codes only.
-    This codec overwrites those bytes after the kernels encode, and replaces the kernels' result there after they
-    decode. No group
-    contains both codes and plain values. ``width`` is equal on all hops, so that their messages have equal numbers of
-    elements: beside 4-bit codes a value has 16 bits, and beside the 8-bit codes of another hop 32 bits.
+    codes only. This codec overwrites those bytes after the kernels encode, and replaces the kernels' result there after
+    they decode. No group contains both codes and plain values. ``width`` is equal on all hops, so that their messages
+    have equal numbers of elements: beside 4-bit codes a value has 16 bits, and beside the 8-bit codes of another hop 32
+    bits.
 
     Attributes:
         piece: elements of a piece: codes, ``width`` elements per plain value, and padding.

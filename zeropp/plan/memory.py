@@ -62,8 +62,7 @@ class MemoryPlan:
             ``gradients`` (shards of the same size),
             ``gradient_norms`` (one number per 256 gradient elements, and a flag for non-finite values),
             ``frozen_weights`` (shards in their own dtype, or quantized),
-            ``wire_weights`` (copies that gathers read, in the compute dtype or quantized, if main weights are
-                offloaded),
+            ``wire_weights`` (copies for gathers if main weights are offloaded, in the compute dtype or quantized),
             ``secondary_weights`` (hpZ's secondary shards, in the compute dtype or quantized),
             ``persistent_weights`` (whole weights in the compute dtype; 0 if the main weights serve as these),
             ``feedback`` (error-feedback state of quantized gradients),
@@ -73,14 +72,12 @@ class MemoryPlan:
             them. Their memory is outside of torch's allocator, and no other number of this plan includes it.
         host: bytes in host memory, by term: offloaded ``main_weights``, ``gradients``, ``frozen_weights``,
             ``wire_weights`` and ``optimizer_states``; and rings of staging buffers, ``step_staging`` for optimizer
-                steps
-            and ``gather_staging`` for gathers.
+            steps and ``gather_staging`` for gathers.
         disk: bytes in files, by term, with each tensor rounded up to 4096 bytes.
         paths: bytes of ``disk`` below each ``nvme_path``.
         device_states: bytes of optimizer states on the device, which no other number of this plan includes.
         new_weights: upper bound on device bytes of stepped weights that are not yet sent to cached weights or
-            quantized.
-            Gradients add nothing to this, because the next backward waits for steps that still read them.
+            quantized. Gradients add nothing to this, because the next backward waits for steps that still read them.
         pinned: page-locked bytes of the staging rings.
         local: number of ranks per node.
         on_host: True if the device is the CPU, so that ``terms`` are in host memory.
@@ -115,8 +112,7 @@ class MemoryPlan:
         """Bytes of gradients that wait on the device between the micro-batches of one accumulation window.
 
         This is 0 if each backward reduces its gradients completely. Inside ``no_sync`` whole gradients wait in any
-        case:
-        ``numel`` elements of the main dtype, which this number does not include.
+        case: ``numel`` elements of the main dtype, which this number does not include.
         """
         return sum(unit.held for unit in self.units)
 
@@ -130,8 +126,7 @@ class MemoryPlan:
         """Bytes that training needs in host memory for one rank, at least.
 
         If the device is the CPU, this includes everything on the device, and the largest unit. Activations, Python,
-        torch and
-        the model before wrapping are never included.
+        torch and the model before wrapping are never included.
         """
         return sum(self.host_terms.values())
 
@@ -204,8 +199,7 @@ def memory(
         local: number of ranks per node; None for a single node.
         device: device that trains; it need not exist on this machine. With "cpu", offload to host memory has no effect.
         states: elements of optimizer state per parameter element: 2 for Adam and AdamW, 3 with ``amsgrad``, 1 for
-            Adagrad
-            and for SGD with momentum.
+            Adagrad and for SGD with momentum.
         groups: number of parameter groups of the wrapped optimizer.
 
     Returns:
@@ -288,8 +282,7 @@ class _Tally:
     def new_weights(self) -> int:
         """Upper bound on the bytes of new weights on the device."""
         # A quantized buffer is encoded before the next buffer is stepped, so only the largest counts. New weights that
-        # are sent
-        # as values may wait for the network all at once.
+        # are sent as values may wait for the network all at once.
         return sum(self._sent_on) + max(self._encoded, default=0)
 
     def add_unit(self, unit: UnitOutline) -> UnitMemory:
@@ -342,8 +335,7 @@ class _Tally:
             self._add_states(tiers, piece, key.main_dtype)
         paths = weight_paths(self._groups, unit.placement, key, self._encoding, stored=not tier.serves(self._device))
         # If the shard is whole and in the compute dtype, it also serves as the persistent weights. With a codec it
-        # cannot,
-        # because modules compute with decoded values.
+        # cannot, because modules compute with decoded values.
         if unit.placement.mode.cached == 1 and not paths.shared:
             self.terms["device"]["persistent_weights"] += buffer.layout.numel * key.dtype.itemsize
         source = make_wire_copy(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)

@@ -53,8 +53,7 @@ def outline(
 
     Raises:
         ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the configuration's group sizes, weight
-            codec
-            or offload.
+            codec or offload.
     """
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
@@ -122,8 +121,7 @@ class CommunicatorMemory:
         ranks: number of member ranks.
         link: "local" inside a node, "cross" between nodes.
         collectives: names of the collectives that the communicator runs. Each allocates memory at its first use, while
-            the
-            model is wrapped.
+            the model is wrapped.
         nbytes: estimated bytes outside of torch's allocator.
     """
 

@@ -43,8 +43,7 @@ class TrafficPlan:
     """The bytes that each rank sends in one optimizer step; escapes of "lossless" are estimated.
 
     Each unit is gathered once per forward and once per backward. In training, reuse between the two saves a gather, and
-    a
-    unit that is used again after it was resharded needs another one.
+    a unit that is used again after it was resharded needs another one.
 
     Attributes:
         rows: bytes by unit and hop.
@@ -87,8 +86,7 @@ class TrafficPlan:
         """
         every, trained = self.numel
         # Operations per token: forward takes 2 per weight. Backward takes 2 per weight for the gradients of inputs, and
-        # 2 per
-        # trained weight for the gradients of weights.
+        # 2 per trained weight for the gradients of weights.
         work = {"forward": 2 * every, "backward": 2 * (every + trained)}
         # A pass hides only its own messages, so the pass with the larger result decides.
         return max(

@@ -65,8 +65,7 @@ def _autocast_forwards(model: nn.Module, engine: Engine, dtype: torch.dtype) -> 
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Autocast's cache would keep cast copies of all units' weights until the forward ends, although stage 3 frees
-        # the
-        # weights after each unit.
+        # the weights after each unit.
         with torch.autocast(device_type, dtype, cache_enabled=False):
             return plain(ref(), *args, **kwargs) if own is None else own(*args, **kwargs)
 
@@ -138,8 +137,7 @@ def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tup
 def _no_collections() -> Iterator[None]:
     """Disable Python's garbage collector inside the ``with`` block."""
     # Wrapping creates many objects that stay alive. Each collection would scan all of them and find nothing to free,
-    # which
-    # is slow for a model of thousands of units.
+    # which is slow for a model of thousands of units.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -203,8 +201,7 @@ def build_engine(
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(blueprint))
         # Reserve all space in files now, also for optimizer states that the first step creates, so that a full disk
-        # shows
-        # before the model is changed.
+        # shows before the model is changed.
         open_all = partial(open_tiers, blueprint.tiers, device, blueprint.staging, space)
         tiers = together("making room for what is offloaded", open_all)
         with agreement.reporting_errors("wrapping a model"):
@@ -364,8 +361,7 @@ def _check_model(
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
     # A version counter shows whether a weight is stale. If two parameters shared one, each would invalidate autograd
-    # graphs
-    # of the other. See [Note: versions].
+    # graphs of the other. See [Note: versions].
     sharing = sharing_versions(list(parameters.values()))
     if sharing:
         raise ValueError(

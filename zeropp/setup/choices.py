@@ -56,8 +56,7 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
         states = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
     size = zero.zero_hpz_partition_size
     # If hpZ's size is a multiple of the shard group, the shards are spread over as few ranks already. A second copy
-    # would
-    # save no traffic.
+    # would save no traffic.
     if zero.stage == 3 and size > 1 and (size < states or size % states):
         group = _fitting("zero_hpz_partition_size", size, states, [local, states])
     # The node size is always a level, so that no hop mixes intra-node and inter-node links.
@@ -67,15 +66,13 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
         gradients = states
     else:
         # Below stage 3, whole weights stay between uses. Stages 0 and 1 sum whole gradients over micro-batches. Stage 2
-        # reduces
-        # the gradients of each backward completely.
+        # reduces the gradients of each backward completely.
         states = world if zero.stage > 0 else 1
         cached = 1
         gradients = world if zero.stage == 2 else 1
     if config.zeropp.defer_cross_reduction:
         # Deferral sums gradients inside a node and sends the sum between nodes once per window, at the cost of memory.
-        # Stages 0
-        # and 1 already keep whole gradients, so nothing changes for them.
+        # Stages 0 and 1 already keep whole gradients, so nothing changes for them.
         gradients = min(gradients, local)
     in_groups = zero.stage == 3 and states < world
     return Mode(chain, states, cached, gradients, single_hop=in_groups and not zero.mics_hierarchical_params_gather)
@@ -152,8 +149,7 @@ def require_base(config: Config, encoding: Encoding, mode: Mode) -> None:
     """
     codec = encoding.differences
     # Without a base at the receiver, whole weights would be sent, without a notice. One rank sends nothing, so there it
-    # does
-    # not matter.
+    # does not matter.
     if codec is not None and mode.cached is None and mode.chain.world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ConfigError(
@@ -254,8 +250,7 @@ def choose_tier_options(config: Config) -> TierOptions:
 def choose_sharing(config: Config, device: torch.device) -> Sharing:
     """Return which kinds of work and which engines may share communicators: see rule 2 in [Note: communicators]."""
     # Sharing needs one order of launches. With offload, or on CPU, a thread per comm stream launches work, so the order
-    # of
-    # two streams is not fixed.
+    # of two streams is not fixed.
     ordered = not config.zero.overlap_comm or (device.type == "cuda" and not config.offloads)
     return Sharing(kinds=ordered, engines=ordered and config.zeropp.share_communicators)
 

@@ -160,8 +160,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             "wrapping with a device"
         )
     # torch moves a meta tensor by swapping the tensor's contents, and refuses if a weak reference exists. Hooks would
-    # be
-    # lost.
+    # be lost.
     if parameter.is_meta and weakref.getweakrefcount(parameter):
         raise ValueError(
             f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average "

@@ -40,8 +40,7 @@ def warm_up(blueprint: Blueprint) -> None:
             if (key, unit.spec.persistent) not in seen:
                 seen.add((key, unit.spec.persistent))
                 # Run once with padding in every rank's shard, and once without: with rotated codes, a shard with
-                # padding is cleared and
-                # measured by other operations.
+                # padding is cleared and measured by other operations.
                 for numels in ([3] * world, [BLOCK * world]):
                     _Rehearsal(blueprint, unit.placement, key, numels).rehearse()
 

@@ -52,8 +52,7 @@ class Codec(Protocol):
         coded: True if messages hold quantized codes. Then each message starts on a block of 256 elements, and ``pack_``
             needs a block table.
         rotate: True if elements are rotated (Hadamard) before they are quantized, which spreads an error over its group
-            of
-            32 elements, padding included.
+            of 32 elements, padding included.
     """
 
     @property
@@ -196,8 +195,7 @@ class PlainCodec:
     def headroom(self, count: int) -> float:
         """Return the factor that keeps a sum of ``count`` messages in range: a power of two for float16, else 1.0."""
         # The sum is at most ``count`` times the largest message. bfloat16 has the exponent range of float32 and needs
-        # no scaling.
-        # A power of two loses no bits, except of values that fall below the smallest normal float16.
+        # no scaling. A power of two loses no bits, except of values that fall below the smallest normal float16.
         return 2.0 ** -(count - 1).bit_length() if self.dtype == torch.float16 else 1.0
 
     def nbytes(self, numel: int) -> int:
@@ -316,8 +314,7 @@ class BlockCodec:
     Attributes:
         bits: width of a code, 8 or 4.
         rotate: True to apply a Hadamard rotation to each 32 elements before quantizing, which spreads outliers. Sums
-            stay
-            rotated from hop to hop until they are decoded.
+            stay rotated from hop to hop until they are decoded.
     """
 
     bits: int
@@ -448,8 +445,7 @@ class BlockCodec:
             source_bits=source.bits,
             out_count=count,
             # The rotation is linear, so rotated messages are summed and sent on without rotating back. Only the last
-            # hop's decoding
-            # rotates the sum back.
+            # hop's decoding rotates the sum back.
             bits=self.bits,
             rotate=self.rotate and not source.rotate,
             **state,  # type: ignore[arg-type]
@@ -480,8 +476,7 @@ class Feedback:
         self.beta = beta
         self.fresh = False
         # [count, bytes per message]. ``scales`` is a view, so multiplying it in place multiplies the stored errors.
-        # This
-        # follows a change of the loss scale.
+        # This follows a change of the loss scale.
         rows = self.state.view(count, layout.nbytes)
         self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
 
@@ -542,8 +537,7 @@ def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: 
             gradient = torch.zeros(slot.numel, dtype=dtype, device=device)
         elif gradient.dtype != dtype or not _lies_as(gradient, slot):
             # The kernels read elements in memory order. If strides differed from the parameter's, elements would be
-            # added to the
-            # wrong elements of other ranks' gradients.
+            # added to the wrong elements of other ranks' gradients.
             there = torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device=device)
             gradient = there.copy_(gradient)
         found.append(gradient)
@@ -572,8 +566,7 @@ class Report:
 
     Attributes:
         norms: [numel / 256], one value per block, float32 (float64 for a float64 shard). A kernel writes sums of
-            squares;
-            `measure` writes their square roots.
+            squares; `measure` writes their square roots.
         flag: int32 [1], 1 if any value is Inf or NaN, else 0.
         squares: float64 scalar, squared norm of the whole shard, if torch operations measured it; None if a kernel did.
     """
@@ -618,14 +611,12 @@ class Report:
             start: first element of the part in the shard.
         """
         # One norm per block, and a float64 sum of the squared norms in `add_up`. This is faster than float64
-        # throughout, within
-        # 1e-8 of it, and does not depend on how the shard is cut into parts.
+        # throughout, within 1e-8 of it, and does not depend on how the shard is cut into parts.
         norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
         torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=norms.dtype, out=norms)
         self._rooted = True
         # Test the minimum and the maximum: Inf and NaN always show there. The sum of squares would not do, because it
-        # also
-        # overflows float32 for large finite values. The flag stays on the device, so the host does not wait.
+        # also overflows float32 for large finite values. The flag stays on the device, so the host does not wait.
         self.flag |= torch.stack(torch.aminmax(values)).isfinite().all().logical_not()
 
     def add_up(self) -> None:

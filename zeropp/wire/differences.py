@@ -60,8 +60,7 @@ class Delta4:
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """Quantize ``values - base`` as one message; the base is not changed."""
         # The owner updates its own base by decoding its own message, in `DifferencePath._end`, with the kernel that the
-        # other
-        # ranks use. So the bases of all ranks stay equal to the bit.
+        # other ranks use. So the bases of all ranks stay equal to the bit.
         kernels.delta_encode_(values, base, message, update=False)
 
     def decode_(self, messages: Tensor, base: Tensor, *, count: int) -> None:
@@ -74,8 +73,7 @@ class Lossless:
 
     Attributes:
         room: (number of 8-bit escapes, number of 16-bit escapes) that a message has space for. All ranks use the
-            maximum
-            over the ranks' counts from :meth:`count_escapes`.
+            maximum over the ranks' counts from :meth:`count_escapes`.
     """
 
     name = "lossless"
@@ -105,8 +103,7 @@ class Lossless:
         """Encode ``values - base`` as one message, after :meth:`count_escapes` with the same tensors."""
         assert self._starts is not None
         # The counts were allocated on the "cross" comm stream, where ranks agree on sizes. A refresh inside one node
-        # encodes on
-        # the "local" stream, so the allocator must wait for that stream before it reuses the memory.
+        # encodes on the "local" stream, so the allocator must wait for that stream before it reuses the memory.
         used_here(self._starts)
         room8, room16 = self.room
         kernels.lossless_encode_(values, base, self._starts, message, room8=room8, room16=room16)

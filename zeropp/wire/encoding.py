@@ -27,19 +27,16 @@ class Encoding:
         weights: codec of gathered weights; None for plain values.
         frozen: codec of frozen weights whose shards are stored quantized; None if they are stored in their own dtype.
         differences: codec of differences to cached weights, "delta4" or "lossless", sent once per optimizer step; None
-            to
-            send whole weights.
+            to send whole weights.
         cache_codes: True if hpZ caches the quantized messages, False if it caches decoded values.
         bits: bits per gradient element as (intra-node, inter-node); None to send gradients in the wire dtype.
         rotate: True to rotate gradients (Hadamard) before quantizing them.
         feedback: hops with error feedback: None for no hop, "cross" for hops between nodes (or the only hop), "both"
-            for
-            all hops.
+            for all hops.
         beta: factor on the old error in error feedback.
         reduce_scatter: method of summing plain gradients. "backend": the backend's reduce-scatter. "exchange": an
             all-to-all and a local sum. "auto": reduce-scatter on NCCL for 32 bits or more per element. "low_latency":
-                as
-            "auto", and reduce-scatter also for small 16-bit parts between many nodes.
+            as "auto", and reduce-scatter also for small 16-bit parts between many nodes.
     """
 
     weights: Codec | None = None
@@ -92,10 +89,8 @@ class Encoding:
         if codec.dtype.itemsize >= 4:
             return True
         # NCCL rounds a 16-bit sum at each step, so by default 16-bit sums use an exchange. With small parts and many
-        # ranks an
-        # exchange is bound by the latency of its n - 1 messages, while NCCL's PAT algorithm takes log2(n) steps.
-        # "low_latency"
-        # chooses less latency and more rounding.
+        # ranks an exchange is bound by the latency of its n - 1 messages, while NCCL's PAT algorithm takes log2(n)
+        # steps. "low_latency" chooses less latency and more rounding.
         many = hop.link == "cross" and len(hop.ranks) >= _MANY
         return self.reduce_scatter == "low_latency" and many and nbytes < _SMALL
 

@@ -101,8 +101,7 @@ class GatherPath:
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         # ``whole`` is the slice at level ``inner``, of values or of message bytes. All slices of one level have equal
-        # length in
-        # both cases, so the same formula cuts them; ``numel`` counts elements of ``whole``, values or bytes.
+        # length in both cases, so the same formula cuts them; ``numel`` counts elements of ``whole``, values or bytes.
         views = []
         numel = whole.numel() * self.inner
         # Each view contains the previous one, so each hop sends from inside the memory that it receives into.
@@ -124,8 +123,7 @@ class GatherPath:
             if number or self._stored:
                 yield
                 # Messages were allocated on the previous comm stream, so the allocator must be told of this one. The
-                # result belongs to
-                # the caller, who keeps it alive. See [Note: memory on several streams].
+                # result belongs to the caller, who keeps it alive. See [Note: memory on several streams].
                 if views[-1] is not places[-1]:
                     used_here(views[-1])
             for index in hops:
@@ -284,8 +282,7 @@ class ReducePath:
     """A reduction from slices at an inner level to sums at an outer level, fastest link first.
 
     Each hop is an all-to-all and a local sum. The sum is in the accumulation dtype, so it rounds less on a 16-bit wire
-    than
-    a ring reduce-scatter. It sends as many bytes, and half as many as gloo's reduce-scatter. For some hops
+    than a ring reduce-scatter. It sends as many bytes, and half as many as gloo's reduce-scatter. For some hops
     (`ReduceHop.by_backend`) the backend's reduce-scatter computes the sum, which saves the memory for all ranks' parts.
     Then the backend chooses the order of additions.
 
@@ -392,9 +389,8 @@ class ReducePath:
                 hop.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate(), report=report)
             else:
                 # The partial sum is encoded again, and in float16 it may overflow although the mean does not. So scale
-                # it by a power of
-                # two, and divide the last scale by it. FSDP2 divides float16 gradients by about sqrt(world) before and
-                # after.
+                # it by a power of two, and divide the last scale by it. FSDP2 divides float16 gradients by about
+                # sqrt(world) before and after.
                 headroom = hop.codec.headroom(len(parts))
                 scale /= headroom
                 following = self.hops[number + 1]
