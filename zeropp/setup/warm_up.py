@@ -26,7 +26,7 @@ __all__ = ["warm_up"]
 
 
 def warm_up(blueprint: Blueprint) -> None:
-    """Run every kernel once on small buffers that this rank's units will run.
+    """Run once, on small buffers, every kernel that this rank's units will run.
 
     The caller calls this on GPUs only, because CPU tensors need no compiled kernels.
 

@@ -133,7 +133,10 @@ class Lossless:
 
 
 def make_difference_codec(name: str) -> DifferenceCodec:
-    """Return a new difference codec by its name in ``BASES``; each buffer needs its own, which stores its counts."""
+    """Return a new difference codec for one buffer, by its name in ``BASES``.
+
+    Buffers must not share a codec, because `Lossless` stores the counts of its buffer.
+    """
     made: dict[str, type[DifferenceCodec]] = {"delta4": Delta4, "lossless": Lossless}
     return made[name]()
 

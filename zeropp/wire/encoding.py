@@ -14,7 +14,7 @@ __all__ = ["Encoding"]
 
 _MANY = 32
 # Lower limit on the nodes of a hop, and upper limit on the bytes of one rank's part of a message, for "low_latency".
-# Beyond them, an exchange takes longer for the number of its messages than for their bytes.
+# In this range, an exchange takes longer for the number of its messages than for their bytes.
 _SMALL = 2**19
 _PLAIN = {32: torch.float32, 16: torch.bfloat16}
 

@@ -282,9 +282,9 @@ class ReducePath:
     """A reduction from slices at an inner level to sums at an outer level, fastest link first.
 
     Each hop is an all-to-all and a local sum. The sum is in the accumulation dtype, so it rounds less on a 16-bit wire
-    than a ring reduce-scatter. It sends as many bytes, and half as many as gloo's reduce-scatter. For some hops
-    (`ReduceHop.by_backend`) the backend's reduce-scatter computes the sum, which saves the memory for all ranks' parts.
-    Then the backend chooses the order of additions.
+    than a ring reduce-scatter. An all-to-all sends as many bytes as a ring, and half as many as gloo's reduce-scatter.
+    For some hops (`ReduceHop.by_backend`) the backend's reduce-scatter computes the sum, which saves the memory for all
+    ranks' parts. Then the backend chooses the order of additions.
 
     Args:
         placement: levels of the unit, and this rank's slices.
