@@ -118,7 +118,8 @@ class GatherComm(AllGather):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialized memory for a gathered unit, and record the stream on which FSDP2 fills its input."""
         self._filled_on = callers_stream(device)
-        # As FSDP2's default allocation. FSDP2 writes this rank's part into the result, and passes both to ``__call__``.
+        # FSDP2's default allocates the same. FSDP2 writes this rank's part into the result, and passes both to
+        # ``__call__``.
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -184,8 +185,7 @@ def _decode_(codec: Codec, messages: Tensor, out: Tensor, count: int) -> None:
         for message, part in zip(messages.view(count, -1).unbind(), out.view(count, -1).unbind(), strict=True):
             codec.decode_(message, part, count=1)
     else:
-        # A message of n elements equals a message of whole blocks whose last elements are zeros, so decode it as the
-        # latter.
+        # A message of n elements equals a message of whole blocks with zeros at its end, so decode whole blocks.
         padded = -(-numel // BLOCK) * BLOCK
         whole = torch.empty(count * padded, dtype=out.dtype, device=out.device)
         codec.decode_(messages, whole, count=count)

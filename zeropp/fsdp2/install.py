@@ -174,7 +174,7 @@ def _install(model: nn.Module, options: Options) -> Adapter:
     comms = _all_comms(units, routes, options)
     for unit, (gather, reduce) in comms.items():
         unit.install(gather, reduce, reduce.finish_reduction)
-        # Only where needed, because the method that replaces FSDP2's ``post_backward`` runs for each unit in every
+        # Replace FSDP2's ``post_backward`` only where needed, because the replacement runs for each unit in every
         # backward.
         if reduce.needs_parts:
             unit.watch(reduce.note_parts)
@@ -226,7 +226,7 @@ def _all_comms(units: Sequence[ShardedUnit], routes: Mapping[dist.ProcessGroup, 
     """Return the hooks of all units without installing them; raises on all ranks if one rank fails."""
     try:
         return _agree(units, options, lambda: {unit: routes[unit.group].comms(unit) for unit in units})
-    # Also after KeyboardInterrupt, which must not leave process groups behind.
+    # Catch KeyboardInterrupt, too, because no process group may stay open after an interrupt.
     except BaseException:
         for route in routes.values():
             route.close()
@@ -279,7 +279,7 @@ def _check_arguments(
     units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]
 ) -> dict[dist.ProcessGroup, list[object]]:
     """Check everything that this rank can refuse by itself; return, for each group, the values its ranks must share."""
-    # Not earlier: an error before the exchange would leave the other ranks waiting.
+    # Check here and not at the start of apply: an error before the first exchange would leave the other ranks waiting.
     options.check(dist.get_world_size() if dist.is_initialized() else 1)
     if options.secondary == "codes" and all(unit.secondary is None for unit in units):
         raise ValueError(

@@ -66,7 +66,7 @@ class Options:
             raise ValueError(
                 f"beta is {self.beta!r}; expected a number, 0 <= beta < 1: the part of the old error that is kept"
             )
-        # Like every setting without an effect, refuse it instead of ignoring it.
+        # Refuse beta without feedback, like every setting that has no effect, instead of ignoring it.
         if self.beta is not None and self.feedback is None:
             raise ValueError(f"beta is {self.beta} and feedback is None; give feedback='cross' or 'both', or no beta")
         if not (_is_number(self.hang_timeout) and 0.0 < self.hang_timeout <= LONGEST_TIMEOUT):

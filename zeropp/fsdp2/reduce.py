@@ -125,7 +125,8 @@ class _Packing:
             self._set_values(values, count, VALUE_BITS // min(codec.bits for codec in coded), device)
         self.numel = world * self.padded
         self.in_place = self.padded == self.piece and self.owners == list(range(world))
-        # Then FSDP2's buffer serves as the message without a copy.
+        # If packing changes nothing and the first hop sends plain values, FSDP2's buffer serves as the message without
+        # a copy.
         self.as_it_is = self.in_place and self.codecs[0] == PlainCodec(dtype)
         # Describe pieces to the layout like parameters: each with its offset, and padding behind.
         slots = (Slot(f"piece {rank}", (self.piece,), (1,), at * self.padded) for at, rank in enumerate(self.owners))
@@ -230,7 +231,8 @@ class ReduceComm(ReduceScatter):
         self.route = route
         self.feeds_back = bool(route.hops) and route.encoding.feedback is not None
         coded = any(codec.coded for codec in route.codecs(torch.float32))
-        # Otherwise a reduction does not depend on which parameters' gradients are in the buffer.
+        # Without error feedback, and without plain values beside codes, a reduction does not depend on which
+        # parameters' gradients are in the buffer.
         self.needs_parts = self.feeds_back or (route.values and coded and any(unit.vectors))
         self._noted: Parts | None = None
         self._pending: _Pending | None = None
@@ -310,7 +312,7 @@ class ReduceComm(ReduceScatter):
         packing, path = self._prepare(input_tensor)
         # Sum float64 in float64, and all other dtypes in float32, whatever dtype FSDP2 reduces in.
         exact = torch.float64 if output_tensor.dtype == torch.float64 else torch.float32
-        # Then the last hop writes its sum straight to FSDP2's output.
+        # If dtype and size are equal, the last hop writes its sum straight to FSDP2's output.
         fits = output_tensor.dtype == exact and packing.padded == packing.piece
         total = output_tensor if fits else torch.empty(packing.padded, dtype=exact, device=output_tensor.device)
         reductions = self.route.reductions

@@ -82,7 +82,7 @@ class Routes:
         self.gathering = make_comm_streams("fsdp2 gather", device, sends=True, overlap=True)
         self.reducing = make_comm_streams("fsdp2 reduce", device, sends=True, overlap=True)
         self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
-        # By size only: for one size, FSDP2 always splits the ranks of a mesh into the same consecutive runs.
+        # Routes by group size: for one size, FSDP2 always splits the ranks of a mesh into the same consecutive runs.
         self._by_size: dict[int, GatherRoute] = {}
         for unit in units:
             if unit.secondary is not None:
@@ -121,7 +121,7 @@ class Routes:
         specs = placement.gather_path(len(members.ranks), 1)
         if len(specs) > 1 and self.options.gather_hops == 1:
             world = len(members.ranks)
-            # FSDP2's order: by rank.
+            # One all-gather over all ranks, with parts in FSDP2's order, which is the order of ranks.
             specs = (HopSpec(world, 1, tuple(range(world)), "cross"),)
         return [self._hop(spec, members, placement.rank, kind) for spec in specs]
 

@@ -293,7 +293,7 @@ def _install(
     if not engine.mode.stays_whole:
         for extension in extensions():
             extension.model_wrapped(model, engine)
-    # Last, because the hook is prepended: it must run before the hook that begins a forward.
+    # Install this hook last. It is prepended, and must run before the hook that begins a forward.
     watch_structure(model, engine)
 
 
@@ -376,7 +376,7 @@ def _check_model(
                 f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which zeropp manages. "
                 "Build it without max_norm, and normalise what it returns"
             )
-    # Called for its errors only; callers that need the engines call it again.
+    # former_engines is called here for its errors only; functions that need the engines call it again.
     former_engines(model, parameters)
     return find_device(model, parameters, device)
 
@@ -534,7 +534,7 @@ def _hook_modules(
         units = tuple(found[index] for index in sorted(found))
         engine.install_hooks(modules[path], path, units)
     for module in modules.values():
-        # After all hooks are installed, because use_in extends the units of modules that have hooks.
+        # Call use_in after all hooks are installed, because it extends the units of modules that have hooks.
         for parameter in external_parameters(module):
             if id(parameter) in by_id:
                 engine.use_in(module, parameter)

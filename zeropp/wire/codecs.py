@@ -380,7 +380,8 @@ class BlockCodec:
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
         """Dequantize ``count`` messages into ``out``."""
-        # The kernel does not write float64. Then ``target`` is a float32 copy; otherwise ``target`` is ``out`` itself.
+        # The kernel does not write float64: for a float64 ``out``, ``target`` is a float32 copy. Otherwise it is
+        # ``out`` itself.
         target = _single(out)
         kernels.dequantize_(messages, target, count=count, bits=self.bits, rotate=self.rotate)
         if target is not out:
@@ -572,7 +573,7 @@ class Report:
     """
 
     def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
-        # The device that computes the sum. An offloaded shard itself is in host memory.
+        # ``device`` is the device that computes the sum. An offloaded shard itself is in host memory.
         device = shard.device if device is None else device
         self.norms = torch.zeros(shard.numel() // BLOCK, dtype=_measured_in(shard.dtype), device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
