@@ -134,7 +134,7 @@ def test_a_plan_as_printed() -> None:
         ["between", "nodes", "3,145,728", "bytes", "a node and step"],
     ]
     assert [line.split(" a node")[0] for line in text.splitlines()[5:8]] == [
-        f"at 4e+14 operations and {rate} GB/s" for rate in ("12.5", "50", "350")
+        f"at 4e+14 FLOP/s a device and {rate} GB/s" for rate in ("12.5", "50", "350")
     ]
     alone = str(zeropp.plan.traffic(Square(), make_config(**BF16), 4, 4)).splitlines()
     assert len(alone) == 3 and alone[2].split(maxsplit=2) == ["between", "nodes", "0 bytes a node and step"]
