@@ -1,4 +1,7 @@
-"""docs/migrating.md: names every key and every public name of the stand-in, each where it belongs, and no others."""
+"""The pages on migrating name every key and every public name of the stand-in, each where it belongs, and no others.
+
+docs/migrating-calls.md has the names of the stand-in, docs/migrating-keys.md the keys; docs/migrating.md leads to both.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import ast
 import contextlib
 import importlib
 import inspect
+import json
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +20,8 @@ import pytest
 
 import zeropp
 from zeropp.config import Config
-from zeropp.config.base import spellings
+from zeropp.config.base import UnsupportedConfigError, spellings
+from zeropp.config.blocks import ExtensionConfig
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.supported import SUPPORT, Kind
 from zeropp.config.zero_block import ZeroConfig
@@ -26,7 +32,7 @@ from zeropp.deepspeed.training_optimizer import TrainingOptimizer
 from zeropp.engine.hooks import EXTERNAL_AS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "migrating.md"
+PAGE, CALLS, KEYS = (ROOT / "docs" / f"migrating{part}.md" for part in ("", "-calls", "-keys"))
 VERDICTS = {"same", "better", "differs", "nothing to do", "no effect", "refused", "absent"}
 ACTS = {"same", "better", "differs"}
 # What a key's verdict on the page may be, by what becomes of it. `initialize` makes what the wrapper has to refuse.
@@ -58,9 +64,9 @@ def expanded(names: list[str]) -> Iterator[str]:
         yield from (found[1] + part + found[3] for part in found[2].split(",")) if found else [name]
 
 
-def half(which: int) -> list[tuple[str, str, list[str]]]:
-    """Rows of the calls, 0, or of the keys, 1."""
-    return list(rows(PAGE.read_text().split("\n## Keys of the configuration\n")[which]))
+def rows_of(*pages: Path) -> list[tuple[str, str, list[str]]]:
+    """Rows of some pages."""
+    return [row for page in pages for row in rows(page.read_text())]
 
 
 def fields() -> Iterator[tuple[str, list[str], Kind]]:
@@ -77,7 +83,7 @@ def keys() -> dict[str, str]:
     below = {"zero_optimization": "", "Offload": "offload_"}
     return {
         f"zero_optimization.{name}" if name.startswith(below.get(section, " ")) else name: verdict
-        for section, verdict, names in half(1)
+        for section, verdict, names in rows_of(KEYS)
         for name in names
     }
 
@@ -161,7 +167,7 @@ def public() -> Iterator[str]:
 def calls() -> dict[str, set[str]]:
     """Names below ``deepspeed`` on the page, spelt out -> their verdicts."""
     found: dict[str, set[str]] = {}
-    for _, verdict, names in half(0):
+    for _, verdict, names in rows_of(PAGE, CALLS):
         for name in names:
             if re.fullmatch(r"[\w.]+", name) and name.split(".")[0] not in ("engine", "optimizer", "p", "module"):
                 found.setdefault(full_name(name), set()).add(verdict)
@@ -201,7 +207,7 @@ OWNERS = {
 
 def test_attributes_are_where_the_page_says() -> None:
     wrong, seen = [], set()
-    for _, verdict, names in half(0):
+    for _, verdict, names in rows_of(PAGE, CALLS):
         for name in names:
             found = re.fullmatch(r"(engine|optimizer|p|module)\.(\w+)", name)
             # What parameters have from torch is refused by value, not by name.
@@ -226,16 +232,56 @@ def resolves(dotted: str) -> bool:
 
 
 def test_names_of_zeropp_exist() -> None:
-    text = PAGE.read_text()
-    names = set(re.findall(r"(?<![\w/])zeropp(?:\.\w+)+", text.split("\n## Keys of the configuration\n")[0]))
+    texts = [re.sub(r"\]\([^)]*\)", "]", page.read_text()) for page in (PAGE, CALLS, KEYS)]  # without addresses
+    found = [set(re.findall(r"(?<![\w/])zeropp(?:\.\w+)+", text)) for text in texts]
+    # The block of the configuration has the package's name.
+    block = {f"zeropp.{name}" for name in ExtensionConfig.model_fields}
+    names = found[0] | found[1] | (found[2] - block)
     assert len(names) > 12 and [name for name in sorted(names) if not resolves(name)] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/training.md"])
-def test_it_is_linked(name: str) -> None:
-    assert re.search(r"\((docs/)?migrating\.md", (ROOT / name).read_text())
+@pytest.mark.parametrize("page", [PAGE, CALLS, KEYS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("name", ["README.md", "docs/README.md", "docs/training.md"])
+def test_it_is_linked(name: str, page: Path) -> None:
+    assert re.search(rf"\((docs/)?{re.escape(page.name)}", (ROOT / name).read_text())
 
 
-def test_the_last_column_of_the_introduction_explains_each_verdict() -> None:
-    text = PAGE.read_text().split("\n## ")[0]
-    assert set(re.findall(r"^\| ([a-z ]+?) \| \S", text, re.MULTILINE)) == VERDICTS
+def test_the_pages_link_each_other() -> None:
+    pages = {PAGE, CALLS, KEYS}
+    assert all(f"({other.name})" in page.read_text() for page in pages for other in pages - {page})
+
+
+def test_each_introduction_explains_the_verdicts_of_its_page() -> None:
+    explained = {}
+    for page in (CALLS, KEYS):
+        table = page.read_text().split("\n## ")[0].split("\n|---|---|\n")[1]
+        explained[page] = set(re.findall(r"^\| ([a-z ]+?) \| \S", table, re.MULTILINE))
+        assert explained[page] == {verdict for _, verdict, _ in rows_of(page)}
+    assert explained[CALLS] | explained[KEYS] == VERDICTS
+
+
+def test_every_row_has_a_verdict() -> None:
+    """A verdict that is misspelt would take its row out of the other tests."""
+    for page in (CALLS, KEYS):
+        lines = [line for line in page.read_text().splitlines() if re.match(r"\| .*\|.*\|.*\|$", line)]
+        headers = [line for line in lines if line.split("|")[2].strip() == "in zeropp"]
+        assert len(lines) - len(headers) == len(rows_of(page)) and len(headers) > 5
+
+
+def test_the_recipe_lists_names_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import deepspeed\nengine = deepspeed.zero.Init()\nengine.step()\n")
+    command = CALLS.read_text().split("```sh\n")[1].split("```")[0]
+    found = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["1", "deepspeed.zero.Init", "1", "engine.step"]
+
+
+@pytest.mark.parametrize("more", [{}, {"zenflow": {}}], ids=["accepted", "refused"])
+def test_the_recipe_checks_a_file(more: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with blocks that ``initialize`` makes passes; a key that is refused does not."""
+    monkeypatch.chdir(tmp_path)
+    block = {"stage": 3, **more}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    Path("zero3.json").write_text(json.dumps({"zero_optimization": block, "optimizer": optimizer}))
+    recipe = KEYS.read_text().split("```python\n")[1].split("```")[0]
+    with pytest.raises(UnsupportedConfigError, match="zenflow") if more else contextlib.nullcontext():
+        exec(compile(recipe, "migrating-keys.md", "exec"), {})
