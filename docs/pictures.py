@@ -60,7 +60,7 @@ def box(
 
 def frame(axes: Axes, x: float, y: float, width: float, height: float, title: str) -> None:
     """A rounded outline with a title at its upper left."""
-    looks = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": LINE, "linewidth": 1.2}
+    looks: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": LINE, "linewidth": 1.2}
     axes.add_patch(FancyBboxPatch((x, y), width, height, **looks))
     text(axes, x + 0.15, y + 0.25, title, ha="left", fontsize=SMALL, color=LINE, weight="bold")
 
@@ -330,7 +330,7 @@ def draw_hidden_step() -> Figure:
             box(axes, end - step, y + 1.75, step, 1.0, UNIT_COLOURS[unit], str(unit))
             start = max(clock, end if hidden else stepped[-1])
             if start > clock:
-                looks = {"facecolor": "none", "edgecolor": LINE, "hatch": "////", "linewidth": 0}
+                looks: dict[str, Any] = {"facecolor": "none", "edgecolor": LINE, "hatch": "////", "linewidth": 0}
                 axes.add_patch(Rectangle((clock, y + 0.5), start - clock, 1.0, **looks))
                 text(
                     axes,
