@@ -1,4 +1,4 @@
-"""A model with parameters of every kind that layouts tell apart, and settings of a run that is coded both ways."""
+"""A model with every kind of parameter that buffer layouts distinguish, and settings that quantize both directions."""
 
 from __future__ import annotations
 

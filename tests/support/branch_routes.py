@@ -1,4 +1,7 @@
-"""Training along routes through the blocks, one for all ranks or one each, and how often ranks had to agree on them."""
+"""Training along routes through a model's blocks, and the number of agreements between ranks that it needs.
+
+All ranks take the same route, or each rank takes its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ BRANCHES = [((0, 1), (2, 3)), ((1, 0), (3, 2))]
 
 
 def follow(steps: list[list[Route]], settings: dict[str, object], zero_grad: bool = True, device: str = "cpu") -> int:
-    """Train along per-step, per-rank routes beside a plain model; rounds of agreement in the last step."""
+    """Train beside a plain model, and return the number of agreements in the last step.
+
+    The weights are compared with those of the plain model after every step.
+
+    Args:
+        steps: the routes of each step: one route for all ranks, or one route per rank.
+        settings: keys for ``make_config``.
+        zero_grad: False to accumulate gradients over the steps.
+    """
     pair = Pair(Routed(), make_config(**settings), device=device)
     rounds = 0
     for routes in steps:

@@ -1,4 +1,4 @@
-"""A small model behind a training engine, whose rates, batches and losses plain torch can follow."""
+"""A small model in a DeepSpeed-style training engine, with batches, losses and learning rates for a plain twin."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
 
 
 def train(engine: Engine, first: int, last: int) -> tuple[list[float], list[float]]:
-    """Losses of micro-batches, and rates that steps were taken with."""
+    """Train steps ``first`` to ``last - 1``; return the loss of each micro-batch and the learning rate of each step."""
     losses, rates = [], []
     for number in range(first * MICRO, last * MICRO):
         loss = loss_of(engine, number, dist.get_rank())

@@ -1,8 +1,8 @@
-"""Losses of ``examples/deepspeed_style.py`` under DeepSpeed itself, which ``deepspeed_losses.json`` keeps.
+"""Losses of ``examples/deepspeed_style.py`` trained by DeepSpeed itself, stored in ``deepspeed_losses.json``.
 
     python -m tests.support.deepspeed_losses PEER/bin/python
 
-makes the file anew; PEER is an environment with DeepSpeed, the torch of ``constraints.txt``, and a C++ compiler with
+writes the file again. PEER is an environment with DeepSpeed, the torch of ``constraints.txt``, a C++ compiler, and
 ninja on PATH. Each stage from 1 to 3 trains in fp32 on two CPU ranks.
 """
 
@@ -25,12 +25,12 @@ VERSIONS = """
 import json, sys, deepspeed, torch
 json.dump([deepspeed.__version__, torch.__version__], open(sys.argv[1], "w"))
 """
-# DeepSpeed compiles its exchange through shared memory when it runs for the first time.
+# Generous, because DeepSpeed compiles its shared-memory collectives in the first run.
 SECONDS = 600.0
 
 
 def run(python: str, *arguments: str) -> None:
-    """A process of that environment, on CPU, with nothing of this one's on its path."""
+    """Run a program in the other environment, on CPU, without this environment's PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PATH"] = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
@@ -41,7 +41,7 @@ def run(python: str, *arguments: str) -> None:
 
 
 def made_with(python: str) -> dict[str, Any]:
-    """What ``deepspeed_losses.json`` has, made with the interpreter of an environment that has DeepSpeed."""
+    """Return the content of ``deepspeed_losses.json``, computed by an interpreter that can import DeepSpeed."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     losses = {}
     with tempfile.TemporaryDirectory() as folder:

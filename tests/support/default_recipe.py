@@ -1,4 +1,7 @@
-"""The default recipe's model on batches of one rank or of all, for what surrounds its training, and placements."""
+"""The model of the default recipe on batches of one rank or of all ranks, and six ways to place its weights.
+
+For tests of features around training, such as gradient norms and averages of weights.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,10 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def backward(model: nn.Module, step: int, world: int | None) -> None:
-    """Run backward for the batches of all of ``world`` ranks, or for this rank's."""
+    """Run backward on this rank's batch, or on the batches of all ranks.
+
+    Args:
+        world: None for this rank's batch; else the number of ranks whose batches are used, each loss divided by it.
+    """
     for rank in [dist.get_rank()] if world is None else range(world):
         (loss_of(model, step, rank) / (world or 1)).backward()

@@ -1,4 +1,4 @@
-"""What tests of offload share: a file on a disk, and system calls that fail, stop early or are counted."""
+"""Helpers for tests of NVMe offload: reads and writes that are counted, delayed, cut short or refused."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ __all__ = ["Calls", "offload_threads", "open_descriptors", "wait_until"]
 
 @dataclass
 class Calls:
-    """In place of the system's calls: each is counted, delayed, cut short or refused.
+    """Replacements of the read and write calls of ``zeropp.offload.swap``.
 
     Attributes:
-        seen: ("read" or "write", descriptor, bytes asked, offset) of every call.
-        limit: bytes that a call moves at most.
-        error: takes what is seen and returns the errno to fail with, or 0.
+        seen: ("read" or "write", descriptor, bytes requested, offset) of every call.
+        limit: returns the largest number of bytes that a call moves, given the number requested.
+        error: takes an entry of ``seen`` and returns the errno to fail with, or 0.
         delay: seconds before each call.
-        most: calls that were under way at once.
+        most: largest number of calls in progress at once.
+        gate: an event that each call waits for, at most 20 seconds; None for no wait.
     """
 
     seen: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -75,10 +76,10 @@ def open_descriptors() -> int:
 
 
 def open_files(folder: Path) -> int:
-    """The number of files in a folder that this process has open, those without a name included."""
+    """Return the number of open files of this process that lie in a folder, unlinked files included."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             found += os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder.resolve()}/")
     return found
 

@@ -1,4 +1,4 @@
-"""First recipes of pages of docs/, and a model with layers under the name that they use."""
+"""The first Python block of a page of docs/, and a model for these blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ __all__ = ["Blocks", "recipe", "run"]
 
 
 def recipe(page: str, *changes: tuple[str, str]) -> str:
-    """The first Python block of a page, with what a test cannot wait for changed."""
+    """Return the first Python block of a page.
+
+    Args:
+        page: path of the page below docs/.
+        changes: (old, new) pairs; each old text occurs once. Used where the page's own numbers would take too long.
+    """
     found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert found is not None
     text = found[1]
@@ -26,14 +31,14 @@ def recipe(page: str, *changes: tuple[str, str]) -> str:
 
 
 def run(text: str, space: dict[str, object]) -> str:
-    """Run the block; its output."""
+    """Execute the block in the namespace ``space`` and return the text that it prints."""
     with redirect_stdout(io.StringIO()) as printed:
         exec(compile(text, "docs", "exec"), space)
     return printed.getvalue()
 
 
 class Blocks(nn.Module):
-    """Layers under the name that the pages use."""
+    """Three layers in an attribute named ``blocks``, the name that the pages use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""The example as a rank of an elastic job that stands still where a test wants it to; run as a program by torchrun.
+"""The example as a rank of an elastic job that stops at a chosen point; a program that torchrun starts.
 
     torchrun ... --module tests.support.elastic_job <arguments of train_gpt.py>
 
-``HOLD`` in the environment, "step 7" or "save 8", is where: in the middle of a step's backward, or when this rank's
-part of a checkpoint is on the disk and the checkpoint is not complete. Then the file ``HELD`` appears. A rank that is
-alone takes a few steps, and the next one when it is asked to stop.
+The environment variable ``HOLD`` names the point. "step 7" is the middle of the backward of the rank's seventh step.
+"save 8" is the moment when this rank has written its files of the checkpoint of step 8 and the checkpoint is not yet
+complete. At the point, the rank creates the file ``HELD`` and waits forever. A rank without others takes ``ALONE``
+steps and waits there until a signal asks it to stop.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ from zeropp.checkpoint import saving
 
 __all__ = ["ALONE"]
 
-ALONE = 4  # steps that a rank takes alone before it waits
+ALONE = 4  # steps that a rank without others takes before it waits
 
 
 def hold() -> None:
-    """Stand still for ever, and say so."""
+    """Create the file ``HELD`` and wait forever."""
     Path(os.environ["HELD"]).touch()
     threading.Event().wait()
 
 
 def held_in_backward(step: int) -> Callable[..., Tensor]:
-    """``GPT.forward``, whose backward stands still in the middle at a step; of one micro-step each."""
+    """Return a replacement of ``GPT.forward`` whose backward stops in the middle of a step.
+
+    Calls are counted from 1. Each step has one micro-step, so the number of the call is the number of the step.
+    """
     forward, done = GPT.forward, 0
 
     def held(model: GPT, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -54,7 +58,7 @@ def held_in_backward(step: int) -> Callable[..., Tensor]:
 
 
 def held_while_saving(step: int) -> Callable[..., Any]:
-    """``write_files``, which does not return at a step."""
+    """Return a replacement of ``write_files`` that does not return when the checkpoint of a step is written."""
     write = saving.write_files
 
     def held(folder: Path, *rest: Any) -> Any:
@@ -67,13 +71,13 @@ def held_while_saving(step: int) -> Callable[..., Any]:
 
 
 def waits_alone() -> Callable[..., tuple[Tensor, Tensor]]:
-    """``Batches.at``, which waits where a single rank has taken some steps."""
+    """Return a replacement of ``Batches.at`` that waits after ``ALONE`` steps of a single rank."""
     at, first = text_data.Batches.at, None
 
     def waits(batches: text_data.Batches, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
         nonlocal first
         first = step if first is None else first
-        # A job that has been asked to stop leaves the next signal to the system.
+        # The example's handler of the first stop signal restores the default actions, which ends this wait.
         while batches.world == 1 and step >= first + ALONE and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             time.sleep(0.01)
         return at(batches, step, micro)

@@ -1,4 +1,4 @@
-"""The example with a small model: its flags, its metrics, and runs of it on the ranks of the pool."""
+"""Runs of ``examples/train_gpt.py`` with a small model on the ranks of the pool: flags, metrics and signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import train_gpt
 __all__ = ["DATA", "SMALL", "own_signals", "records", "trains"]
 
 DATA = Path(train_gpt.__file__).parent
-"""What it is trained on: its own sources."""
+"""The folder of training data: the example's own sources."""
 
 SMALL = [
     *("--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--no-bf16"),
@@ -22,14 +22,14 @@ SMALL = [
 
 
 def trains(metrics: Path, flags: Sequence[str]) -> int:
-    """Run it on this rank of the pool's, which has no process group yet."""
+    """Run the example on this rank and return its exit status. The rank must not have a process group yet."""
     with own_signals():
         return train_gpt.main([f"--metrics={metrics}", f"--data={DATA}", *SMALL, *flags])
 
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Give a process of the pool its handlers back."""
+    """Restore the handlers of SIGINT and SIGTERM at the end of the block, so that a pool process keeps its own."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -39,7 +39,7 @@ def own_signals() -> Iterator[None]:
 
 
 def records(path: Path, event: str) -> list[dict]:
-    """Complete lines of one kind."""
+    """Return the records of one event in a metrics file; an incomplete last line is left out."""
     if not path.exists():
         return []
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

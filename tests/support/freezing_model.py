@@ -1,4 +1,4 @@
-"""A small model whose parts are frozen, unfrozen and given to the optimizer after wrapping, and how it is trained."""
+"""A small model whose parts are frozen, unfrozen or added to the optimizer after wrapping, and its training loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Gain", "Tower", "attempt", "batch", "check", "train", "trained", "wr
 
 
 class Gain(nn.Module):
-    """Gives away a view of its weight, to be read when the module is left."""
+    """A module whose forward returns a view of its weight. The model reads the view after forward has returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Gain(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks, one of them checkpointed, one used twice, a norm and a gain between, and a head of two tied layers."""
+    """Blocks, one checkpointed and one used twice, a norm and a gain after them, and a head of two tied layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Started by test_network_namespace: all ranks gather one shard each, once. Arguments: bytes of a shard."""
+"""A program that test_network_namespace starts on every rank: one all-gather of one shard per rank.
+
+The argument is the size of a shard in bytes. Each rank checks the bytes that it receives.
+"""
 
 from __future__ import annotations
 

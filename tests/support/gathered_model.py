@@ -1,4 +1,4 @@
-"""A model whose parameters are lent whole for a while, what it is fed, and where it is placed."""
+"""A model for tests of GatheredParameters, its inputs, and six ways to place its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 class Stack(nn.Module):
-    """Three blocks and a channels_last weight; one frozen, and integers that nobody partitions."""
+    """Three blocks, one of them frozen, a channels_last weight, and an integer parameter that is not partitioned."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Tiny models of transformers with random weights; who imports this is skipped where transformers is not installed."""
+"""Tiny models of transformers with random weights.
+
+A test module that imports this file is skipped if transformers is not installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small Llama with adapters of PEFT's, and the weights that plain torch and PEFT's merge give it."""
+"""A small Llama with PEFT adapters, and the merged weights that plain torch and PEFT compute for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outputs(model: Any) -> Tensor:
 
 
 def plain_merge() -> dict[str, Tensor]:
-    """Two steps of plain torch on the batches of both ranks, and PEFT's merge."""
+    """Return the state dict after two steps of plain torch on the batches of all ranks and PEFT's merge."""
     model = adapted()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):

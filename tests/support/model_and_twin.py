@@ -1,4 +1,4 @@
-"""A partitioned model and its plain twin, on whose parameters a test asks for values and states by name."""
+"""A partitioned model and its plain twin, for tests that read values and states of parameters by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.sharded_and_plain import Pair
 
 __all__ = ["PLACES", "TOLERANCE", "Both", "far", "placed", "trained"]
 
-TOLERANCE = 1e-9  # sums of two ranks in float64
+TOLERANCE = 1e-9  # float64; the sums over two ranks may round differently
 OFFLOAD = {"device": "cpu"}
 PLACES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -36,13 +36,13 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def placed(settings: dict[str, Any], folder: str) -> dict[str, object]:
-    """A configuration; what it keeps in files is kept below the folder."""
+    """Return a configuration whose offloaded tensors, if they are in files, are below ``folder``."""
     blocks = {key: {**value, "nvme_path": folder} for key, value in settings.items() if isinstance(value, dict)}
     return make_config(**{**settings, **blocks})
 
 
 class Both(Pair):
-    """A partitioned model and its plain twin; a backward has as many micro-batches as the settings ask for."""
+    """A partitioned model and its plain twin. One ``backward`` call runs a whole accumulation window."""
 
     def __init__(self, settings: dict[str, Any], folder: str) -> None:
         self.micros = micros = settings.get("gradient_accumulation_steps", 1)
@@ -76,5 +76,5 @@ def far(found: Tensor | None, wanted: Tensor | None) -> float:
 
 
 def trained(plain: nn.Parameter) -> Tensor | None:
-    """What main weights are to be: frozen parameters have none."""
+    """Return the expected main weights: the twin's values, or None for a frozen parameter."""
     return plain.detach() if plain.requires_grad else None

@@ -1,4 +1,4 @@
-"""Trees of modules that are cut into units, and how a test asks for the cut."""
+"""Module trees that are divided into units, and helpers that return the division."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeropp.partition.units import UnitOptions, form_units
 __all__ = ["FREE", "Layer", "Model", "Net", "cut", "floating", "options"]
 
 FREE = UnitOptions(unit_min_blocks=0, param_persistence_threshold=0)
-"""Nothing but the module tree decides."""
+"""Options with which only the module tree decides on units: no minimum size, no persistent parameters."""
 
 
 def options(**changes: object) -> UnitOptions:
@@ -18,7 +18,7 @@ def options(**changes: object) -> UnitOptions:
 
 
 def cut(model: nn.Module, world: int = 1, **changes: object) -> dict[str, list[str]]:
-    """Unit name -> parameters."""
+    """Return the parameter names of each unit, keyed by the unit's name."""
     return {spec.name: list(spec.parameters) for spec in form_units(model, world, options(**changes))}
 
 
@@ -27,7 +27,7 @@ def floating(model: nn.Module) -> list[str]:
 
 
 class Net(nn.Module):
-    """A module that can be called."""
+    """A module with a forward that returns its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -42,7 +42,7 @@ class Layer(Net):
 
 
 class Model(Net):
-    """A transformer's tree: embeddings, layers, head."""
+    """The module tree of a transformer: embeddings, layers, norm and head."""
 
     def __init__(self, layers: int = 3, size: int = 4, tied: bool = False, vocabulary: int = 10) -> None:
         super().__init__()

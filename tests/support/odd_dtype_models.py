@@ -1,4 +1,4 @@
-"""Random models of awkward parameters: any dtype and order of dimensions, tied, frozen, scalars and empty ones."""
+"""Random models of unusual parameters: any dtype and memory order, tied, frozen, scalar and empty ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHOLE = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
 
 
 def _values(chosen: random.Random, dtype: torch.dtype) -> Tensor:
-    """A tensor of a random shape, its dimensions in a random order of memory."""
+    """Return a tensor of a random shape, with its dimensions in a random order in memory."""
     shape = chosen.choice(_SHAPES)
     order = chosen.sample(range(len(shape)), len(shape)) if chosen.random() < 0.5 else list(range(len(shape)))
     values = torch.randn([shape[d] for d in order]) * 3
@@ -44,20 +44,20 @@ class _Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for parameter in self.parameters():
-            # Of no elements the mean is not a number, and the sum 0.
+            # The mean of an empty parameter would be NaN; its sum is 0.
             x = x + (parameter.double() * x).square().sum() / max(parameter.numel(), 1) * 1e-3
         return x
 
 
 class OddModel(nn.Module):
-    """The same of the same seed: parts of a few parameters each, and a loss of all of them in float64."""
+    """A model of random parts, determined by the seed; its loss in float64 uses every parameter."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         chosen = random.Random(seed)
         made: list[nn.Parameter] = []
-        # At least one that is trained.
+        # Ensures that the model has at least one trainable parameter.
         self.first = nn.Linear(3, 2)
         self.parts = nn.ModuleList(_Part(chosen, made) for _ in range(chosen.randint(2, 5)))
 

@@ -1,4 +1,4 @@
-"""The optimizers that parity is tested with, one of which torch does not have."""
+"""The optimizers with which parity is tested. Lion is not part of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["OPTIMIZERS", "Lion"]
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of the momentum, as users write it; zeropp does not know this class and tries it out."""
+    """An optimizer that steps by the sign of the momentum, in plain tensor operations.
+
+    zeropp has no entry for this class, so zeropp finds out by a trial step whether the class steps element by element.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
-    # A larger eps than the default 1e-10, which would turn the rounding noise of key biases into steps.
+    # The default eps of 1e-10 would turn the rounding noise in gradients of key biases into large steps.
     "Adagrad": (torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1, "eps": 1e-6}),
     "Lion": (Lion, {"lr": 3e-3}),
 }

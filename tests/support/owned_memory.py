@@ -1,4 +1,4 @@
-"""Elements and bytes that an engine holds at a moment."""
+"""The gathered elements and the owned bytes of an engine at one moment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["live_numel", "owned_bytes"]
 
 
 def live_numel(units: Iterable[Unit]) -> int:
-    """Gathered elements, persistent ones aside."""
+    """Return the number of elements of units that are gathered now, without persistent units."""
     return sum(u.numel for u in units if not u.persistent and u.state is not UnitState.SHARDED)
 
 
 def owned_bytes(optimizer: ZeroOptimizer, place: Place = "device") -> dict[str, int]:
-    """Bytes of storages in one place, under the names of ``plan.memory``'s terms; optimizer states are not among them.
+    """Return the bytes of the storages in one place, by the names of the terms of ``plan.memory``.
 
-    Beside them ``held_gradients`` (until a later backward), what is ``gathered``, and ``new_weights`` if there are any.
+    Optimizer states are not counted. Further keys are ``held_gradients`` (gradients kept until a later backward),
+    ``gathered``, and ``new_weights`` if some stepped weights are not yet refreshed.
     """
     owned = dict.fromkeys((*TERMS, "edit_markers", "held_gradients", "gathered"), 0)
     if place == "device":

@@ -1,4 +1,4 @@
-"""The most memory that a process of its own has while a block runs."""
+"""The peak of a process's anonymous memory while a block runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from types import TracebackType
 
 __all__ = ["Peak", "anonymous", "status"]
 
-_EVERY = 0.002  # seconds
-_MMAP_THRESHOLD = -3  # of mallopt(3)
+_EVERY = 0.002  # seconds between two samples
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
 
 
 class Peak:
-    """Inside ``with``, looks at this process's anonymous memory; :attr:`nbytes` is by how much it was ever larger."""
+    """A context that samples this process's anonymous memory in a thread.
+
+    Attributes:
+        nbytes: the largest growth since the block began, in bytes.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._done = threading.Event()
 
     def __enter__(self) -> Peak:
-        # What is freed goes back at once, from blocks of a megabyte on, and so does what was freed before. Else glibc
-        # keeps up to 64 MB for each thread: how much, and of what was there before, depends on who came first.
+        # Without a fixed threshold, glibc keeps up to 64 MB of freed memory per thread, so that the peak would depend
+        # on earlier allocations. With it, freed blocks of 1 MiB and more return to the system at once. malloc_trim
+        # returns the memory that was freed earlier.
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         libc.malloc_trim(0)
@@ -43,12 +48,16 @@ class Peak:
 
 
 def anonymous() -> int:
-    """Bytes of this process's private memory in use."""
+    """Return the bytes of this process's private memory in use."""
     return status("RssAnon")
 
 
 def status(kind: str) -> int:
-    """Bytes of this process of a kind: RssAnon; VmData, what it may write to, which RLIMIT_DATA limits."""
+    """Return a field of /proc/self/status in bytes.
+
+    Args:
+        kind: name of the field: RssAnon, or VmData (writable private memory, which RLIMIT_DATA limits).
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(kind):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""A model of awkward shapes, what its weights are once decoded, and how far its quantized gradients may be off."""
+"""A model of unusual shapes, the values of its weights after quantization, and error bounds of quantized gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRADIENTS = {"zero_quantized_gradients": True}
 
 
 class Model(nn.Module):
-    """Matrices, vectors, a scalar, a convolution in channels_last, a table with unused rows, odd sizes."""
+    """Matrices, vectors, a scalar, a convolution in channels_last, a table with unused rows, and odd sizes."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def wrapped(config: dict[str, object], lr: float, dtype: torch.dtype = torch.flo
 
 
 def decoded(value: Tensor, bits: int = 8) -> Tensor:
-    """What a weight should be once it has travelled: a function of that weight alone."""
+    """Return a weight after encoding and decoding, a function of this weight only."""
     flat = value.detach().reshape(-1).float()
     message = torch.empty(kernels.message_layout(flat.numel(), bits).nbytes, dtype=torch.uint8)
     kernels.quantize_(flat, message, bits=bits)
@@ -57,10 +57,18 @@ def decoded(value: Tensor, bits: int = 8) -> Tensor:
 
 
 def bound(plain: list[dict[str, Tensor]], name: str, local: int, bits: tuple[int, int]) -> float:
-    """Largest error of an element of the mean: half a scale of each code, summed over the codes that meet in it.
+    """Return the largest error of an element of the mean gradient.
 
-    Groups' maxima are at most the parameter's; bf16 scales are rounded up by up to 2^-8 of them. With one hop all codes
-    are of the second kind. What decoding added to a partial sum widens its groups in turn. No bits stand for no error.
+    The bound is half a quantization step of each message that contributes to the element, summed over the messages and
+    divided by the number of ranks. The maximum of a group is at most the maximum of the parameter. Scales in bf16 are
+    rounded up by up to 2^-8 of their value. With two hops, the error of the first hop also enlarges the groups of the
+    partial sums that the second hop encodes.
+
+    Args:
+        plain: gradients of every rank, by parameter name.
+        name: the parameter.
+        local: ranks per node. With 1 or all ranks, there is one hop, which uses ``bits[1]``.
+        bits: bits per element on the first and the second hop; 0 means an exact message.
     """
     world = len(plain)
     steps = {8: 127, 4: 7}

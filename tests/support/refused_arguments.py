@@ -1,7 +1,8 @@
-"""What ZeroOptimizer says of arguments that cannot be used, on every rank and in how many seconds.
+"""Errors that ZeroOptimizer raises for unusable arguments, on every rank, and the seconds until they arrive.
 
-A case is a function that each rank runs; it gets a fresh model and returns the arguments for ``ZeroOptimizer``. Cases
-share calls to the pool, so each one also shows that the refusals before it left nothing behind.
+A case is a function that each rank runs. The case receives a fresh model and returns the arguments for
+``ZeroOptimizer``. Several cases run in one call to the pool, so each case also shows that earlier refusals left no
+state behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.support.branching_models import Routed, make_config
 
 __all__ = ["SECONDS", "Args", "Case", "attempt", "check", "plain", "sgd"]
 
-SECONDS = 8.0  # on a busy machine; each takes some milliseconds
+SECONDS = 8.0  # each refusal takes milliseconds; the rest is room for a busy machine
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ def plain(model: nn.Module, **settings: object) -> Args:
 
 
 def attempt(case: Case) -> tuple[str, str, float]:
-    """Type, message and seconds of the error."""
+    """Return the type names, the message and the seconds of the error that ``ZeroOptimizer`` raises.
+
+    The type names are those of the whole class hierarchy, joined by "|". The result is "nothing" if no error is raised,
+    and "damage" if the refused call has left a parameter with another class.
+    """
     model = Routed()
     before = {name: (p.shape, type(p)) for name, p in model.named_parameters()}
     args = case(model, dist.get_rank())

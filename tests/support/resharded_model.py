@@ -1,4 +1,4 @@
-"""A small wrapped model whose values are elsewhere, and what comes of an attempt to use them."""
+"""A small wrapped model whose parameters are resharded, and the result of an attempt to use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMEDY = ("state_dict", "full_state", "before wrapping", "optimizer.clip_grad_no
 
 
 class Held(nn.Module):
-    """A partitioned part and, at the usual threshold, a persistent one."""
+    """Two layers. With a persistence threshold of 1000 elements both are persistent; with 0 both are partitioned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ Use = Callable[[nn.Parameter], object]
 
 
 def attempt(name: str, use: Callable[[], object]) -> str:
-    """What came of it: "" for a RuntimeError that names a remedy, else a description."""
+    """Return "" if ``use`` raises a RuntimeError that names a remedy, else a description of the result."""
     print(f"trying {name}", file=sys.stderr, flush=True)  # the rank pool quotes it if this rank dies
     try:
         got = use()
@@ -45,7 +45,7 @@ def attempt(name: str, use: Callable[[], object]) -> str:
 
 
 def held(persist: int) -> Pair:
-    """The model, with its first values where they belong, and its plain twin."""
+    """Return the model and its plain twin. The first refresh is finished, so persistent weights are present."""
     torch.manual_seed(5)
     pair = Pair(Held(), make_config(persist=persist, hang_timeout=10), dtype=torch.float32)
     pair.optimizer.engine.wait_for_refresh()
@@ -53,7 +53,7 @@ def held(persist: int) -> Pair:
 
 
 def still_trains(pair: Pair) -> float:
-    """One step, and the largest difference from the same step of the plain model."""
+    """Train one step, and return the largest difference from the weights of the plain model."""
     pair.model.train()
     pair.train()
     return pair.difference()

@@ -1,4 +1,4 @@
-"""Settings that training must not depend on, and few cases in which every two of their values meet."""
+"""Settings that must not change the result of training, and a short list of cases that covers all pairs of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["CORE", "DEFAULT_PERSISTENCE", "SETTINGS", "SMALL_PERSIST", "TOPOLOGIES", "pairwise"]
 
-TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}  # ranks, nodes
+TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}  # number of ranks, number of nodes
 DEFAULT_PERSISTENCE: dict[str, object] = {"stage3_param_persistence_threshold": 100_000}
 SMALL_PERSIST: dict[str, object] = {"stage3_param_persistence_threshold": 100}
 CORE = ("gpt", "frozen middle, segments recomputed", "tied segments, reentrant", "repeated blocks", "encoder")
-# Every pair of values of two different rows meets in some case.
+# ``pairwise`` makes cases from these rows, so that any two values of different rows occur together in some case.
 SETTINGS: dict[str, dict[str, Any]] = {
     "topology": {name: name for name in TOPOLOGIES},
     "how": {
@@ -35,7 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def pairwise(rows: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Cases that cover every pair of values, greedily; the same list every time."""
+    """Yield cases that cover every pair of values of two rows.
+
+    The choice is greedy and deterministic, so that test ids are the same in every run.
+    """
     product = list(itertools.product(*rows.values()))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in product}
     left = set().union(*pairs.values())

@@ -1,4 +1,4 @@
-"""Worlds over a backend that stages what it sends, and what is trained in them."""
+"""Process groups of the staged backend, which carries collectives by gloo through host memory, and training in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BF16", "CODED", "SETTINGS", "STEPS", "over", "weights"]
 
 
 def over(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call ``fn`` in a world whose backend is the staged one."""
+    """Call ``fn`` in a process group of the staged backend."""
     staged.register()
     dist.init_process_group(staged.NAME)
     return fn(*args)
@@ -34,7 +34,7 @@ STEPS = {
 def weights(
     dtype: torch.dtype, settings: dict[str, object], device: str = "cpu"
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """The backend in use and the weights after four steps."""
+    """Return the name of the backend in use and the full weights after four steps."""
     torch.manual_seed(0)
     pair = Pair(Routed(), make_config(**settings), dtype=dtype, device=device)
     for _ in range(4):

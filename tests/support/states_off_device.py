@@ -1,4 +1,4 @@
-"""A small model that trains, for tests in which its states are off the device; names as other programs give them."""
+"""A small model that trains, for tests of ``offload_states``, and enums with the member names of DeepSpeed's enums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 class StateType(Enum):
-    """As DeepSpeed's, which callers have imported."""
+    """An enum with the names of DeepSpeed's OffloadStateTypeEnum, as a caller may pass it."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -29,27 +29,27 @@ class StateType(Enum):
 
 
 class Place(str, Enum):
-    """As DeepSpeed's."""
+    """An enum with the names of DeepSpeed's OffloadDeviceEnum, as a caller may pass it."""
 
     cpu = "cpu"
     nvme = "nvme"
 
 
 def rows(step: int = 0) -> Tensor:
-    """A rank's inputs of a step."""
+    """Return this rank's inputs of one step, [3, WIDTH]."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5 + 10 * step + rank))
 
 
 def made(**settings: Any) -> tuple[nn.Module, Any]:
-    """A model, and the optimizer around it."""
+    """Return a model and the ZeroOptimizer around it."""
     torch.manual_seed(3)
     model = Routed(3)
     return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, make_config(**settings))
 
 
 def train(model: nn.Module, optimizer: Any, *steps: int) -> None:
-    """Steps of these numbers; the last one's gradients stay."""
+    """Train the steps with these numbers. The gradients of the last step stay."""
     for step in steps:
         optimizer.zero_grad()
         model(rows(step)).square().mean().backward()
@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: Any, *steps: int) -> None:
 
 
 def told(call: Callable[[], object]) -> str:
-    """The error of a call; "" if it has none."""
+    """Return the type and the message of the error that a call raises; "" if it raises none."""
     try:
         call()
     except Exception as error:

@@ -1,6 +1,7 @@
-"""Started by test_bytes: some steps of a wide model; prints what the ledger says and what the loopback has carried.
+"""A program that test_bytes starts: it trains a wide model and compares ledger bytes with loopback traffic.
 
-Arguments: ranks per node, steps, dtype of computing (fp32 or bf16).
+Arguments: ranks per node, steps, compute dtype (fp32 or bf16). Rank 0 prints one JSON line with the bytes that the
+ledgers of all ranks counted and the payload bytes that the loopback device carried during the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.support.network_namespace import Counters
 
 
 def counters() -> Counters:
-    """The counters of the loopback, all ranks together."""
+    """Return the counters of the loopback device, which are sums over all ranks of this machine."""
     return Counters.parse(Path("/proc/net/dev").read_text(), Path("/proc/net/snmp").read_text())
 
 
@@ -41,7 +42,7 @@ def main(local: int, steps: int, dtype: str) -> None:
         optimizer.step()
         optimizer.engine.wait_for_refresh()
 
-    for _ in range(2):  # orders are learned here
+    for _ in range(2):  # the order of collectives is learned in these steps
         step()
     dist.barrier()
     before, counted = counters(), ledger.total_bytes

@@ -1,4 +1,4 @@
-"""Optimizers whose sums no host waits for, and what they have."""
+"""Optimizers whose step sync is read late, that is, without a wait on the host, and the numbers to compare."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def backward(optimizer: Any, step: int, factor: float = 1.0) -> None:
 
 
 def numbers(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:
-    """Main weights and states of this rank."""
-    rows = [sorted(row.items()) for row in optimizer.state.values()]  # a load may give them in another order
+    """Return copies of this rank's main weights and optimizer states."""
+    rows = [sorted(row.items()) for row in optimizer.state.values()]  # loading may change the order of keys
     states = [value.clone() for row in rows for _, value in row if isinstance(value, Tensor)]
     return [gradient.clone() for buffer in optimizer.engine.trainable_buffers for gradient in [buffer.shard]] + states
 
 
 class Leaning(nn.Module):
-    """Blocks, the last of which adds a vector on some ranks only."""
+    """Blocks, and a vector that is added to their output on some ranks only."""
 
     def __init__(self) -> None:
         super().__init__()

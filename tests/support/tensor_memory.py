@@ -1,4 +1,4 @@
-"""A model wrapped with SGD, and the memory that Python's tensors of this process reach."""
+"""A model wrapped with SGD, and the storages of all CPU tensors that Python objects of this process refer to."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ def trained(model: nn.Module, config: dict[str, object]) -> zeropp.ZeroOptimizer
     return zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
 
 
-SHARED_NAN = 16  # bytes: one NaN for each dtype, seen through every released parameter of the process
+SHARED_NAN = 16  # bytes of one NaN per dtype: released parameters of the process are views of these
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every storage that some Python tensor reaches, by address."""
+    """Return the bytes of the storage of every live CPU tensor, keyed by address.
+
+    An empty storage has no data pointer, so the address of the storage object is its key.
+    """
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        # What another test has compiled keeps fakes of its parameters, which have no memory.
+        # Fake tensors, which torch.compile keeps for compiled functions of earlier tests, have no memory.
         if (type(thing) is Tensor or isinstance(thing, nn.Parameter)) and not isinstance(thing, FakeTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if thing.device.type == "cpu":

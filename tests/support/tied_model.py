@@ -1,4 +1,4 @@
-"""A model with tied weights, and a comparison of state dicts with a plain model's: names, values and storages."""
+"""A model with tied weights, and a comparison of state dicts with a plain model's by names, values and storages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CONFIGS", "Tied", "differences"]
 
 
 class Tied(nn.Module):
-    """A head tied to its embedding, a block that stands under two names, and counts and a buffer tied to others."""
+    """A head tied to its embedding, a block registered under two names, a tied integer parameter and a tied buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ def names_by_storage(state: dict[str, Tensor]) -> list[list[str]]:
 
 def nbytes(state: dict[str, Tensor]) -> int:
     file = io.BytesIO()
-    torch.save(dict(state), file)  # a state dict of torch has more than its entries
+    torch.save(dict(state), file)  # of a plain dict: a state dict of torch also has metadata
     return file.getbuffer().nbytes
 
 
 def differences(found: dict[str, Tensor], wanted: nn.Module, about: str) -> list[str]:
-    """Ways in which a state dict is not that of a plain model in the same dtypes."""
+    """Return descriptions of the ways in which a state dict differs from that of a plain model in the same dtypes."""
     plain = wanted.state_dict()
     wrong = []
     if list(found) != list(plain) or any(not torch.equal(found[name], plain[name]) for name in plain):

@@ -1,4 +1,4 @@
-"""A file system in memory, for tests of disks that are full, read-only or gone."""
+"""A file system in memory, for tests with a disk that is full, read-only or removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["tmpfs"]
 
 @contextmanager
 def tmpfs(place: Path, *options: str) -> Iterator[Path]:
-    """One that is mounted at a new folder; the test is skipped, with the reason, where that cannot be done."""
+    """Mount a tmpfs at the new folder ``place`` and yield the folder.
+
+    The test is skipped, with the reason, if this process may not mount.
+    """
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a tmpfs")
     place.mkdir()
@@ -25,5 +28,5 @@ def tmpfs(place: Path, *options: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        # Lazily: a test that failed may have left a file open there.
+        # A lazy unmount succeeds even if a failed test has left a file open in the folder.
         subprocess.run(["umount", "-l", str(place)], check=True)

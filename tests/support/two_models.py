@@ -1,4 +1,4 @@
-"""Two models that one loss leads through, their batches, and the losses."""
+"""Two models that are trained with one common loss, their batches, and two such losses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def rows(number: int, rank: int) -> Tensor:
 
 
 def chain(first: Any, second: Any, x: Tensor) -> Tensor:
-    """An encoder's outputs are a decoder's inputs."""
+    """Return the loss of a chain: the outputs of the first model are the inputs of the second (encoder and decoder)."""
     return second(first(x)).float().square().mean()
 
 
 def joint(first: Any, second: Any, x: Tensor) -> Tensor:
-    """An actor's loss and a critic's, added up."""
+    """Return a weighted sum of two independent losses on the same inputs, as for an actor and a critic."""
     return first(x).float().square().mean() + 0.5 * second(x).float().square().mean()
 
 

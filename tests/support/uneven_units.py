@@ -1,4 +1,4 @@
-"""A model whose units all have different sizes."""
+"""A model whose trainable units all have different sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Uneven"]
 
 
 class Uneven(nn.Module):
-    """Blocks of different widths, so that no two units have the same bytes, and a frozen one."""
+    """Blocks of widths 12, 24 and 40, so that no two of them have the same number of bytes, and a frozen layer."""
 
     widths = (12, 24, 40)
 

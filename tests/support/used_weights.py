@@ -1,4 +1,4 @@
-"""Looking at the weights that modules compute with."""
+"""A hook on the weights that layers compute with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch import nn
 
 
 def watch_weights(model: nn.Module, look: Callable[[str, nn.Parameter, bool], None]) -> None:
-    """Call ``look(name, parameter, in_backward)`` whenever a layer is used, for each parameter of its own.
+    """Call ``look`` for each parameter of each layer, after the layer's forward and before its backward.
 
-    Of linear layers, norms and embeddings: what they leave as output is a tensor, whose gradient starts their backward.
+    The arguments of the call are the parameter's name, the parameter, and True in backward.
+    Only linear layers, layer norms and embeddings are watched. Their output is a tensor, and the hook before backward
+    runs
+    when the gradient of that tensor arrives.
     """
 
     def tell(path: str, module: nn.Module, in_backward: bool) -> None:
