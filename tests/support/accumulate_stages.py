@@ -1,4 +1,4 @@
-"""Models of :mod:`tests.support.small_models` as stages, and their training by ``zeropp.accumulate``."""
+"""The models of :mod:`tests.support.small_models` as lists of stages, trained by ``zeropp.accumulate``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rank() -> int:
 
 
 def scored(name: str, output: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    """The loss of a model of MODELS, of an output that is there already."""
+    """Return the loss of a model of ``MODELS`` for an output that is already computed."""
     return MODELS[name].loss(lambda *inputs: output, batch)
 
 
@@ -35,7 +35,7 @@ def _stem(model: Any, ids: Tensor) -> Tensor:
 
 
 def gpt(model: Any) -> Stages:
-    """The stem is two modules, and the head a module of its own or the embedding's weight."""
+    """Return the stages of a GPT: embeddings, blocks, norm, and the head module or the tied embedding."""
     blocks: Stages = list(model.blocks)
     if model.recompute == "block":
         blocks = [partial(checkpoint, block, use_reentrant=model.reentrant) for block in model.blocks]
@@ -44,7 +44,7 @@ def gpt(model: Any) -> Stages:
 
 
 def repeated(model: Any) -> Stages:
-    """Two blocks, used in turn."""
+    """Return stages that call two blocks six times in mixed order."""
     halves = [lambda x, index=index: model.blocks[index](x) / 2 for index in (0, 1, 0, 0, 1, 0)]
     return [model.embedding, *halves, model.head]
 
@@ -55,7 +55,7 @@ def low_rank(model: Any) -> Stages:
 
 
 def raw_root(model: Any) -> Stages:
-    """Parameters of the root, used in functions."""
+    """Return stages that use the root's own parameters in plain functions."""
     return [
         lambda ids: model.table[ids] + model.shift + model.offset.to(model.shift.dtype),
         *model.blocks,
@@ -64,7 +64,7 @@ def raw_root(model: Any) -> Stages:
 
 
 def structured(model: Any) -> Stages:
-    """Each stage hands on what it got with what it made: dicts, tuples, dataclasses, objects that no pytree knows."""
+    """Return stages whose outputs contain their inputs, in dicts, tuples, dataclasses and objects unknown to pytree."""
 
     def block(index: int, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, index: model.blocks[index](state["x"](state))}
@@ -112,17 +112,18 @@ STAGES: dict[str, Callable[[Any], Stages]] = {
 
 
 def pairs(recipe: Recipe, step: int, count: int, first: int = 0) -> list[tuple[Any, Any]]:
-    """Micro-batches of this rank: the first of each is what the model reads, all of it what the loss does."""
+    """Return this rank's micro-batches as pairs: the input of the model, and the whole batch for the loss."""
     batches = [micro_batch(recipe, step, micro, rank()) for micro in range(first, first + count)]
     return [(batch[0], batch) for batch in batches]
 
 
 def train_layered(recipe: Recipe, how: str = "all") -> Trained:
-    """The recipe on this rank, by ``zeropp.accumulate``.
+    """Train the recipe on this rank with ``zeropp.accumulate``.
 
     Args:
-        how: "all" micro-batches of a step in one call, "halves" in two; "in turn" with a loop, every other step;
-            "no_sync" in two, the first of which sends nothing.
+        recipe: the recipe.
+        how: "all": one call for all micro-batches of a step. "halves": two calls. "in turn": every other step runs a
+            plain loop instead. "no_sync": two calls, the first inside ``no_sync``.
     """
     model = build(recipe, seed=7 + 100 * rank())
     optimizer = zeropp.ZeroOptimizer(make_optimizer(recipe, model), model, recipe.config())

@@ -1,7 +1,8 @@
-"""Small models whose way through their blocks is an argument, how they are configured, and what is read off them.
+"""Small models whose forward takes the order of blocks as an argument, their configuration, and values read from them.
 
-A *route* is a tuple of stages; a stage is a tuple of block numbers, called in that order on the same input and summed.
-So ``((0,), (1, 2))`` is ``b1(b0(x)) + b2(b0(x))``, and ``((0,), (2, 1))`` the same function in another order of calls.
+A *route* is a tuple of stages. A stage is a tuple of block numbers; its blocks are called in that order on the same
+input, and their outputs are summed. So ``((0,), (1, 2))`` is ``b1(b0(x)) + b2(b0(x))``, and ``((0,), (2, 1))`` is the
+same function with another order of calls.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Route = tuple[tuple[int, ...], ...]
 
 
 class Block(nn.Module):
-    """A residual block with a weight and a bias."""
+    """A residual block of one linear layer: ``x + tanh(lin(x))``."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Block(nn.Module):
 
 
 class Routed(nn.Module):
-    """Equal blocks, run as the route says; each block is a unit of its own."""
+    """Equal blocks, called as the route says. Each block is a unit."""
 
     def __init__(self, count: int = 4, width: int = WIDTH) -> None:
         super().__init__()
@@ -65,16 +66,16 @@ class Routed(nn.Module):
 
 
 def chain(*stages: int) -> Route:
-    """One block after the other: ``chain(3)`` is blocks 0, 1, 2; ``chain(0, 2)`` is blocks 0 and 2."""
+    """Return a route of one block per stage: ``chain(3)`` calls blocks 0, 1, 2; ``chain(0, 2)`` calls blocks 0 and 2."""
     return tuple((index,) for index in (range(stages[0]) if len(stages) == 1 else stages))
 
 
 def make_config(**settings: object) -> dict[str, object]:
-    """Stage 3, every parameter partitioned, every block a unit.
+    """Return a configuration of stage 3 in which every parameter is partitioned and every block is a unit.
 
     Args:
-        settings: keys of the zero block (``persist``, ``live``, ``reuse`` and ``prefetch`` for the long names), of the
-            zeropp block, or of the top level.
+        settings: keys of the zero block, of the zeropp block, or of the top level. ``persist``, ``live``, ``reuse`` and
+            ``prefetch`` are short for the long names in the zero block.
     """
     short = {
         "persist": "stage3_param_persistence_threshold",
@@ -99,7 +100,7 @@ def make_config(**settings: object) -> dict[str, object]:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """What the package logs meanwhile."""
+    """Collect the messages that the package logs inside the block."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -115,31 +116,34 @@ def logged() -> Iterator[list[str]]:
 
 
 def share(model: nn.Module) -> None:
-    """Rank 0's values for everyone, so that the plain copies agree."""
+    """Broadcast rank 0's parameters and buffers, so that all ranks have the same plain copy."""
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
 
 
 def apart(left: Tensor | float, right: Tensor | float) -> float:
-    """Largest absolute difference; infinite where one is NaN, over which Python's ``max`` would pass."""
+    """Return the largest absolute difference, infinity if any difference is NaN.
+
+    Python's ``max`` would ignore a NaN.
+    """
     a, b = (torch.as_tensor(each, device="cpu", dtype=torch.float64) for each in (left, right))
     return float((a - b).abs().nan_to_num(math.inf).max())
 
 
 def worst(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest absolute difference of two state dicts with the same keys; see :func:`apart`."""
+    """Return the largest absolute difference of two state dicts with the same keys, infinity if any is NaN."""
     assert left.keys() == right.keys(), (sorted(left), sorted(right))
     return max(apart(left[key], right[key]) for key in left)
 
 
 def shards(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:
-    """Copies of this rank's pieces."""
+    """Return copies of this rank's shards."""
     return [buffer.shard.clone() for buffer in optimizer.engine.buffers]
 
 
 def gathers(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
-    """How often each unit has been gathered so far, over the first hop of its path."""
+    """Return the number of gathers of each unit so far, counted on the first hop of the unit's path."""
     found: dict[str, int] = {}
     for row in optimizer.engine.comm.ledger.rows:
         if row.kind == "gather":
@@ -148,7 +152,12 @@ def gathers(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
 
 
 def live(units: Sequence[Unit], *, held: bool) -> int:
-    """Elements of gathered units that the call stack or an unfinished gradient holds, or of the others."""
+    """Return the elements of gathered units.
+
+    Args:
+        units: the units; persistent ones are not counted.
+        held: True to count units in use by a module call or an unfinished gradient; False to count all other units.
+    """
     return sum(
         u.numel for u in units if not u.persistent and u.state is not UnitState.SHARDED and (u.users > 0) is held
     )

@@ -1,7 +1,7 @@
-"""What a tree with CONTRIBUTING's recipes followed must do: run in a copy that has the new code.
+"""Checks of a source tree to which the code of CONTRIBUTING's recipes has been added: a codec, a width, a placement.
 
-:mod:`tests.distributed.docs.test_contributing` makes the copy. Here is only what the ranks then
-train, through keys of the configuration that the tree under test does not have.
+:mod:`tests.distributed.docs.test_contributing` copies the tree, adds the code and runs this file in the copy. The
+checks train with configuration keys that the original tree does not have.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def _with_a_codec(key: str, value: object, kind: str) -> None:
     pair = _train(torch.float32, **{key: value})
     rows = [row for row in zeropp.comm_report(pair.model).rows if row.kind == kind]
     assert {row.codec for row in rows} == {"cut16"}
-    # Of a call: as many steps have other numbers of gathers than of reductions. Half of a unit goes to the other rank.
+    # Compare bytes per call, because gathers and reductions differ in number. Each rank sends half of a unit, 2 bytes
+    # per element.
     sent = {row.unit: row.bytes // row.calls for row in rows}
     assert sent == {unit.name: unit.numel * 2 // 2 for unit in pair.engine.units}
-    # Seven bits of mantissa: what travels is off by 2**-7 of itself at most.
+    # The codec keeps seven mantissa bits, so each value sent has a relative error of at most 2**-7.
     assert 0 < pair.difference() < 0.02
 
 
@@ -44,7 +45,7 @@ def _with_a_width() -> None:
     values, found = torch.randn(numel, generator=torch.Generator().manual_seed(1)), torch.empty(numel)
     zeropp_kernels.quantize_(values, message, bits=2)
     zeropp_kernels.dequantize_(message, found, bits=2)
-    # A group's codes are -1, 0 and 1 times its largest value, rounded up to bfloat16.
+    # The codes of a group are -1, 0 and 1, times the group's largest absolute value rounded up to bfloat16.
     for group, coded in zip(values.split(128), found.split(128), strict=True):
         scale = coded.abs().max()
         assert group.abs().max() <= scale <= group.abs().max() * 1.01
@@ -66,7 +67,7 @@ def _with_a_placement() -> None:
 
 
 def main() -> None:
-    """All of it, on ranks."""
+    """Run all checks, each on a pool of ranks."""
     run_ranks(2, _with_a_codec, "cut_gradients", True, "reduce")
     run_ranks(2, _with_a_codec, "weight_codec", "cut16", "gather")
     run_ranks(2, _with_a_width)

@@ -1,4 +1,4 @@
-"""The stand-in for ``deepspeed`` on this process's path for a while, and a model that loops of its users train."""
+"""A context in which ``import deepspeed`` imports zeropp's stand-in, and a model with a DeepSpeed training loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ EPSILON = 1e-12  # float64; only the order of additions differs
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[ModuleType]:
-    """``import deepspeed`` finds the stand-in inside. Not by ``install``, for whose libraries it is too late here."""
+    """Make ``import deepspeed`` find the stand-in inside the block, and yield the imported module.
+
+    The block puts the stand-in on ``sys.path`` itself. ``install`` must run before libraries such as transformers are
+    imported, and the test process may have imported them already.
+    """
     sys.path.insert(0, STAND_IN)
     try:
         import deepspeed
@@ -51,7 +55,7 @@ def standing_in() -> Iterator[ModuleType]:
 
 
 class Net(nn.Module):
-    """An embedding, blocks in a list, and a head; in float64, so that only the order of additions differs."""
+    """An embedding, blocks in a list, and a head, in float64 so that only the order of additions changes results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +83,12 @@ def zero3(**more: Any) -> dict[str, Any]:
 
 
 def engine_of(deepspeed: Any, **more: Any) -> Any:
-    """An engine that trains a :class:`Net` by AdamW, with more of the JSON."""
+    """Return an engine that trains a :class:`Net` with AdamW; ``more`` adds keys to the configuration."""
     return deepspeed.initialize(model=Net(), config=zero3(optimizer=ADAMW, **more))[0]
 
 
 def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Ids and targets, [2, 5]."""
+    """Return the token ids and the targets of a batch, each [2, 5]."""
     drawn = torch.randint(12, (2, 2, 5), generator=torch.Generator().manual_seed(100 * step + rank))
     return drawn[0], drawn[1]
 
@@ -95,14 +99,14 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def steps(engine: Any, first: int, last: int) -> None:
-    """Train on this rank's batches."""
+    """Train steps ``first`` to ``last - 1`` on this rank's batches."""
     for step in range(first, last):
         engine.backward(loss_of(engine, step, dist.get_rank()))
         engine.step()
 
 
 def plain(last: int, world: int = 2, model: nn.Module | None = None) -> nn.Module:
-    """The same steps in one process, by AdamW on the global batch."""
+    """Train ``last`` steps in one process with AdamW on the batches of all ranks, and return the model."""
     model = Net() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(last):
@@ -114,7 +118,7 @@ def plain(last: int, world: int = 2, model: nn.Module | None = None) -> nn.Modul
 
 
 def distance(found: dict[str, Tensor], wanted: nn.Module) -> float:
-    """Largest difference of any weight; names must be the same."""
+    """Return the largest difference of any weight. The names must be equal."""
     known = wanted.state_dict()
     assert found.keys() == known.keys()
     return max(float((found[name].double() - value).abs().max()) for name, value in known.items())

@@ -1,9 +1,10 @@
-"""A rank that ends in the middle of training, run as a program: what it does, where, and what the others say.
+"""A rank that ends in the middle of training, run as a program.
 
     python -m tests.support.failing_rank_job <what> <where> <victim> <hang_timeout>
 
-Started by hand, without torchrun, rank 0's process keeps the job's store. The victim prints the time at which it ends;
-the others end with an error.
+Args: a key of ``WHAT`` (the way to end), an entry of ``WHERE`` (the point), the rank that ends, and ``hang_timeout`` in
+seconds. Each rank is started directly, not by torchrun, so rank 0's process hosts the job's store. The rank that ends
+prints the time before it ends. All other ranks are expected to end with an error.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WHAT = {
     "raises": lambda: _fail(),
 }
 WHERE = ["forward", "backward", "step", "refresh", "wrapping", "first", "random"]
-_STEPS = 3  # before it ends
+_STEPS = 3  # steps before the rank ends
 
 
 def _fail() -> None:
@@ -41,7 +42,7 @@ def _fail() -> None:
 
 
 class Net(nn.Module):
-    """Layers, and a place in the middle of forward and of backward."""
+    """Layers that call ``inside`` in the middle of forward and in the middle of backward."""
 
     def __init__(self) -> None:
         super().__init__()

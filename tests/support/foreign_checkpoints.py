@@ -1,4 +1,4 @@
-"""Loads of other programs' checkpoints by ``load_foreign`` on the ranks of a test, and a crafted pickle."""
+"""Loads of other programs' checkpoints with ``load_foreign`` on the ranks of a test, and a malicious pickle."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ __all__ = ["Evil", "Large", "bytes_read", "check_loaded", "reads", "refused"]
 
 
 def reads(path: Path, name: str, states: bool, prefix: str | None = None, make: type[Model] = Model) -> Went:
+    """Load a checkpoint into a trained model, and return this rank's state before and after four more steps.
+
+    Args:
+        path: the checkpoint.
+        name: key of the configuration, for ``wrap``.
+        states: True to load optimizer states, too.
+        prefix: prefix of parameter names in the file.
+        make: class of the model.
+    """
     model, optimizer = wrap(name, make)
     train(model, optimizer, range(90, 91))
     found = checkpoint.load_foreign(path, model, optimizer if states else None, prefix=prefix)
@@ -31,7 +40,7 @@ def reads(path: Path, name: str, states: bool, prefix: str | None = None, make: 
 
 
 def check_loaded(found: list[Went], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Weights, states and settings of all ranks are the plain ones, to the bit."""
+    """Assert that weights, optimizer states and learning rates of all ranks equal the plain ones bit for bit."""
     for name, value in model.state_dict().items():
         assert torch.equal(found[0].state[name], value), name
     if optimizer is not None:
@@ -44,7 +53,7 @@ def check_loaded(found: list[Went], model: nn.Module, optimizer: torch.optim.Opt
 
 
 class Large(nn.Module):
-    """Two matrices of 16 MB, so that a page more or less does not count."""
+    """Two matrices of 16 MB. The size of headers is negligible beside them when bytes of reads are compared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +64,7 @@ class Large(nn.Module):
 
 
 def bytes_read(paths: list[Path], states: bool) -> list[int]:
-    """Bytes that this rank reads of each file or folder, with or without optimizer states."""
+    """Return the bytes that this rank reads of each checkpoint, with or without optimizer states."""
     model = Large()
     config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, config)
@@ -63,7 +72,7 @@ def bytes_read(paths: list[Path], states: bool) -> list[int]:
 
 
 class Evil:
-    """Runs a command where it is loaded by pickle."""
+    """An object whose unpickling runs a command: it creates the file ``mark``."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -73,7 +82,7 @@ class Evil:
 
 
 def refused(paths: list[Path]) -> list[str]:
-    """Errors of loading each, "" for one that is loaded."""
+    """Return the error message of loading each path, "" for a path that loads."""
     model, optimizer = wrap("stage 3")
     told = []
     for path in paths:

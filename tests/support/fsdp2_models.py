@@ -1,4 +1,4 @@
-"""FSDP2 as the tests of zeropp.fsdp2 use it, and plain torch beside it."""
+"""FSDP2 models for the tests of zeropp.fsdp2, and the gradients that plain torch computes for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def sharded(reshard: bool | int = True, dtype: str = "fp32", reduce: str = "fp32", cls: Callable = Net) -> Any:
-    """A model with FSDP2 on each block and on itself."""
+    """Return a model with FSDP2 applied to each block and to the root.
+
+    Args:
+        reshard: FSDP2's ``reshard_after_forward``.
+        dtype: compute dtype, a key of ``DTYPES``.
+        reduce: dtype of gradient reductions, a key of ``DTYPES``.
+        cls: class of the model; the model has an attribute ``blocks``.
+    """
     model = cls()
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=DTYPES[reduce])
     for block in model.blocks:
@@ -29,7 +36,7 @@ def sharded(reshard: bool | int = True, dtype: str = "fp32", reduce: str = "fp32
 
 
 def units(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters of each unit, in the order of FSDP2's buffer."""
+    """Return the parameter names of each FSDP2 unit, in the order of FSDP2's flat buffer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[int, tuple[str, list[str]]] = {}
     for name, module in model.named_modules():
@@ -40,7 +47,10 @@ def units(model: nn.Module) -> dict[str, list[str]]:
 
 
 def hooks(module: Any) -> tuple[Any, Any, dist.ProcessGroup]:
-    """The hooks and the group of a module; of the first mesh, where parameters lie on several."""
+    """Return the gather hook, the reduce hook and the process group of an FSDP2 module.
+
+    If the module's parameters are on several meshes, the result is that of the first mesh.
+    """
     group, *_ = parameter_groups(module._get_fsdp_state())
     ranks = getattr(group.mesh_info, "shard_process_group", dist.group.WORLD)
     return group._all_gather_comm, group._reduce_scatter_comm, ranks
@@ -55,7 +65,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_gradients(step: int, dtype: str = "fp32", model: nn.Module | None = None) -> list[dict[str, Tensor]]:
-    """Every rank's own, as one process with plain torch has them."""
+    """Return each rank's own gradients, computed in one process with plain torch."""
     found = []
     for rank in range(dist.get_world_size()):
         own = copy.deepcopy(model or Net()).to(DTYPES[dtype])
@@ -66,7 +76,10 @@ def plain_gradients(step: int, dtype: str = "fp32", model: nn.Module | None = No
 
 
 def buffers(size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Every rank's gradients for every rank, [ranks, size]; each piece of a magnitude of its own."""
+    """Return the gradient table [ranks, size] of every rank, the same on all ranks.
+
+    Row r is the part that rank r receives. Each row has its own magnitude, so that a row sent to a wrong rank shows.
+    """
     world, draw = dist.get_world_size(), torch.Generator().manual_seed(size)
     magnitude = torch.arange(1, world + 1)[:, None]
     return [(torch.randn(world, size, generator=draw) * magnitude).to(dtype) for _ in range(world)]

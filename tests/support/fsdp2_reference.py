@@ -1,7 +1,7 @@
-"""What zeropp.fsdp2 should compute, said again without process groups, and the model that its tests train.
+"""A reference of the arithmetic of zeropp.fsdp2 without process groups, and the model that its tests train.
 
-A unit's gradients are a table [ranks, n]: row r is what rank r is to have of each parameter, dimension 0 padded with
-zeros until the ranks divide it, one parameter after the other.
+The gradients of a unit form a table [ranks, n]. Row r is the part of each parameter that rank r receives. Dimension 0
+of each parameter is padded with zeros to a multiple of the number of ranks, and the parameters follow one another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUPS = {8: 256, 4: 128}
 
 
 class Net(nn.Module):
-    """Blocks and a rest; sizes that no number of ranks divides, vectors, a frozen matrix, a table with unused rows."""
+    """Blocks and layers of sizes that no rank count divides: vectors, a frozen matrix, a table with unused rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(0, 9, (6,), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-# Layout.
+# Layout of FSDP2's buffers.
 
 
 def table_of(tensors: Sequence[Tensor], world: int) -> Tensor:
-    """FSDP2's buffer of some parameters' gradients or weights, [ranks, n]."""
+    """Return FSDP2's buffer [ranks, n] for the gradients or weights of some parameters."""
     rows = []
     for tensor in tensors:
         length = -(-tensor.size(0) // world) * world
@@ -58,7 +58,7 @@ def table_of(tensors: Sequence[Tensor], world: int) -> Tensor:
 
 
 def tensors_of(table: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The other way round."""
+    """Return the tensors of the given shapes that a table [ranks, n] contains; the inverse of ``table_of``."""
     world, found, start = table.size(0), [], 0
     for shape in shapes:
         rows = -(-shape[0] // world)
@@ -68,11 +68,11 @@ def tensors_of(table: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return found
 
 
-# Rounding.
+# Rounding of messages.
 
 
 def rounded(values: Tensor, bits: int) -> Tensor:
-    """Values [n] after a message of ``bits``."""
+    """Return values [n] after encoding and decoding with ``bits`` per element, as float32."""
     if bits == 32:
         return values.float()
     if bits == 16:
@@ -85,7 +85,13 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 
 
 def total(tables: Sequence[Tensor], local: int, bits: tuple[int, int]) -> Tensor:
-    """Sum of every rank's table over the hops, to the bit; float32 [ranks, n]."""
+    """Return the sum of all ranks' tables over the hops, float32 [ranks, n], equal to zeropp's bit for bit.
+
+    Args:
+        tables: each rank's table [ranks, n].
+        local: ranks per node; with 1 or all ranks there is one hop, with ``bits[1]``.
+        bits: bits per element on the intra-node hop and on the inter-node hop.
+    """
     world = len(tables)
     rows = []
     for piece in range(world):
@@ -106,19 +112,22 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
 
 
 def half_scales(table: Tensor, bits: int) -> Tensor:
-    """Largest error of each element of a table [ranks, n] that is encoded row by row."""
+    """Return the largest error of each element of a table [ranks, n] that is encoded row by row."""
     size = table.abs().double()
     if bits not in GROUPS:
         return size * {32: 0.0, 16: 2.0**-8}[bits]
     group, count = GROUPS[bits], table.size(1)
     padded = torch.nn.functional.pad(size, (0, -count % group))
     peaks = padded.view(table.size(0), -1, group).amax(2, keepdim=True).expand(-1, -1, group).reshape(padded.shape)
-    # Scales are rounded up to bfloat16; a product with a rounded inverse can fall to the wrong side of a tie.
+    # Scales are rounded up to bfloat16. A product with a rounded inverse may also fall on the wrong side of a tie.
     return (peaks * 0.5 * (1 + 2**-7) / STEPS[bits] + padded * 2**-22)[:, :count]
 
 
 def bound(tables: Sequence[Tensor], local: int, bits: tuple[int, int]) -> Tensor:
-    """Largest error of each element of the mean: half a scale of each code that meets in it."""
+    """Return the largest error of each element of the mean.
+
+    The bound is half a quantization step of each message that contributes to the element. With two hops, the error of the first hop also widens the groups that the second hop encodes.
+    """
     world = len(tables)
     if local in (1, world):
         return sum(half_scales(table, bits[1]) for table in tables) / world  # type: ignore[return-value]

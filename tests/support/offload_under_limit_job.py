@@ -1,9 +1,9 @@
-"""Trains a model that is on the disk, under a limit of memory that ends it if it is not; run as a program.
+"""A program that trains a model on NVMe under a memory limit, and fails if the model does not stay on NVMe.
 
     python -m tests.support.offload_under_limit_job WIDTH BLOCKS STEPS FOLDER [--limit BYTES] [--cpu]
 
-Prints one JSON line: elements, losses, seconds of each step, and bytes of anonymous memory before, at most, and after
-each step.
+Prints one JSON line: number of elements, losses, seconds of each step, and bytes of anonymous memory before training,
+at the peak, and after each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["settings"]
 
 
 class Block(nn.Module):
-    """A residual of two layers, 4 width^2 elements."""
+    """A residual block of two layers with 4 width^2 elements."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,13 +36,19 @@ class Block(nn.Module):
 
 
 def settings(width: int, folder: str, *, cpu: bool = False) -> dict[str, object]:
-    """Everything on the disk, in tiles and buffers of 4 Mi elements; with ``cpu`` in memory."""
+    """Return a configuration with weights and states on NVMe, in sub-groups and buffers of 4 Mi elements.
+
+    Args:
+        width: width of the model's blocks.
+        folder: the folder for files.
+        cpu: True to put weights and states in host memory instead.
+    """
     place: dict[str, object] = {"device": "cpu"} if cpu else {"device": "nvme", "nvme_path": folder}
     block = 4 * width * width
     zero = {
         "stage": 3,
         "sub_group_size": 4 << 20,
-        # What is computed with, and one ahead.
+        # Allow two live blocks: the block in use and one block ahead.
         "stage3_prefetch_bucket_size": block,
         "stage3_max_live_parameters": 2 * block,
         "offload_param": {**place, "max_in_cpu": 0, "buffer_count": 4, "buffer_size": 4 << 20},
@@ -52,7 +58,7 @@ def settings(width: int, folder: str, *, cpu: bool = False) -> dict[str, object]
 
 
 def private_nbytes() -> int:
-    """What RLIMIT_DATA limits: private memory that may be written to, touched or not."""
+    """Return the bytes that RLIMIT_DATA limits: private writable memory, including pages that were never written."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     return int(line.split()[1]) * 1024
 
@@ -66,7 +72,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    # Loads what is loaded at first use.
+    # The first backward loads libraries, which must not count as growth.
     nn.Linear(8, 8)(torch.ones(1, 8)).sum().backward()
     before, most = anonymous(), [0]
 
@@ -93,7 +99,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        # The step on the host is in the next one's forward.
+        # A step on the host may run during the next forward, so seconds of one step may include the previous step's
+        # update.
         seconds.append(time.perf_counter() - begin)
         after.append(anonymous())
     optimizer.close()

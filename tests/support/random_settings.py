@@ -1,4 +1,4 @@
-"""Configurations and optimizers of random programs, and the settings that must not change a bit of the result."""
+"""Random configurations and optimizers for random programs, and settings that must not change the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["WITHOUT_EFFECT", "Settings", "draw_settings"]
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-# Settings of a second run, whose weights have to be those of the first, bit by bit. None takes a setting away.
+# Replacements for a second run, whose weights must equal those of the first run bit for bit. None removes a setting.
 WITHOUT_EFFECT: list[dict[str, Any]] = [
     {"prefetch": 0},
     {"prefetch": 10**9},
@@ -45,13 +45,23 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2, "fused": True}),
     (torch.optim.NAdam, {"lr": 0.01, "eps": 1e-3}),
 ]
-# Nearly plain sums of gradients: others make the rounding of 16 bits as large as a step.
+# Only these optimizers are drawn in 16-bit runs. Their steps are nearly proportional to sums of gradients; with all
+# other optimizers, a rounding error of a 16-bit gradient can change a step completely.
 OPTIMIZERS_OF_16_BITS = [*OPTIMIZERS[:3], (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2})]
 
 
 @dataclass
 class Settings:
-    """A configuration, parts of it that the plain side needs, and the optimizer of both sides."""
+    """A configuration, the parts of it that the plain side needs, and the optimizer of both sides.
+
+    Attributes:
+        config: the configuration of ZeroOptimizer.
+        steps: micro-batches per accumulation window.
+        managed: True if zeropp counts micro-batches (``managed_gradient_accumulation``).
+        clip: largest gradient norm; 0 for no clipping.
+        kind: class of the optimizer.
+        given: arguments of the optimizer.
+    """
 
     config: dict[str, Any]
     steps: int
@@ -68,7 +78,7 @@ class Settings:
 
 
 def _draw_places(draw: random.Random, world: int, folder: Path) -> dict[str, Any]:
-    """Stage, levels and offload."""
+    """Draw the stage, the levels (hpZ, MiCS, ranks per node) and the offload of weights and states."""
     stage = draw.choices([0, 1, 2, 3], [1, 1, 2, 6])[0]
     given: dict[str, Any] = {"stage": stage}
     if world == 4:
@@ -95,7 +105,10 @@ def _draw_places(draw: random.Random, world: int, folder: Path) -> dict[str, Any
 def draw_settings(
     draw: random.Random, world: int, dtype: torch.dtype, folder: Path, changed: dict[str, Any]
 ) -> Settings:
-    """Settings for a wrap; ``changed`` replaces some of them once all have been drawn."""
+    """Draw the settings of one wrapping.
+
+    ``changed`` replaces settings after the draw, so that a run with changes draws the same random numbers.
+    """
     given = _draw_places(draw, world, folder)
     if given["stage"] == 3:
         given["persist"] = draw.choice([0, 0, 0, 12, 50, 10**6])
@@ -124,7 +137,7 @@ def draw_settings(
     kind, arguments = draw.choice(OPTIMIZERS if dtype.itemsize > 2 else OPTIMIZERS_OF_16_BITS)
     if given["stage"] < 3:
         changed = {key: value for key, value in changed.items() if key not in ("prefetch", "live", "reuse", "persist")}
-    if given["stage"] == 0 or not arguments.get("fused"):  # which alone steps on the host as on the device
+    if given["stage"] == 0 or not arguments.get("fused"):  # only fused steps are bit-equal on host and device
         changed = {key: value for key, value in changed.items() if not key.startswith("offload")}
     given = {key: value for key, value in {**given, **changed}.items() if value is not None}
     return Settings(make_config(**given), steps, managed, clip, kind, arguments)

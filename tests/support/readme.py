@@ -1,4 +1,4 @@
-"""README's blocks and commands, and the model, data and loss with which tests run them."""
+"""The code blocks and commands of README.md, and the model, data and loss with which tests run them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = dict(reversed(each) for each in re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL))
-"""Language by content of a fenced block."""
-# Which block a test is about, by something that only that block has.
+"""The language of each fenced block, keyed by the block's content."""
+# Marks: each is a text that occurs in only one block, and tests select the block by it.
 FIRST, FEWER_BYTES, FSDP2 = "Model().to(device)", '"zero_quantized_weights"', "fully_shard(model"
 DEEPSPEED, TRAINER, LIGHTNING = "import deepspeed", "zeropp.compat.deepspeed", "L.Trainer"
 TRAIN, TESTS = "train_gpt.py", "pytest"
-# So wide that weights are partitioned: smaller ones stay whole.
+# WIDTH is so large that weights are partitioned; smaller weights would be persistent.
 WIDTH, BATCH, STEPS = 400, 8, 5
 
 
@@ -36,14 +36,14 @@ def block(mark: str, language: str) -> str:
 
 
 def sides(mark: str) -> tuple[str, str]:
-    """The program before and after a diff."""
+    """Return the program before and the program after a diff block."""
     lines = [(line[:1], line[2:]) for line in block(mark, "diff").splitlines()]
     assert {mark for mark, _ in lines} <= {"", " ", "+", "-"}
     return tuple("\n".join(text for mark, text in lines if mark != left) for left in "+-")  # type: ignore[return-value]
 
 
 class Data(Dataset):
-    """Random inputs and targets."""
+    """Random inputs and targets, each [WIDTH]."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.pairs = torch.randn(2, STEPS * 2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -56,7 +56,7 @@ class Data(Dataset):
 
 
 class Model(nn.Module):
-    """Blocks in a list, as transformers have them."""
+    """A model with its blocks in a ModuleList, as transformers models have them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 class Losses(nn.MSELoss):
-    """The loss, which also keeps its values."""
+    """The mean squared error, with a list of all its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Losses(nn.MSELoss):
 
 
 def every(text: str, *replaced: tuple[str, str]) -> str:
-    """The text with each (old, new), which it must have."""
+    """Return the text with each (old, new) pair replaced. Every old text must occur."""
     for old, new in replaced:
         assert old in text
         text = text.replace(old, new)
@@ -92,7 +92,7 @@ def every(text: str, *replaced: tuple[str, str]) -> str:
 
 
 def run(command: str, folder: Path, *flags: str) -> str:
-    """A command of README in a shell, with programs of this environment first on the path."""
+    """Run a command of README in a shell and return its output. Programs of this environment come first on PATH."""
     programs = Path(sys.executable).parent
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RANK", "WORLD_"))}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{programs}:{env['PATH']}"}

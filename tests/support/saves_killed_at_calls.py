@@ -1,9 +1,10 @@
-"""A program that saves, and is killed at every system call by which it changes the disk: what is left must load.
+"""A program that is killed at every system call with which a save changes the disk. The checkpoint must still load.
 
     python -m tests.support.saves_killed_at_calls "in place" renames none
 
-The first argument is "in place", "in a series" or "an export". For each kind of file system, prints how many calls
-there were, and after how many the older checkpoint was there. A process of its own, since it forks.
+The first argument is "in place", "in a series" or "an export". Each later argument is a kind of file system: "renames"
+or "none" (no renames). For each kind, the program prints the number of calls of a save, and the number of kills after
+which the older checkpoint was loaded. The program forks, so it must be a process of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tests.support.quantized_model import Model
 from zeropp import checkpoint
 
 CALLS = ("pwrite", "fsync", "ftruncate", "posix_fallocate", "open", "mkdir", "rename", "replace", "unlink", "rmdir")
-_MIDDLE = 12  # calls, by which a save has begun to write
+_MIDDLE = 12  # number of calls after which a save has begun to write
 
 
 def without_renames() -> None:
-    """Let this process see a file system that renames nothing; it is a stand-in."""
+    """Make renames fail in this process, as on a file system without renames."""
 
     def refuse(one: Any, other: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -39,7 +40,7 @@ def without_renames() -> None:
 
 
 def before_call(number: int, act: Callable[[], object]) -> Callable[[], int]:
-    """Have ``act`` called before that many calls were made; returns what counts them."""
+    """Patch the system calls so that ``act`` runs before call ``number + 1``; return a function that counts calls."""
     made = 0
 
     def counted(call: Any) -> Any:
@@ -58,7 +59,7 @@ def before_call(number: int, act: Callable[[], object]) -> Callable[[], int]:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Exit status of ``work`` in a forked process; negative if a signal ended it."""
+    """Run ``work`` in a forked process and return its exit status, negative if a signal ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -71,7 +72,12 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 class Scene:
-    """A run that has saved step 1 and is about to save step 2: in its place, as another of a series, or an export."""
+    """A run that has saved step 1 and is about to save step 2.
+
+    Args:
+        root: folder of all checkpoints.
+        how: "in place" overwrites the checkpoint, "in a series" adds a checkpoint, "an export" overwrites an export.
+    """
 
     def __init__(self, root: Path, how: str) -> None:
         self.root, self.how = root, how
@@ -89,13 +95,13 @@ class Scene:
         if self.how == "in place":
             checkpoint.save(self.root / "here", self.model, self.optimizer)
         elif self.how == "an export":
-            # Two files, of the same names each time.
+            # The limit makes two files, which have the same names in both exports.
             checkpoint.export(self.root / "here", self.model, file_nbytes=50_000)
         else:
             checkpoint.Series(self.root, keep=1).save(step, self.model, self.optimizer)
 
     def load(self) -> int:
-        """Load what is there, and say which step it is; 0 of an export that is gone."""
+        """Load the checkpoint and return its step; 0 for an export without an index file."""
         model, optimizer = wrap("stage 3")
         if self.how == "in place":
             checkpoint.load(self.root / "here", model, optimizer)
@@ -130,7 +136,8 @@ def run(how: str, renames: str) -> None:
             step = scene.load()
             old += step == 1
             assert status != 0 or step == 2, "the save has ended, and what is there is older"
-            # Again, by programs that were started anew. Where metadata is written over, the first is killed, too.
+            # Save again in a new process. Without renames, metadata is overwritten in place, so first kill one more
+            # save there.
             if renames == "none":
                 in_child(lambda: killed(_MIDDLE))
                 scene.load()
@@ -146,8 +153,8 @@ def run(how: str, renames: str) -> None:
 
 
 if __name__ == "__main__":
-    # What torch imports with the first optimizer would be imported by every process.
+    # Import in the parent the modules that torch imports with the first optimizer; else every child would import them.
     make_optimizer(Model())
-    # Each in a process of its own, which may change what system calls do.
+    # Each kind runs in a process of its own, because ``run`` patches system calls.
     statuses = [in_child(lambda renames=renames: run(sys.argv[1], renames)) for renames in sys.argv[2:]]
     sys.exit(any(statuses))

@@ -1,6 +1,6 @@
-"""Small models of text that differ in how blocks are nested, shared, tied and recomputed, and the tokens they read.
+"""Small text models that differ in the nesting, sharing, tying and recomputation of blocks, and their token batches.
 
-Sizes are odd on purpose, so that parameters end inside blocks and pieces end inside parameters.
+Sizes are odd, so that parameters end inside codec blocks and shards end inside parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = 3
 
 
 class Attention(nn.Module):
-    """One causal head."""
+    """Causal attention with one head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network."""
+    """Attention and a two-layer network, each with a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,11 +46,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder with a tied embedding.
+    """A decoder with a tied embedding.
 
     Args:
-        tie: "parameter" shares the parameter object; "use" reads the embedding's weight in the root's own forward.
-        recompute: None, or "block"/"segment"/"model" with `reentrant` True or False: what is checkpointed.
+        tie: "parameter" registers one parameter in both modules; "use" reads the embedding's weight in the root's
+            forward.
+        recompute: the checkpointed part: None, "block", "segment" (two runs of blocks), or "model" (no checkpoint
+            inside; the caller checkpoints the model).
+        reentrant: ``use_reentrant`` of the checkpoints.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class GPT(nn.Module):
 
 
 class TiedSegments(nn.Module):
-    """Two reentrant segments that share a layer: its gradients come from two inner backwards."""
+    """Two checkpointed segments that share a layer. With reentrant checkpoints, each segment has a backward of its own."""
 
     def __init__(self, width: int = 25, *, reentrant: bool = True) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class TiedSegments(nn.Module):
 
 
 class Nested(nn.Module):
-    """ModuleLists inside ModuleLists, of uneven width, and a ModuleDict."""
+    """ModuleLists inside a ModuleList, blocks of two widths, and a ModuleDict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ class Nested(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One block used four times in a forward, another twice, in mixed order."""
+    """A block that forward uses four times and a block that forward uses twice, in mixed order."""
 
     def __init__(self, width: int = 25) -> None:
         super().__init__()
@@ -151,5 +154,5 @@ class Repeated(nn.Module):
 
 
 def tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
-    """[ROWS, LENGTH] ids."""
+    """Return token ids [ROWS, LENGTH] in a tuple of one."""
     return (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator),)

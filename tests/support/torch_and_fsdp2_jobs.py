@@ -1,4 +1,4 @@
-"""Jobs of plain torch and FSDP2 that train and save: what other programs' files are made of."""
+"""Training jobs of plain torch and FSDP2 whose checkpoints the tests of ``load_foreign`` read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Other(nn.Module):
-    """Frozen and tied weights, and a buffer."""
+    """A model with frozen weights, tied weights and a buffer."""
 
     count: Tensor
 
@@ -68,7 +68,7 @@ def other() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Shardable(Model):
-    """FSDP2 takes no scalars."""
+    """The model with its scalar as a vector of one, because FSDP2 refuses scalars, and a contiguous convolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Runs of TRL's trainers, as a script: under the stand-in on two ranks, or alone, by plain torch.
+"""A script that trains with TRL's trainers: with zeropp's deepspeed stand-in on two ranks, or with plain torch on one.
 
     python -m tests.support.trl_job FOLDER
 
-Losses go to ``FOLDER/<rank>.json``, or to ``FOLDER/plain.json``. No test imports this, as `trainer_job`.
+The script writes losses to ``FOLDER/<rank>.json``, or to ``FOLDER/plain.json`` on one rank. The script runs as a
+process of its own because libraries must be imported after the stand-in is installed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def arguments(cls: Any, folder: Path, **more: Any) -> Any:
 
 
 def run(kind: str, folder: Path, base: str) -> list[float]:
-    """Losses; rewards of GRPO, whose samples differ between one process and two."""
+    """Train with one trainer and return the logged losses.
+
+    For GRPO the result is the logged rewards, because its samples differ between one process and two.
+    """
     tokens = tokenizer()
     if kind == "sft":
         data = Dataset.from_dict({"text": [f"w{i % 60} w5 w{i % 7} w5 w6" for i in range(64)]})

@@ -1,8 +1,9 @@
-"""Two memories on one CPU: what is the host's and what a device's is known by tag, and kernels refuse to mix them.
+"""Two memories on one CPU: a host and a device. Kernels that mix their tensors raise.
 
-On a card an operation on a tensor of the host and one of the card raises, unless the host's is a single number. Here
-the device is ``cpu:0``, the host ``cpu``: memory has the tag of the device it was asked for on, or of what it was made
-from, in every thread. Copies may cross, as they do on a card. Streams, pinned memory and kernels are not pretended.
+On a GPU, an operation on a host tensor and a device tensor raises, unless the host tensor is a single number. Here the
+device is ``cpu:0`` and the host is ``cpu``. Each storage is tagged, in every thread: with the device that its
+allocation named, or with the device of the tensors that it was computed from. Copies between the memories are allowed,
+as on a GPU. Streams, pinned memory and GPU kernels are not simulated.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _INDEXED = ("index", "index_put_")
 
 
 class Memories:
-    """Which storage is whose.
+    """The set of storages on the simulated device; all other storages are on the host.
 
     Attributes:
-        crossed: elements that were copied from one to the other.
+        crossed: number of elements copied between host and device.
     """
 
     def __init__(self) -> None:
-        # With the storages, or another would come to have the number of one that is gone.
+        # The dict keeps the storages alive, so that no new storage gets the address of a freed one.
         self._device: dict[int, torch.UntypedStorage] = {}
         self.crossed = 0
 
@@ -47,21 +48,21 @@ class Memories:
             return tensor.untyped_storage()._cdata in self._device
 
     def take(self, *tensors: Tensor) -> None:
-        """Let tensors be the device's."""
+        """Tag the storages of the tensors as device memory."""
         for each in tensors:
             storage = each.untyped_storage()
             self._device[storage._cdata] = storage
 
     def check(self, name: str, args: list[Tensor]) -> None:
-        """Whether a kernel may have these.
+        """Check the operands of a kernel.
 
         Raises:
-            RuntimeError: it may not.
+            RuntimeError: the operands are in both memories and the kernel is not a copy.
         """
-        # A number of the host is an argument of a kernel; one of the device is memory.
+        # A host tensor without dimensions may join any kernel, because a GPU kernel takes it as a plain argument.
         found = {self.of_device(each) for each in args if self.of_device(each) or each.dim()}
         if name in _INDEXED and self.of_device(args[0]):
-            # Indices may be the host's.
+            # Indices may be on the host.
             found = {True}
         if len(found) > 1 and name in _CROSS:
             self.crossed += args[0].numel()
@@ -78,7 +79,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        # Lists go to a kernel one by one where they are not in one memory.
+        # Foreach kernels take lists. Tensors of one list may be in different memories, so check each pair by itself.
         each_alone = (
             name.startswith("_foreach") and len(args) > 1 and all(isinstance(a, list | tuple) for a in args[:2])
         )
@@ -86,7 +87,8 @@ class _Kernels(TorchDispatchMode):
             self._memories.check(name, list(some))
         found = func(*args, **kwargs)
         device = kwargs.get("device")
-        # Given tensors, ``device`` is where these are: `empty_like` and its kind are told of none other here.
+        # If there are tensor operands, the result is where they are: ``empty_like`` and its kind get no device argument
+        # here.
         here = any(map(self._memories.of_device, given)) if given or device is None else device.index == 0
         before = {each.untyped_storage()._cdata for each in given}
         for each in tree_leaves(found):
@@ -96,7 +98,10 @@ class _Kernels(TorchDispatchMode):
 
 
 def _calls(memories: Memories) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """``to`` and ``cpu``, which copy what goes from the device to the host: torch thinks that it is there already."""
+    """Return replacements of ``Tensor.to`` and ``Tensor.cpu`` that copy between device and host.
+
+    Both simulated devices are CPU, so torch's own methods would return the tensor without a copy.
+    """
     plain = Tensor.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,7 +120,7 @@ def _calls(memories: Memories) -> tuple[Callable[..., Tensor], Callable[..., Ten
 
 @contextlib.contextmanager
 def two_memories() -> Iterator[Memories]:
-    """Engines that are made inside train on the device, and have a host beside it."""
+    """Simulate two memories in the block: engines that are built inside train on the device and offload to the host."""
     memories = Memories()
     run = ThreadStream.run
     to, cpu = _calls(memories)

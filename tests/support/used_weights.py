@@ -11,10 +11,9 @@ from torch import nn
 def watch_weights(model: nn.Module, look: Callable[[str, nn.Parameter, bool], None]) -> None:
     """Call ``look`` for each parameter of each layer, after the layer's forward and before its backward.
 
-    The arguments of the call are the parameter's name, the parameter, and True in backward.
-    Only linear layers, layer norms and embeddings are watched. Their output is a tensor, and the hook before backward
-    runs
-    when the gradient of that tensor arrives.
+    The arguments of the call are the parameter's name, the parameter, and True in backward. Only linear layers, layer
+    norms and embeddings are watched. Their output is a tensor, and the hook before backward runs when the gradient of
+    that tensor arrives.
     """
 
     def tell(path: str, module: nn.Module, in_backward: bool) -> None:

@@ -1,4 +1,4 @@
-"""The Python blocks of docs/using.md, which train a model on two ranks, save it, and edit and average its weights."""
+"""Runs of the Python blocks of docs/using.md on two ranks: training, saving, and editing and averaging weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.rank_pool import run_ranks
 __all__ = ["START", "Regression", "check_page"]
 
 START = "zeropp.init_distributed()"
-"""The page's line that makes the process group."""
+"""The line of the page that creates the process group."""
 
 _USING = Path(__file__).resolve().parents[2] / "docs" / "using.md"
 
 
 class Regression(nn.Module):
-    """Returns a loss, as the page's model does; large enough that its layers are not persistent."""
+    """A model that returns its loss, as the page's model does. Its layers are too large to be persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,23 @@ class Regression(nn.Module):
 
 
 def _examples() -> list[str]:
-    """The Python blocks of the page as they stand: training, accumulating, saving, editing weights, averaging."""
+    """Return the page's Python blocks: training, accumulating, saving, editing weights, averaging."""
     found = re.findall(r"```python\n(.*?)```", _USING.read_text(), re.DOTALL)
     assert len(found) == 5
     return found
 
 
 def _run_page(folder: str, start: str) -> tuple[list[bool], set[str], int, float, float]:
-    """Run the blocks; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
+    """Run the blocks on this rank, then train on, and return facts for ``check_page``.
+
+    Args:
+        folder: working directory of the blocks.
+        start: line that replaces ``START``.
+
+    Returns:
+        For each hop, True if it sends pairwise; the backends of all groups; the bytes of all gathers; the first and the
+        last loss.
+    """
     os.chdir(folder)
     torch.manual_seed(0)
     batches = [torch.randn(4, 400)] * 12
@@ -71,12 +80,12 @@ def _run_page(folder: str, start: str) -> tuple[list[bool], set[str], int, float
 
 
 def check_page(start: str, folder: Path) -> None:
-    """Check results and files of the blocks, with ``start`` in the place of the page's own."""
+    """Run the blocks on two ranks with ``start`` in place of the line ``START``, and check their results and files."""
     results = run_ranks(2, _run_page, str(folder), start, init=False)
     assert {path.name for path in folder.iterdir()} == {"model.pt", "runs"}
     assert sorted(path.name for path in (folder / "runs" / "first").iterdir()) == ["latest", "step-00000100"]
     for pairwise, backends, sent, first, last in results:
         assert pairwise and all(pairwise)
         assert backends == {"gloo"}
-        assert sent > 3 * 400 * 400  # each layer at least once, half of it in bf16
+        assert sent > 3 * 400 * 400  # each layer is gathered at least once, and half of each layer is sent in bf16
         assert last < 0.9 * first

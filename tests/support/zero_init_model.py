@@ -1,4 +1,4 @@
-"""A model that is built in many ways, for the tests of what is partitioned while it is built."""
+"""A model that is initialised in many ways, for tests of parameters that are partitioned while the model is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Odd", "limits", "same_as", "seeded"]
 
 
 class Base(nn.Module):
-    """Initialised by its subclass, after its own ``__init__``."""
+    """A module whose ``__init__`` initialises its own parameter; subclasses add parameters afterwards."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Base(nn.Module):
 
 
 class Derived(Base):
-    """More parameters than its base, which has been through ``__init__`` by then."""
+    """A subclass that adds a parameter and edits the base's parameter after the base's ``__init__`` has returned."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -42,7 +42,7 @@ class Derived(Base):
 
 
 class Odd(nn.Module):
-    """Inheritance, classes defined inside, ties, copies, edits late and by other ways, dtypes, strides, sizes of 0."""
+    """Inheritance, local classes, ties, copies, late edits, writes through ``.data``, dtypes, strides, empty parameters."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Odd(nn.Module):
         self.register_buffer("drift", torch.randn(5))
         alias = self.frozen.weight.data
         self.late = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
-        # By a way that no guard sees, long after the module was built.
+        # A write through an alias made with ``.data``, which no guard intercepts, long after the layer was built.
         alias.fill_(0.25)
         self.apply(self._init_weights)
         with torch.no_grad():
@@ -93,7 +93,10 @@ class Odd(nn.Module):
 
 
 def same_as(model: nn.Module, plain: nn.Module) -> list[str]:
-    """Names of parameters with other values, dtypes, shapes, strides or flags than the plain model's. Readable now."""
+    """Return the names of parameters whose values, dtypes, shapes, strides or flags differ from the plain model's.
+
+    The model's parameters must be unsharded.
+    """
     wrong = []
     for (name, own), (other, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         same = (
@@ -111,7 +114,7 @@ def same_as(model: nn.Module, plain: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def limits(nbytes: int, small: int) -> Iterator[None]:
-    """Other sizes from which parameters are cut; the models here are small."""
+    """Lower the sizes above which parameters are partitioned during the build, because the models here are small."""
     with mock.patch.object(sharded_build, "LIMIT_NBYTES", nbytes), mock.patch.object(sharded_build, "SMALL", small):
         yield
 
