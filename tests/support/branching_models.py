@@ -66,7 +66,7 @@ class Routed(nn.Module):
 
 
 def chain(*stages: int) -> Route:
-    """Return a route of one block per stage: ``chain(3)`` calls blocks 0, 1, 2; ``chain(0, 2)`` calls blocks 0 and 2."""
+    """Return a route of one block per stage: ``chain(3)`` calls blocks 0, 1 and 2; ``chain(0, 2)`` only 0 and 2."""
     return tuple((index,) for index in (range(stages[0]) if len(stages) == 1 else stages))
 
 

@@ -126,7 +126,8 @@ def half_scales(table: Tensor, bits: int) -> Tensor:
 def bound(tables: Sequence[Tensor], local: int, bits: tuple[int, int]) -> Tensor:
     """Return the largest error of each element of the mean.
 
-    The bound is half a quantization step of each message that contributes to the element. With two hops, the error of the first hop also widens the groups that the second hop encodes.
+    The bound is half a quantization step of each message that contributes to the element. With two hops, the error of
+    the first hop also widens the groups that the second hop encodes.
     """
     world = len(tables)
     if local in (1, world):

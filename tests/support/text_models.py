@@ -95,7 +95,7 @@ class GPT(nn.Module):
 
 
 class TiedSegments(nn.Module):
-    """Two checkpointed segments that share a layer. With reentrant checkpoints, each segment has a backward of its own."""
+    """Two checkpointed segments that share a layer. A reentrant checkpoint runs one inner backward per segment."""
 
     def __init__(self, width: int = 25, *, reentrant: bool = True) -> None:
         super().__init__()
