@@ -1,4 +1,4 @@
-"""Training that is saved and goes on from a checkpoint, and what it must be equal to."""
+"""Training that saves and resumes from a checkpoint, and the state that both must agree on."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 @dataclass
 class Went:
-    """What a rank has after a save or a load, and how it goes on.
+    """The state of a rank after a save or a load, and the course of its further training.
 
     Attributes:
-        state: whole main weights and buffers.
-        moments: of this rank's slices, by parameter: first element, and states.
-        losses: of the steps that follow.
-        drawn: random numbers.
-        skipped: steps that were not taken.
-        found: what the load has found.
+        state: full main weights and buffers.
+        moments: optimizer states of this rank's slices: parameter name -> (first element, states).
+        losses: losses of the steps after the save or load.
+        drawn: the next random numbers of torch and of Python.
+        skipped: number of skipped steps.
+        found: result of the load.
     """
 
     state: dict[str, Tensor]
@@ -94,7 +94,7 @@ def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: Sequence[int
 
 
 def moments(optimizer: zeropp.ZeroOptimizer) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Copies of this rank's states."""
+    """Return copies of this rank's optimizer states: parameter name -> (first element of the slice, states)."""
     found = {}
     for part in optimizer.slices.all:
         state = optimizer.inner.state.get(part.parameter, {})
@@ -108,7 +108,7 @@ def went(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Went:
 
 
 def saves(path: Path, name: str, after: int = 4, asynchronous: bool = False) -> Went:
-    """Trains, saves, and goes on for four steps."""
+    """Train ``after`` steps and one step that is skipped, save, and train ten more steps."""
     model, optimizer = wrap(name)
     train(model, optimizer, range(after))
     optimizer.backward(model(tokens(0, 0)) * float("inf"))
@@ -122,7 +122,7 @@ def saves(path: Path, name: str, after: int = 4, asynchronous: bool = False) -> 
 
 
 def goes_on(path: Path, name: str, after: int = 4, **how: Any) -> Went:
-    """Trains something else, loads, and goes on."""
+    """Train two other steps, load the checkpoint, and train steps ``after`` to ``after + 9``."""
     model, optimizer = wrap(name)
     train(model, optimizer, range(90, 92))
     torch.rand(3), random.random()
@@ -133,7 +133,7 @@ def goes_on(path: Path, name: str, after: int = 4, **how: Any) -> Went:
 
 
 def by_hand(state: dict[str, Tensor], states: dict[str, dict[str, Any]], name: str, after: int = 4) -> list[float]:
-    """Losses of training that begins with given weights and optimizer states."""
+    """Return the losses of training that starts from given full weights and optimizer states."""
     model = Model()
     model.load_state_dict(state)
     optimizer = make_optimizer(model)
@@ -143,7 +143,7 @@ def by_hand(state: dict[str, Tensor], states: dict[str, dict[str, Any]], name: s
 
 
 def states_of(ranks: Sequence[Went]) -> dict[str, dict[str, Any]]:
-    """Whole states, put together from every rank's slices."""
+    """Return the full optimizer states, assembled from every rank's slices."""
     found: dict[str, dict[str, Any]] = {}
     for name, parameter in Model().named_parameters():
         whole: dict[str, Tensor] = {}
@@ -155,7 +155,7 @@ def states_of(ranks: Sequence[Went]) -> dict[str, dict[str, Any]]:
                     continue
                 row = whole.setdefault(key, torch.full((parameter.numel(),), float("nan")))
                 row[start : start + value.numel()] = value
-        # In the order of memory.
+        # Slices are in memory order, so the strides give the shape.
         found[name] = {
             k: v if k == "step" else torch.as_strided(v, parameter.shape, parameter.stride()) for k, v in whole.items()
         }
@@ -163,13 +163,13 @@ def states_of(ranks: Sequence[Went]) -> dict[str, dict[str, Any]]:
 
 
 def small(model: nn.Module | None = None) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
-    """A model of one process, for what needs no training of its own."""
+    """Return a model and its ZeroOptimizer in a single process, for tests that need no particular training."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model
     return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
 
 
 def step(pair: tuple[nn.Module, zeropp.ZeroOptimizer]) -> None:
-    """Train it once."""
+    """Train one step."""
     pair[1].backward(pair[0](torch.ones(2, 4)).square().mean())
     pair[1].step()
     pair[1].zero_grad()

@@ -1,7 +1,7 @@
-"""Folders as DeepSpeed's ``save_checkpoint`` writes them, made of a plain model and its optimizer.
+"""Checkpoint folders in the format of DeepSpeed's ``save_checkpoint``, made from a plain model and its optimizer.
 
-After its published format: what each rank's file has is cut here from whole tensors, by none of the code under test.
-DeepSpeed's own classes, which its files name, are made up for the time of writing.
+The files follow the published format. Each rank's part is cut from whole tensors here, without the code under test. The
+classes that DeepSpeed's files refer to are defined under DeepSpeed's module names while the files are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["write_deepspeed"]
 
 @contextmanager
 def _deepspeed() -> Iterator[Any]:
-    """Modules of DeepSpeed's names, with the classes that its checkpoints are pickled with."""
+    """Add modules with DeepSpeed's names to ``sys.modules``, with the classes that its checkpoints refer to."""
     names = ["deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16", "deepspeed.runtime.fp16.loss_scaler",
              "deepspeed.runtime.zero", "deepspeed.runtime.zero.config", "deepspeed.utils",
              "deepspeed.utils.tensor_fragment"]  # fmt: skip
@@ -57,17 +57,17 @@ def write_deepspeed(
     per_sub_group: int = 3,
     scaler: dict[str, Any] | None = None,
 ) -> Path:
-    """Write one checkpoint, and ``latest``.
+    """Write one checkpoint and the file ``latest``, and return the checkpoint's folder.
 
     Args:
-        root: gets the folder of the tag.
-        model: whose trained parameters are the optimizer's; it computes in bfloat16, as far as the files show.
-        optimizer: Adam or AdamW that has stepped.
-        world: ranks that the files are of.
+        root: folder in which the checkpoint's folder is created.
+        model: model whose trained parameters belong to the optimizer. The files contain its weights in bfloat16.
+        optimizer: Adam or AdamW that has taken a step.
+        world: number of ranks whose files are written.
         stage: 1, 2 or 3.
-        tag: of the checkpoint.
-        bf16: in stage 1, of the optimizer that DeepSpeed has for bfloat16, which writes other keys.
-        per_sub_group: parameters of a sub-group in stage 3.
+        tag: name of the checkpoint.
+        bf16: True to write the keys of DeepSpeed's optimizer for bfloat16 (stage 1).
+        per_sub_group: parameters per sub-group in stage 3.
         scaler: attributes of a dynamic loss scaler; None for a static one.
     """
     folder = root / tag
@@ -98,7 +98,7 @@ def write_deepspeed(
             else:
                 inner["base_optimizer_state"] = base
                 inner["param_slice_mappings"] = [OrderedDict(a=classes.fragment_address())]
-                # The optimizer for bfloat16 leaves the padding where it is, and has no stage.
+                # DeepSpeed's optimizer for bfloat16 keeps the padding and writes no stage.
                 inner["single_partition_of_fp32_groups"] = [flat if bf16 else lean for _, flat, lean in rows]
                 if not bf16:
                     inner["zero_stage"] = classes.ZeroStageEnum(stage)
@@ -117,7 +117,7 @@ def write_deepspeed(
 def _rows(
     own: list[tuple[str, nn.Parameter]], states: dict[str, Any], rank: int, world: int, stage: int
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """A rank's row of states of one group, of weights, and of weights without padding."""
+    """Return a rank's part of one group: states, main weights, and main weights without padding."""
     step = states[own[0][0]]["step"].clone()
 
     def row(values: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ def _model_state(
         "module": module,
         "buffer_names": buffers,
         "param_shapes": [OrderedDict((name, p.shape) for name, p in group) for group in groups],
-        # Stage 1 has frozen weights among the module's alone.
+        # In stage 1, frozen weights are only among the module's weights.
         "frozen_param_shapes": {name: value.shape for name, value in frozen.items()} if stage > 1 else None,
         "frozen_param_fragments": fragments if stage > 1 else None,
         "shared_params": shared,

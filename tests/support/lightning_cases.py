@@ -1,4 +1,7 @@
-"""A LightningModule, its data, and Trainers with and without zeropp; for ranks, since to import it takes seconds."""
+"""A LightningModule, its data, and Trainers with and without zeropp.
+
+The ranks import this file, because importing Lightning takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from zeropp.integrations.lightning import ZeroStrategy
 from zeropp.params.sharded_build import piece_of
 
 WIDTH, SAMPLES = 8, 20
-# Five batches of two on each of two ranks: windows of two leave one batch over.
+# Each of two ranks has five batches of two samples, so accumulation windows of two leave one batch over.
 TRAINING: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
 class Data(Dataset[Tensor]):
-    """Inputs and targets side by side, always the same."""
+    """Inputs and targets side by side in one row; the same numbers every time."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.rows = torch.randn(samples, 2 * WIDTH, generator=torch.Generator().manual_seed(5))
@@ -34,7 +37,7 @@ class Data(Dataset[Tensor]):
 
 
 class Module(pl.LightningModule):
-    """Blocks that are partitioned, a parameter of its own, and a record of what was seen."""
+    """Partitioned blocks, a parameter of the root, and a record of losses, rates and dtypes."""
 
     def __init__(self, *, late: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.net is None:
-            # Not in the constructor's time: with zeropp this is where it is built in pieces.
+            # Build here, not in the constructor: zeropp builds the layers in pieces during ``configure_model``.
             self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
             self.net[0].requires_grad_(not self.frozen)
 
@@ -86,13 +89,13 @@ class Module(pl.LightningModule):
 
 
 def built(kind: type[Module] = Module, **given: Any) -> Module:
-    """A module with other weights on each rank."""
+    """Return a module with different weights on each rank."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return kind(**given)
 
 
 def strategy(**given: Any) -> Any:
-    """Ours, with all of the model partitioned, and so small that a test may wait for what goes wrong."""
+    """Return zeropp's strategy with a fully partitioned model and a short hang timeout."""
     made = ZeroStrategy(**given)
     if given.get("zero_optimization", True) and given.get("config") is None:
         made.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -101,7 +104,7 @@ def strategy(**given: Any) -> Any:
 
 
 def trainer(chosen: Any, folder: Any = None, **more: Any) -> Any:
-    """A Trainer that says nothing and writes nothing, unless it is told to."""
+    """Return a Trainer without output and files, unless ``more`` changes that."""
     quiet = {
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
         "num_sanity_val_steps": 0, "use_distributed_sampler": False, "accelerator": "cpu", "default_root_dir": folder,
@@ -111,27 +114,30 @@ def trainer(chosen: Any, folder: Any = None, **more: Any) -> Any:
 
 
 def loader(batch: int = 2) -> DataLoader[Tensor]:
-    """Gives this rank's samples; what all ranks get together is what one process gets in larger batches."""
+    """Return a loader of this rank's samples.
+
+    Together, the batches of all ranks equal the larger batches of one process.
+    """
     data = Data()
-    # Lightning's own would shuffle for training.
+    # Lightning's own sampler would shuffle the training data.
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     return DataLoader(data, batch, sampler=DistributedSampler(data, world, rank, shuffle=False))
 
 
 def loaders(batch: int = 2) -> dict[str, Any]:
-    """For ``fit``."""
+    """Return the loader arguments of ``fit``."""
     return {"train_dataloaders": loader(batch), "val_dataloaders": loader(batch)}
 
 
 def plain(world: int, kind: type[Module] = Module, given: Any = None, **more: Any) -> Module:
-    """The same in one process, without zeropp, on the batches of all ranks."""
+    """Train the module in one process without zeropp on the batches of all ranks, and return the module."""
     module = built(kind, **(given or {}))
     trainer("auto", **{**TRAINING, **more}).fit(module, **loaders(2 * world))
     return module
 
 
 def trained(chosen: Any, module: Module | None = None, path: Any = None, **more: Any) -> tuple[Any, Module]:
-    """A Trainer that has fitted a module with zeropp, and the module."""
+    """Fit a module with zeropp, and return the Trainer and the module."""
     module = built() if module is None else module
     run = trainer(chosen, **{**TRAINING, **more})
     run.fit(module, **loaders(), ckpt_path=path)
@@ -139,11 +145,11 @@ def trained(chosen: Any, module: Module | None = None, path: Any = None, **more:
 
 
 def built_late(stage: int, folder: Any = None, **given: Any) -> tuple[int | None, float, int]:
-    """What becomes of a model that is built in ``configure_model``.
+    """Train a model that is built in ``configure_model``.
 
     Returns:
-        Elements that this rank has of a weight before the model is wrapped; the sum of trained weights; open
-        files in a folder before it is.
+        The number of elements of a large weight that this rank holds before wrapping, or None if the weight is whole;
+        the sum of trained weights; and the number of open files in ``folder`` before wrapping.
     """
     chosen, rows, files = strategy(stage=stage, **given), [], []
     setup = chosen.setup
@@ -160,14 +166,14 @@ def built_late(stage: int, folder: Any = None, **given: Any) -> tuple[int | None
 
 
 def distance(module: nn.Module, wanted: dict[str, Tensor]) -> float:
-    """The largest difference to whole weights. Collective."""
+    """Return the largest difference from the given full weights. Collective."""
     found = zeropp.full_state(module)
     assert found.keys() == wanted.keys()
     return max(float((value - wanted[name]).abs().max()) for name, value in found.items())
 
 
 class ClipsByHand(Module):
-    """Clips in a hook of its own, every other step."""
+    """A module that clips gradients in its own hook at every other step."""
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **_: Any) -> None:
         if self.global_step % 2:
@@ -175,14 +181,17 @@ class ClipsByHand(Module):
 
 
 class BackwardByHand(Module):
-    """Its backward is another one than Lightning's."""
+    """A module with its own backward."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (loss * self.global_step).backward(*args, **kwargs)
 
 
 class Manual(Module):
-    """Owns its steps: two of three batches, the second of which has both gradients; clips and schedules itself."""
+    """A module with manual optimization, clipping and scheduling.
+
+    It steps on two of three batches. The first of these steps uses the gradients of two batches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,9 +207,9 @@ class Manual(Module):
             scheduler.step()
 
 
-# For modules that step by themselves.
+# Trainer arguments for modules with manual optimization.
 OWN: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
-# A module, and what its Trainer is told besides; callbacks are made where they are used, since they keep a state.
+# Modules and their Trainer arguments. Callbacks have state, so tests create them where they are used.
 HOOKS: dict[str, tuple[type[Module], dict[str, Any]]] = {
     "clips by hand": (ClipsByHand, {"gradient_clip_val": None}),
     "backward by hand": (BackwardByHand, {}),
@@ -210,7 +219,7 @@ HOOKS: dict[str, tuple[type[Module], dict[str, Any]]] = {
 
 
 class Wide(Module):
-    """Has a layer that is large enough to be built in pieces."""
+    """A module with a layer that is large enough to be built in pieces."""
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -222,14 +231,14 @@ class Wide(Module):
 
 
 class Skips(Module):
-    """Gives no loss."""
+    """A module whose training step returns no loss."""
 
     def training_step(self, batch: Tensor, index: int) -> Any:
         return None
 
 
 class Fails(Module):
-    """One rank fails in its third step."""
+    """A module whose third training step fails on rank 1."""
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if index == 2 and dist.get_rank() == 1:
@@ -238,7 +247,7 @@ class Fails(Module):
 
 
 class TwoOptimizers(Module):
-    """Has one for each half."""
+    """A module with two optimizers, for one layer each, and manual optimization."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()
@@ -250,7 +259,7 @@ class TwoOptimizers(Module):
 
 
 class Remembers(Module):
-    """Has hyperparameters, of which one is a class."""
+    """A module with hyperparameters, one of which is a class."""
 
     def __init__(self, size: int = 1, unit: type = str) -> None:
         super().__init__()

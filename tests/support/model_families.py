@@ -1,4 +1,4 @@
-"""Model families that others wrote, from transformers and peft: tiny, randomly initialised, without dropout."""
+"""Tiny models of common families from transformers and peft, randomly initialised and without dropout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a model, a batch of it from a generator, and how fast it learns. The model returns its loss."""
+    """A model family.
+
+    Attributes:
+        make: builds the model; the model returns its loss.
+        batch: makes a batch from a generator.
+        rate: learning rate.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
@@ -136,7 +142,7 @@ def whisper() -> nn.Module:
 
 
 def wav2vec() -> nn.Module:
-    """Its positional convolution is weight-normed."""
+    """Return a Wav2Vec2 model, whose positional convolution uses weight_norm."""
     return _made(
         "Wav2Vec2ForCTC", "Wav2Vec2Config", vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2,
         num_attention_heads=2, intermediate_size=WIDTH, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4),
@@ -154,7 +160,7 @@ def clip() -> nn.Module:
 
 
 def adapters() -> nn.Module:
-    """Low-rank adapters on a frozen decoder."""
+    """Return a frozen decoder with LoRA adapters."""
     import peft
 
     settings = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])

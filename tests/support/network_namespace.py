@@ -1,12 +1,12 @@
-"""A private network namespace: run ranks in it, and read exactly the bytes that they sent.
+"""A private network namespace for ranks, and the exact number of bytes that they send in it.
 
     with private_network() as network:
         network.torchrun("script.py", ranks=2)
         print(network.counters().sent_bytes)
 
-The loopback device of a new namespace has carried nothing, and nobody else can use it, so its counters are the traffic
-of what ran inside. A frame on loopback counts once as sent and once as received: `sent_bytes` is the sum over all
-ranks, with TCP's headers and with what it sent again; `payload_bytes` is without both.
+A new namespace has its own loopback device with counters at zero. Only the ranks started in the namespace use this
+device, so its counters are their traffic. Loopback counts each frame once as sent and once as received. So `sent_bytes`
+is the sum over all ranks, with TCP headers and retransmissions. `payload_bytes` excludes both.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["UNDER", "Counters", "Network", "beside", "private_network"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _numbers = itertools.count()
-_FRAME = 9000  # bytes. Segments that TCP sends again are counted in frames; of the usual 65536, few are full.
-_HEADERS = 52  # bytes of IP, TCP and its time stamps; loopback counts no Ethernet header
+_FRAME = 9000  # bytes. Retransmitted segments are counted as full frames; at the usual 65536, few are full.
+_HEADERS = 52  # bytes of the IP header and the TCP header with time stamps; loopback counts no Ethernet header
 
-# Parameters of tests: TCP's congestion control, None for the one that is chosen, and whether a core is busy. All but
-# the chosen one are for the campaign.
+# Test parameters: the TCP congestion control (None for the default choice), and True to keep a core busy. All but the
+# first run only in the campaign.
 _CHOSEN = [pytest.param(None, False, id="chosen")]
 _IDLE = [pytest.param(name, False, id=name) for name in congestion.allowed()]
 _BUSY = [pytest.param(name, True, id=f"{name}-busy", marks=pytest.mark.campaign) for name in congestion.allowed()]
@@ -42,18 +42,18 @@ UNDER = [*_CHOSEN, *(pytest.param(*p.values, id=p.id, marks=pytest.mark.campaign
 
 @dataclass(frozen=True)
 class Counters:
-    """What one device has carried since it was made."""
+    """Traffic counters of one device since its creation."""
 
     received_bytes: int
     received_packets: int
     sent_bytes: int
     sent_packets: int
     resent_segments: int
-    """TCP's, on all devices of the namespace."""
+    """TCP segments that were retransmitted, on all devices of the namespace."""
 
     @classmethod
     def parse(cls, devices: str, protocols: str, device: str = "lo") -> Counters:
-        """From the texts of /proc/net/dev and /proc/net/snmp."""
+        """Parse the texts of /proc/net/dev and /proc/net/snmp."""
         lines = {name.strip(): values.split() for name, _, values in (x.partition(":") for x in devices.splitlines())}
         if device not in lines:
             raise ValueError(f"no device {device!r} here; /proc/net/dev says:\n{devices}")
@@ -63,12 +63,15 @@ class Counters:
 
     @property
     def payload_bytes(self) -> int:
-        """Without headers, and without what TCP sent again: whole frames, though a segment may fill less of one."""
+        """Return the bytes without headers and retransmissions.
+
+        A retransmitted segment is counted as a full frame, though it may be smaller.
+        """
         return self.sent_bytes - _HEADERS * self.sent_packets - (_FRAME - _HEADERS) * self.resent_segments
 
     @property
     def most_payload_bytes(self) -> int:
-        """The same, had every segment that was sent again been an empty one."""
+        """Return the bytes without headers but with retransmissions, an upper bound of the payload."""
         return self.sent_bytes - _HEADERS * self.sent_packets
 
     def __sub__(self, other: Counters) -> Counters:
@@ -83,16 +86,22 @@ class Counters:
 
 @dataclass(frozen=True)
 class Network:
-    """A namespace with a loopback device that is up, and nothing else."""
+    """A network namespace whose only device is a loopback device."""
 
     name: str
 
     def run(
         self, command: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = 100
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside and return its output.
+        """Run a command in the namespace and return its output.
 
-        Raises RuntimeError, with both streams, when it fails or takes too long.
+        Args:
+            command: program and arguments.
+            env: additional environment variables.
+            timeout: limit in seconds.
+
+        Raises:
+            RuntimeError: the command failed or took too long; the message has both output streams.
         """
         full_env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {})}
         full_env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
@@ -126,16 +135,16 @@ class Network:
         env: dict[str, str] | None = None,
         timeout: float = 100,
     ) -> subprocess.CompletedProcess[str]:
-        """`torchrun --standalone --nproc-per-node=<ranks> script arguments...` inside.
+        """Run `torchrun --nnodes=1 --nproc-per-node=<ranks> script arguments...` in the namespace.
 
-        The launcher's own traffic is in the counters: some tens of kilobytes.
+        The launcher's own traffic, some tens of kilobytes, is included in the counters.
         """
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
-        where = ["--master-addr=127.0.0.1", "--master-port=29500"]  # nobody else has ports in here
+        where = ["--master-addr=127.0.0.1", "--master-port=29500"]  # the namespace has its own ports
         return self.run([*launcher, *where, str(script), *arguments], env=env, timeout=timeout)
 
     def counters(self, device: str = "lo") -> Counters:
-        """The device's counters now."""
+        """Return the counters of a device now."""
         devices, protocols = (self.run(["cat", f"/proc/net/{name}"], timeout=30).stdout for name in ("dev", "snmp"))
         return Counters.parse(devices, protocols, device)
 
@@ -147,12 +156,12 @@ class Network:
 
 @contextlib.contextmanager
 def private_network(tcp: str | None = None) -> Iterator[Network]:
-    """Make a namespace, and remove it with all its processes at the end.
+    """Create a namespace, and remove it with all its processes at the end.
 
-    Skips the test, with the reason, where none can be made.
+    The test is skipped, with the reason, if no namespace can be created.
 
     Args:
-        tcp: the congestion control that TCP is to use; None for what ``congestion`` chooses.
+        tcp: TCP congestion control in the namespace; None for the choice of ``bench.common.congestion``.
     """
     reason = namespaces.unavailable()
     if reason is not None:
@@ -171,7 +180,7 @@ def private_network(tcp: str | None = None) -> Iterator[Network]:
 
 @contextlib.contextmanager
 def beside(busy: bool) -> Iterator[None]:
-    """With a process, if ``busy``, that keeps a core busy; it ends with this one, whatever ends that."""
+    """Run the block with a core kept busy by another process if ``busy``. The process ends when this process ends."""
     if not busy:
         yield
         return

@@ -1,4 +1,4 @@
-"""Training with states off the device beside the same training without, on every rank, to the bit."""
+"""Training with offload compared bit for bit with the same training without offload, on every rank."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ _DELAYED: dict[str, tuple[Any, str]] = {
 
 
 def _go_on(model: nn.Module, optimizer: zeropp.ZeroOptimizer, when: str) -> None:
-    """Between two calls nothing happens."""
+    """Do nothing; the default of ``Run.paused``."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """The description of one training run.
 
     Attributes:
-        settings: of the configuration, as :func:`make_config` takes them.
+        settings: keys for :func:`make_config`.
         model: key of MODELS.
-        accumulation: micro-batches in a step.
-        how: "backward" (the window is configured), "no_sync", or "plain" (several backwards, each sends).
-        scaled: torch's GradScaler scales losses.
-        steps: to take.
+        accumulation: micro-batches per step.
+        how: "backward" (accumulation configured), "no_sync", or "plain" (several backwards, each of which reduces).
+        scaled: True to scale losses with torch's GradScaler.
+        optimizer: class of the optimizer.
+        options: arguments of the optimizer.
+        steps: number of steps.
         skipped: steps at which rank 0's loss is NaN.
-        resumed: step before which everything is saved, made anew and loaded.
-        saved: step after which a checkpoint is saved at once, to be compared with the weights of the other training.
-        folder: for that.
-        paused: called after each backward and each step, with the model, the optimizer, and "backward" or "step".
+        resumed: step before which model and optimizer are made anew and load the optimizer's state dict; -1 for none.
+        saved: step after which a checkpoint is saved, whose weights are compared, too; -1 for none.
+        folder: folder of that checkpoint.
+        paused: called after each backward and each step with the model, the optimizer, and "backward" or "step".
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +80,10 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What a training comes to: losses and norms of each step, whole weights, this rank's states."""
+    """The results of a run: losses, norms of each step, full weights, and this rank's optimizer states.
+
+    ``saved`` has the weights that a checkpoint contains, or nothing.
+    """
 
     losses: list[float]
     norms: list[float | None]
@@ -98,7 +103,8 @@ def _make(run: Run) -> tuple[nn.Module, zeropp.ZeroOptimizer, Any, Any]:
     if run.how == "backward":
         settings["gradient_accumulation_steps"] = run.accumulation
     optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
-    # Far from constant, and edited right after a step: what is stepped late must not see it.
+    # The rate changes strongly at every step, right after the step. A step that runs late must use the rate from
+    # before.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if run.scaled else None
     return model, optimizer, scheduler, scaler
@@ -109,7 +115,7 @@ def _micro(run: Run, step: int, micro: int, rank: int) -> Any:
 
 
 def run(run: Run) -> Outcome:
-    """Train as it says."""
+    """Train as the description says, and return the results."""
     model, optimizer, scheduler, scaler = _make(run)
     rank, loss_of = dist.get_rank() if dist.is_initialized() else 0, MODELS[run.model].loss
     losses: list[float] = []
@@ -155,7 +161,7 @@ def run(run: Run) -> Outcome:
 
 
 def states_of(optimizer: zeropp.ZeroOptimizer) -> States:
-    """This rank's states, by name of the parameter and where its slice begins; slices side by side are one."""
+    """Return this rank's optimizer states by "parameter name:first element"; adjacent slices are joined."""
     found: States = {}
     name, stop = "", ("", 0)
     for part in optimizer.slices.all:
@@ -172,7 +178,7 @@ def states_of(optimizer: zeropp.ZeroOptimizer) -> States:
 
 
 def same(one: Outcome, other: Outcome) -> list[str]:
-    """What differs, by a bit or more."""
+    """Return the names of all values that differ, even by one bit."""
     wrong = [name for name in ("losses", "norms") if repr(getattr(one, name)) != repr(getattr(other, name))]
     wrong += _differ("weights", one.weights, other.weights) + _differ("saved", one.saved, other.saved)
     if one.states.keys() != other.states.keys():
@@ -190,13 +196,18 @@ def _differ(what: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> list
 
 @contextlib.contextmanager
 def delayed(seed: int, most: float = 0.01) -> Iterator[dict[str, int]]:
-    """Steps, reads, writes and copies take some time longer, each another; yields how many of them there were."""
+    """Add random delays to steps, reads, writes and copies in the block; yield the number of calls of each kind.
+
+    Args:
+        seed: seed of the delays.
+        most: longest delay in seconds.
+    """
     rng, lock, seen = random.Random(seed), threading.Lock(), dict.fromkeys(_DELAYED, 0)
 
     def around(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*arguments: Any, **named: Any) -> Any:
             with lock:
-                # Most at once and some late: what is always late might be in step again.
+                # Delay only some calls. If all were late, their relative order could stay the same.
                 before, after = (rng.random() * most * (rng.random() < 0.05) for _ in range(2))
                 seen[name] += 1
             time.sleep(before)
@@ -215,7 +226,7 @@ def delayed(seed: int, most: float = 0.01) -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def host_apart(apart: bool = True) -> Iterator[None]:
-    """As on a machine with a card: the host's memory is no memory of the device, although both are the CPU's."""
+    """Separate host memory from device memory in the block, as with a GPU, although both are CPU memory."""
     if not apart:
         yield
         return
@@ -228,12 +239,12 @@ def host_apart(apart: bool = True) -> Iterator[None]:
 
 
 def compare(run_: Run, offloads: dict[str, dict[str, Any]], apart: bool) -> dict[str, tuple[list[str], dict[str, int]]]:
-    """For each offload: what differs from training without, and what was delayed meanwhile; on every rank.
+    """Return, for each offload, the differences from training without offload and the number of calls while delayed.
 
     Args:
-        run_: without offload.
-        offloads: settings to add to it, by names.
-        apart: the host's memory is no memory of the device, as on a GPU.
+        run_: the run without offload.
+        offloads: settings to add to the run, by name.
+        apart: True to separate host memory from device memory, as with a GPU.
     """
     plain, found = run(run_), {}
     for number, (name, settings) in enumerate(offloads.items()):

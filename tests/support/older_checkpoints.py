@@ -1,6 +1,6 @@
-"""Small checkpoints of an older version of zeropp, in each placement: their writer, and the values that they hold.
+"""Small checkpoints of an older version of zeropp, one per placement: the script that wrote them, and their values.
 
-The archive tests/fixtures/checkpoints-e90cce9.tar.xz was made with the code of commit e90cce9 by:
+The archive tests/fixtures/checkpoints-e90cce9.tar.xz was written with the code of commit e90cce9 by this command:
 PYTHONPATH=<tree of e90cce9>:<tree of e90cce9>/kernels python tests/support/older_checkpoints.py <archive>
 """
 
@@ -40,7 +40,7 @@ def _config(zero: dict[str, object], top: dict[str, object] | None = None, **own
     return {"zero_optimization": zero, "zeropp": {"unit_min_blocks": 0, "hang_timeout": 30, **own}, **(top or {})}
 
 
-# Each name begins with the number of ranks that wrote it, in nodes of two.
+# Each name begins with the number of ranks that wrote the checkpoint. Nodes have two ranks.
 CONFIGS: dict[str, dict[str, object]] = {
     "2 stage 0": _config({"stage": 0}),
     "2 stage 1": _config({"stage": 1}),
@@ -67,7 +67,7 @@ WORLDS = {name: int(name[0]) for name in CONFIGS}
 
 
 class Model(nn.Module):
-    """A table, a tied head, a matrix in another order of memory, a number, a buffer, a state of its own."""
+    """A table, a tied head, a channels_last weight, a scalar, a buffer and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Model(nn.Module):
 
 
 class Holder:
-    """An object with a state of its own, among the values of a script."""
+    """An object with ``state_dict`` and ``load_state_dict``, saved among the extra values."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -109,12 +109,12 @@ class Holder:
         self.value = state["value"]
 
 
-# Values that later versions do not write any more, and load all the same.
+# Values that newer versions refuse to write but still load.
 EXCEPTIONAL: dict[str, object] = {"large": -(3**300), "half a pair": {"\udcff/x": ["\ud800"]}}
 
 
 def extra_of(rank: int) -> dict[str, Any]:
-    """The values of a script, some of which are other ones on each rank."""
+    """Return the extra values of a rank, some of which differ between ranks."""
     return {
         "numbers": [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-300, 2**63, 2**127 - 1, True],
         "nothing": None,
@@ -134,7 +134,12 @@ def extra_of(rank: int) -> dict[str, Any]:
 
 
 def make(name: str, config: str | None = None) -> tuple[Model, zeropp.ZeroOptimizer]:
-    """A wrapped model and optimizer, as the ones that were saved, or in the placement of another configuration."""
+    """Return the model and optimizer of a saved checkpoint, wrapped with its own or another configuration.
+
+    Args:
+        name: name of the checkpoint, which decides on frozen parameters.
+        config: name of the configuration; None for the checkpoint's own.
+    """
     model = Model()
     if "frozen" in name or "trained" in name:
         for key, parameter in model.named_parameters():
@@ -147,7 +152,7 @@ def make(name: str, config: str | None = None) -> tuple[Model, zeropp.ZeroOptimi
 
 
 def train(model: Model, optimizer: zeropp.ZeroOptimizer, steps: int, worst: float = 1.0) -> None:
-    """Train for some steps; the last loss times ``worst``."""
+    """Train some steps; the last loss is multiplied by ``worst``."""
     rank = dist.get_rank()
     for step in range(steps):
         loss = model(torch.tensor([step % 5, rank, 4, 0]))
@@ -157,7 +162,7 @@ def train(model: Model, optimizer: zeropp.ZeroOptimizer, steps: int, worst: floa
 
 
 def equal(found: object, expected: object) -> bool:
-    """Equal to the bit, and of the same types."""
+    """Return True if both values are equal bit for bit and have the same types."""
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
             return False
@@ -177,7 +182,7 @@ def equal(found: object, expected: object) -> bool:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, read from its files by what the format says, without zeropp's reader."""
+    """Return all tensors of a checkpoint, read from its files as the format defines them, without zeropp's reader."""
     metadata = json.loads((folder / "metadata.json").read_bytes())["checkpoint"]
     dtypes = {
         "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32,
@@ -199,7 +204,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def unpack(folder: Path) -> Path:
-    """Write the committed checkpoints to a folder, each under its name."""
+    """Extract the committed checkpoints into a folder, each under its name, and return the folder."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     return folder
@@ -213,10 +218,10 @@ def _save(root: Path, world: int) -> None:
         average = zeropp.ema(model, 0.5)
         train(model, optimizer, 3)
         average.update()
-        # A step that is skipped, and counted; it clears carried errors, so another one follows.
+        # The infinite loss skips a step, which is counted. It also clears carried errors, so another step follows.
         train(model, optimizer, 1, float("inf"))
         train(model, optimizer, 1)
-        # Of few different bytes, so that the archive is small.
+        # Random states of few different bytes compress well.
         torch.manual_seed(rank % 2)
         random.setstate((3, (*range(rank, rank + 624), 624), None))
         numpy.random.seed(rank % 2)

@@ -1,6 +1,7 @@
-"""Recipes: training whose sharded half runs on ranks, and its plain half once, in the parent process.
+"""Recipes for parity tests: the sharded half runs on ranks, and the plain half runs once in the parent process.
 
-That is what keeps the large table of parity tests quick. :mod:`tests.support.sharded_and_plain` has the halves.
+One plain run serves all ranks, which keeps the large table of parity tests fast. :mod:`tests.support.sharded_and_plain`
+defines the halves.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ class Recipe:
 
     Attributes:
         model: key of MODELS.
-        dtype: of the model's parameters.
-        accumulation: micro-batches in one step.
-        how: "optimizer.backward", "loss.backward", or "no_sync" (all micro-batches but the last inside it), or
-            "no_sync mixed" (only the second inside it), or "no_sync only" (all of them inside).
-        clip: None, or the bound that the configuration sets.
-        clip_call: None, or the bound given to ``clip_grad_norm_``.
+        dtype: dtype of the model's parameters.
+        accumulation: micro-batches per step.
+        how: "optimizer.backward", "loss.backward", or a use of ``no_sync``: "no_sync" (all micro-batches but the last
+            are inside), "no_sync mixed" (only the second) or "no_sync only" (all).
+        clip: largest gradient norm in the configuration; None for no clipping.
+        clip_call: largest gradient norm given to ``clip_grad_norm_``; None for no call.
         optimizer: key of OPTIMIZERS.
-        evaluate: between steps, also run the model in eval mode or under no_grad, and compare those losses.
+        evaluate: True to evaluate between steps, in eval mode or under no_grad, and to compare those losses.
         zero: entries of the zero_optimization block; by default everything is partitioned.
         extension: entries of the zeropp block.
         top: entries at the top level of the configuration.
-        steps: optimizer steps.
+        steps: number of optimizer steps.
     """
 
     model: str = "gpt"
@@ -70,7 +71,7 @@ class Recipe:
     steps: int = 10
 
     def config(self) -> dict[str, object]:
-        """For ZeroOptimizer; small units are really partitioned unless the recipe says otherwise."""
+        """Return the configuration of ZeroOptimizer. By default even the smallest parameters are partitioned."""
         config: dict[str, object] = {
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero},
             "zeropp": {"unit_min_blocks": 0, "hang_timeout": 30, **self.extension},
@@ -85,13 +86,13 @@ class Recipe:
 
 @dataclass
 class Trained:
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
-        losses: of each micro-batch, in order; evaluation losses among them.
+        losses: losses of each micro-batch in order, with evaluation losses among them.
         norms: gradient norm of each step before clipping.
-        state: whole main weights and buffers at the end.
-        parameters: names of parameters, tied ones under each name.
+        state: full main weights and buffers at the end.
+        parameters: names of parameters; a tied parameter has several.
     """
 
     losses: list[float]
@@ -101,20 +102,23 @@ class Trained:
 
 
 def micro_batch(recipe: Recipe, step: int, micro: int, rank: int) -> tuple[Tensor, ...]:
-    """One rank's micro-batch; differs for every step, micro-batch and rank."""
+    """Return one rank's micro-batch, different for every step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(1 + step * 1009 + micro * 101 + rank)
     batch = MODELS[recipe.model].batch(generator)
     return tuple(tensor.to(recipe.dtype) if tensor.is_floating_point() else tensor for tensor in batch)
 
 
 def build(recipe: Recipe, seed: int = 7) -> nn.Module:
-    """The model as rank 0 makes it."""
+    """Return the model; with the default seed it has the weights of rank 0."""
     torch.manual_seed(seed)
     return MODELS[recipe.model].build().to(recipe.dtype)
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups: matrices, and the rest at twice the rate and without decay. Frozen parameters stay in."""
+    """Return an optimizer with two groups: matrices, and vectors at twice the rate without decay.
+
+    Frozen parameters are in the groups, too.
+    """
     cls, settings = OPTIMIZERS[recipe.optimizer]
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -123,7 +127,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def evaluations(recipe: Recipe, model: nn.Module, step: int, rank: int) -> list[float]:
-    """Losses in between: no_grad in training mode, and eval mode with grad mode on and off."""
+    """Return losses of evaluations between steps: in training mode under no_grad, and in eval mode with and without."""
     if not recipe.evaluate:
         return []
     loss, batch, found = MODELS[recipe.model].loss, micro_batch(recipe, step, 90, rank), []
@@ -139,7 +143,14 @@ def evaluations(recipe: Recipe, model: nn.Module, step: int, rank: int) -> list[
 
 
 def train(recipe: Recipe, half: Half, steps: range, step: Callable[[], float]) -> list[Trained]:
-    """What a half comes to, for each of its ranks: they differ in losses only. ``step`` returns the gradient's norm."""
+    """Train a half, and return its results for each of its ranks, which differ only in losses.
+
+    Args:
+        recipe: the recipe.
+        half: the half.
+        steps: numbers of the steps.
+        step: takes the optimizer step and returns the gradient norm.
+    """
     losses: list[list[float]] = [[] for _ in half.ranks]
     norms = []
     for number in steps:
@@ -159,7 +170,7 @@ def train(recipe: Recipe, half: Half, steps: range, step: Callable[[], float]) -
 
 @contextlib.contextmanager
 def accumulating(recipe: Recipe, optimizer: Any, micro: int) -> Iterator[None]:
-    """Inside no_sync where the recipe says so; in plain torch there is nothing to hold back."""
+    """Enter ``no_sync`` if the recipe says so. Plain torch needs no such context."""
     inside = {
         "no_sync": micro < recipe.accumulation - 1,
         "no_sync mixed": micro == 1,
@@ -171,7 +182,10 @@ def accumulating(recipe: Recipe, optimizer: Any, micro: int) -> Iterator[None]:
 
 
 def train_zero(recipe: Recipe, group: Any = None, rank: int | None = None) -> Trained:
-    """The sharded half on this rank; other ranks than 0 start from other weights, which must not matter."""
+    """Train the sharded half on this rank.
+
+    Ranks other than 0 start from other weights, which wrapping must replace by those of rank 0.
+    """
     rank = dist.get_rank() if rank is None else rank
     model = build(recipe, seed=7 + 100 * rank)
     inner = make_optimizer(recipe, model)
@@ -184,7 +198,7 @@ def train_zero(recipe: Recipe, group: Any = None, rank: int | None = None) -> Tr
 def continue_zero(
     recipe: Recipe, model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: range, rank: int
 ) -> Trained:
-    """Train the sharded half on; the optimizer may be new."""
+    """Continue to train the sharded half, perhaps with a new optimizer."""
     half = Half(model, optimizer, [rank], partial(micro_batch, recipe), MODELS[recipe.model].loss)
     if recipe.how == "optimizer.backward":
         half.call = optimizer.backward
@@ -201,10 +215,12 @@ def continue_zero(
 
 
 def train_plain(recipe: Recipe, world: int, scale: float | None = None) -> list[Trained]:
-    """The plain half, one result for each rank.
+    """Train the plain half, and return one result per rank.
 
     Args:
-        scale: factor on gradients summed over ranks; None for the mean.
+        recipe: the recipe.
+        world: number of ranks.
+        scale: factor of gradients that are summed over ranks; None for the mean.
     """
     model = build(recipe)
     half = Half(
@@ -231,7 +247,15 @@ def check(recipe: Recipe, world: int, *, nodes: int = 1, tolerance: float = 1e-9
 def compare(
     run: Trained, plain: Trained, tolerance: float, where: str = "", *, names: Iterable[str] | None = None
 ) -> None:
-    """Losses, norms (relative) and weights within a tolerance; `names`: parameters to compare, all by default."""
+    """Compare losses, norms and weights within a tolerance relative to max(1, |expected|).
+
+    Args:
+        run: results of the sharded half.
+        plain: results of the plain half.
+        tolerance: the tolerance.
+        where: beginning of error messages.
+        names: parameters to compare; None for all.
+    """
     assert_close(run.losses, plain.losses, tolerance, f"{where}: losses")
     assert_close(run.norms, plain.norms, tolerance, f"{where}: gradient norms")
     assert run.state.keys() == plain.state.keys(), where
@@ -242,7 +266,7 @@ def compare(
 
 
 def assert_close(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Elementwise |found - expected| <= tolerance * max(1, |expected|); NaN is never close."""
+    """Assert that |found - expected| <= tolerance * max(1, |expected|) for each element; NaN always fails."""
     a, b = torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
     assert a.shape == b.shape, f"{what}: {tuple(a.shape)} against {tuple(b.shape)}"
     if a.numel():

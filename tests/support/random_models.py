@@ -1,7 +1,7 @@
-"""Models grown from a spec that is drawn at random: layers of many kinds, shared, tied, frozen, recomputed, branching.
+"""Models grown from a random spec: layers of many kinds, shared, tied, frozen, recomputed, branching.
 
-Branches follow ``turn``, an integer that comes with each rank's batch. So ranks may branch differently, and rounding
-never decides which branch a rank takes.
+Branches depend on ``turn``, an integer in each rank's batch. So ranks may take different branches, and rounding never
+decides on a branch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["WIDTH", "WORDS", "Node", "Root", "Spec", "draw_spec", "grow", "kinds"]
 
-WIDTH, WORDS, LEAST, MOST = 6, 11, 2, 8  # LEAST and MOST: leaves of a model
+WIDTH, WORDS, LEAST, MOST = 6, 11, 2, 8  # LEAST and MOST: number of leaves of a model
 Spec = tuple[Any, ...]
 
-SHARED = ("again", "tied", "outside")  # a module used before, its weight in another one, its weight without the module
+SHARED = ("again", "tied", "outside")  # an earlier module; a layer with an earlier weight; an earlier weight alone
 LEAVES = (
     "linear", "linear", "bare", "norm", "raw", "scalar", "gru", "conv", "attention", "embedding", "average", "in place",
     "pieces", "function", "unused", "detached", "hooked", "mixed", *SHARED,
@@ -31,7 +31,7 @@ ONE = (
     "without gradients", "dict", "tuple", "record",
 )  # fmt: skip
 TWO = ("either", "either way round", "wasted", "sum")
-FORMS = ("tensor", "dict", "tuple", "record", "list")  # of the outputs of the whole model
+FORMS = ("tensor", "dict", "tuple", "record", "list")  # forms of the output of the whole model
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Record:
 
 
 def draw_spec(draw: random.Random) -> Spec:
-    """A model: the form of its outputs, the head, whose losses its own forward adds, and a tree of parts."""
+    """Draw the spec of a model: (form of the outputs, head, True if forward adds up kept losses, *parts)."""
     left = draw.randint(LEAST, MOST)
 
     def part(depth: int) -> Spec:
@@ -58,14 +58,14 @@ def draw_spec(draw: random.Random) -> Spec:
 
 
 def kinds(spec: Any) -> set[str]:
-    """All words of a spec."""
+    """Return all words of a spec."""
     if isinstance(spec, tuple):
         return set().union(*map(kinds, spec)) if spec else set()
     return {spec} if isinstance(spec, str) else set()
 
 
 class Product(torch.autograd.Function):
-    """A product with a weight that backward finds among saved tensors or, with ``aside``, on the context."""
+    """A product with a weight that backward reads from the saved tensors or, with ``aside``, from the context."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, aside: bool) -> Tensor:
@@ -85,9 +85,9 @@ class Node(nn.Module):
     """A part of a model.
 
     Attributes:
-        number: decides between ways of the same kind.
-        fails: makes the next forward raise an error.
-        kept: a loss that the last forward has left here.
+        number: selects a variant of the kind.
+        fails: True to raise an error in the next forward.
+        kept: a loss that the last forward has stored here.
     """
 
     def __init__(self, kind: str, number: int, *parts: nn.Module) -> None:
@@ -111,7 +111,7 @@ class Node(nn.Module):
 
 
 def taken(output: Any) -> Tensor:
-    """The tensor in an output of any form."""
+    """Return the tensor in an output of any form."""
     if isinstance(output, dict):
         output = output["y"]
     elif isinstance(output, Record):
@@ -123,7 +123,7 @@ def taken(output: Any) -> Tensor:
 
 
 class Leaf(Node):
-    """A layer, or parameters of its own."""
+    """A layer, or a part with parameters of its own."""
 
     def __init__(self, kind: str, number: int, others: list[nn.Linear]) -> None:
         super().__init__(kind, number)
@@ -277,7 +277,7 @@ class Branch(Node):
         return x
 
     def run_part_only(self, x: Tensor, turn: int) -> list[Tensor]:
-        """Two outputs, of which the caller takes one."""
+        """Return two outputs, of which the caller uses one."""
         y = self.part(0, x, turn)
         return [y * 0.5, y.sum()]
 
@@ -297,7 +297,7 @@ class Branch(Node):
 
 
 class Grower:
-    """Makes modules, and remembers them for parts that share one."""
+    """A factory of modules that stores them for parts that share one."""
 
     def __init__(self, first: nn.Linear) -> None:
         self.made: list[nn.Module] = [first]
@@ -323,14 +323,14 @@ class Grower:
             module = nn.Linear(WIDTH, WIDTH)
         else:
             module = Leaf(kind, number, self.linears)
-            if kind != "mixed":  # whose dtype is its own
+            if kind != "mixed":  # a layer of another dtype cannot be tied
                 self.linears += [layer for layer in module.modules() if type(layer) is nn.Linear]
         self.made.append(module)
         return module
 
 
 class Root(nn.Module):
-    """A whole model: rows and words come in; two losses go out, in an output of the spec's form."""
+    """A whole model. Its inputs are rows, words and the turn; its output, in the spec's form, yields two losses."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Root(nn.Module):
         return {"dict": {"y": y, "extra": extra}, "tuple": (y, "text", extra), "list": [y, [extra]]}[self.form]
 
     def kept_losses(self) -> Tensor | None:
-        """The sum of the losses that the last forward has left on parts, which lose them."""
+        """Return the sum of the losses that the last forward has stored on parts, and remove them from the parts."""
         found: list[Tensor] = []
         for part in self.modules():
             if isinstance(part, Node) and part.kept is not None:
@@ -365,7 +365,7 @@ class Root(nn.Module):
         return torch.stack(found).sum() if found else None
 
     def losses(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Two losses from an output of this model."""
+        """Return two losses computed from an output of this model."""
         y = taken(output).to(torch.float64)
         extra = {"dict": lambda o: o["extra"], "record": lambda o: o.extra, "list": lambda o: o[1][0]}
         found = extra[self.form](output) if self.form in extra else output[2] if self.form == "tuple" else None
@@ -377,7 +377,10 @@ class Root(nn.Module):
 
 
 def grow(spec: Spec, dtype: torch.dtype) -> Root:
-    """The model of a spec, the same one every time. ``mixed`` layers are of float32 in a model of float64."""
+    """Return the model of a spec, with the same weights every time.
+
+    ``mixed`` layers are float32 in a float64 model.
+    """
     torch.manual_seed(1)
     model = Root(spec).to(dtype)
     for part in model.modules():

@@ -1,8 +1,8 @@
-"""Training programs drawn from a seed, each run on a sharded model and on a plain one that sees every rank's batch.
+"""Random training programs, each run on a sharded model and on a plain model that trains on all ranks' batches.
 
-A seed fixes a model, a configuration, an optimizer and a list of calls. After each call what can be seen without
-changing anything is compared: losses, norms, gradients of inputs. Weights are compared after each step. Each call draws
-from a generator of its own, so a program that fails can be run again with fewer calls:
+A seed determines a model, a configuration, an optimizer and a list of calls. After each call, losses, norms and
+gradients of inputs are compared, which changes no state. Weights are compared after each step. Each call draws from its
+own generator, so a program that fails can be run again with fewer calls:
 
     python -m tests.distributed.engine.test_random_programs 1234 --world 2 --length 10 --keep 0,3,7
 """
@@ -33,28 +33,29 @@ from zeropp import checkpoint
 
 __all__ = ["CALLS", "FAILED", "Program", "run_programs"]
 
-# Relative to the largest value, or to 1. In float64 only the order of sums differs.
+# Bounds relative to max(1, largest value). In float64, only the order of sums differs.
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.06}
 FORMS = [*["one"] * 4, "two losses", "a part", "two forwards", "forwards, last first", "an evaluation between forwards"]
-PAIRS = 10  # one program in so many is run a second time with other settings
-FAILED = "random program"  # begins the message of every program that failed; its seed follows
-# Parts of refusals that say why a program cannot be trained with its settings. All ranks refuse, or none.
-# The second: one rank alone runs a module more often than any rank ever did.
+PAIRS = 10  # one of this many programs runs a second time with other settings
+FAILED = "random program"  # beginning of the message of a failed program; its seed follows
+# Parts of error messages that refuse a program for its settings, on all ranks or on none. The second is raised if one
+# rank alone runs a module more often than any rank has before.
 REFUSALS = ("backward reached a weight whose unit was released", "no rank ever ran it")
 
 
 class Invalid(Exception):
-    """Plain torch cannot run the program, or these settings are refused for it."""
+    """The error for a program that plain torch cannot run, or that is refused for its settings."""
 
 
 class Program:
-    """Both sides, and the calls. Calls whose name begins with ``do_`` are drawn.
+    """Both sides of a program, and its calls. Calls whose name begins with ``do_`` are drawn.
 
     Attributes:
-        draw: the generator of the running call; equal on all ranks.
-        seen: hashes of the whole weights wherever they were compared.
-        done: calls made so far, and what was drawn in them, for messages.
-        twin: the plain model that runs. In 16 bits it is a copy, and ``plain`` has main weights and gradients.
+        draw: generator of the current call; equal on all ranks.
+        seen: hashes of the full weights at each comparison.
+        done: calls made so far with their random choices, for messages.
+        plain: the plain model, with main weights and gradients.
+        twin: the plain model that runs forward: ``plain`` itself, or in 16-bit programs a 16-bit copy of it.
     """
 
     def __init__(self, seed: int, folder: Path, changed: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ class Program:
         self.twin_buffers = dict(self.twin.named_buffers(remove_duplicate=False))
         mixed = {p.dtype for p in self.plain.parameters()} != {self.wide}
         self.bound = BOUNDS[torch.float32 if mixed else self.dtype]
-        self.norm_bound = max(self.bound, 3e-7)  # norms are sums of float32
+        self.norm_bound = max(self.bound, 3e-7)  # norms are sums in float32
         trained = [name for name, p in self.weights.items() if p.requires_grad]
         self.late = draw.sample(trained, 2) if draw.random() < 0.2 else []
         self.wrap()
@@ -85,7 +86,7 @@ class Program:
         return [self.model, self.plain, *([self.twin] if self.sixteen else [])]
 
     def wrap(self) -> None:
-        """A new optimizer on both sides, with settings of its own."""
+        """Wrap both sides with new optimizers and newly drawn settings."""
         self.settings = draw_settings(self.draw, self.world, self.dtype, self.folder, self.changed)
         self.steps, self.managed, self.clip = self.settings.steps, self.settings.managed, self.settings.clip
         self.plain_optimizer = self.settings.optimizer(self.groups(self.plain))
@@ -93,7 +94,7 @@ class Program:
         self.optimizer = zeropp.ZeroOptimizer(inner, self.model, copy.deepcopy(self.settings.config))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.8)
         self.plain_scheduler = torch.optim.lr_scheduler.StepLR(self.plain_optimizer, 3, 0.8)
-        # Rank 0's buffers go to all.
+        # Wrapping broadcasts rank 0's buffers to all ranks.
         self.buffers = [self.buffers_of(self.twin if not hasattr(self, "buffers") else self.model)] * self.world
         self.average: Any = None
         self.plain_average: dict[str, Tensor] = {}
@@ -102,11 +103,11 @@ class Program:
         self.every_step_acts = self.steps == 1 or not self.managed
         self.norms: dict[str, float] = {}
         self.skipped = 0
-        self.thawed = False  # a parameter has been unfrozen since the last forward, with which it joins
+        self.thawed = False  # a parameter has been unfrozen since the last forward; the next forward includes it
         self.begin_window()
 
     def begin_window(self) -> None:
-        self.count = 0  # micro-batches of the running window
+        self.count = 0  # micro-batches of the current window
         self.poisoned = self.held = False
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -120,7 +121,7 @@ class Program:
     # Comparison.
 
     def same(self, subject: str, found: Any, expected: Any, bound: float | None = None) -> None:
-        """Raise unless both are equal up to the bound, and finite in the same places."""
+        """Assert that both values are equal within the bound and finite in the same places."""
         one, two = (torch.as_tensor(value).detach().double() for value in (found, expected))
         assert one.shape == two.shape, f"{subject} has shape {tuple(one.shape)}, expected {tuple(two.shape)}"
         assert torch.equal(one.isfinite(), two.isfinite()), f"{subject} is {one}, expected {two}"
@@ -129,7 +130,7 @@ class Program:
             assert off <= (bound or self.bound) * max(1.0, largest), f"{subject} is off by {off:.3g} of {largest:.3g}"
 
     def compare(self) -> None:
-        """Compare whole weights and this rank's buffers, and keep their hash."""
+        """Compare full weights and this rank's buffers, and store a hash of them."""
         found, buffers = zeropp.full_state(self.model), self.buffers[self.rank]
         expected = {**self.plain.state_dict(), **buffers}
         assert found.keys() == expected.keys(), f"names differ: {found.keys() ^ expected.keys()}"
@@ -142,9 +143,10 @@ class Program:
     # Micro-batches.
 
     def batch(self, number: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-        """Rows, words, and the turn that branches follow; in most batches all ranks have the same turn.
+        """Return rows, words and the turn of a batch. In most batches all ranks have the same turn.
 
-        The first batch runs modules the most often, or ranks would be refused that later do so alone.
+        The first batch has the turn that runs modules most often. Otherwise a rank could later be the only one to run a
+        module more often than any rank before, which is refused.
         """
         generator = torch.Generator().manual_seed((self.seed * 7919 + number * 31 + rank) % 2**40)
         rows, shared = 1 + (number + rank) % 3, random.Random(self.seed * 7919 + number)
@@ -162,7 +164,7 @@ class Program:
 
     @contextlib.contextmanager
     def twin_as(self, rank: int) -> Iterator[None]:
-        """The twin with a rank's buffers. What it cannot do makes the program invalid."""
+        """Run the block with a rank's buffers in the twin, and keep its changes. An error makes the program invalid."""
         for name, value in self.twin_buffers.items():
             value.copy_(self.buffers[rank][name])
         try:
@@ -172,7 +174,7 @@ class Program:
         self.buffers[rank] = {name: value.clone() for name, value in self.twin_buffers.items()}
 
     def micro(self, form: str = "one", *, poison: bool = False) -> None:
-        """Forward and backward on both sides, in one of several forms."""
+        """Run forward and backward of a micro-batch on both sides, in one of several forms, and compare."""
         draw, number = self.draw, self.batches
         self.batches, self.thawed = number + 2, False
         victim, factor = draw.randrange(self.world), draw.choice([math.inf, math.nan])
@@ -208,7 +210,7 @@ class Program:
     def one_side(
         self, model: Any, number: int, rank: int, form: str, inputs: bool, times: float, backward: Callable[..., None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """A micro-batch of one side; its losses, and the gradients of its inputs."""
+        """Run a micro-batch on one side; return its losses and the gradients of its inputs."""
         x, one, two = self.forward(model, number, rank, inputs)
         losses, xs = [one, two], [x]
         if "forwards" in form:
@@ -232,7 +234,7 @@ class Program:
         return [loss.detach() for loss in losses], [x.grad for x in xs if x.grad is not None]
 
     def take_over(self, divisor: float) -> None:
-        """Add the twin's gradients in 16 bits to those of the plain model."""
+        """Add the twin's 16-bit gradients, divided by ``divisor``, to the gradients of the plain model."""
         for narrow, wide in zip(self.twin.parameters(), self.plain.parameters(), strict=True):
             if narrow.grad is not None:
                 grad = narrow.grad.float() / divisor
@@ -240,7 +242,7 @@ class Program:
                 narrow.grad = None
 
     def take_weights(self) -> None:
-        """Bring the plain model's weights to the twin."""
+        """Copy the plain model's weights to the twin."""
         if self.sixteen:
             with torch.no_grad():
                 for narrow, wide in zip(self.twin.parameters(), self.plain.parameters(), strict=True):
@@ -253,8 +255,8 @@ class Program:
     # Steps.
 
     def do_window(self) -> None:
-        """A window from the first micro-batch to the step, as the loops in docs/configuration.md."""
-        if self.count:  # of a window that was left open
+        """Run a window from the first micro-batch to the step, in the ways of docs/configuration.md."""
+        if self.count:  # close the window that do_leave_open has left
             self.close_window()
             return
         draw = self.draw
@@ -272,7 +274,7 @@ class Program:
                 self.unfinished_step()
         self.close_window()
 
-    do_window_too = do_window_again = do_one_more_window = do_window  # what most calls are
+    do_window_too = do_window_again = do_one_more_window = do_window  # drawn most often
 
     def unfinished_step(self) -> None:
         self.done.append("step inside the window")
@@ -284,14 +286,14 @@ class Program:
         assert not self.optimizer.step_was_taken and repr(self.optimizer.grad_norm) == before  # or both NaN
 
     def close_window(self) -> None:
-        """The step, after norms, edits and clipping in any choice of them."""
+        """Take the step, with a random choice of norms, edits and clipping before it."""
         draw = self.draw
         if draw.random() < 0.25:
             self.check_norms()
-        whole = not self.held and self.count % self.steps == 0  # no gradients wait for those of more micro-batches
+        whole = not self.held and self.count % self.steps == 0  # no gradients wait for more micro-batches
         if draw.random() < 0.25 and whole and not self.sixteen:
             self.edit_gradients()
-        norm = self.plain_norm()  # which is what the step tells, also if its gradients are clipped by then
+        norm = self.plain_norm()  # before clipping, because the step reports the norm from before it
         if draw.random() < 0.25 and not self.poisoned:
             self.done.append("clip")
             bound = norm * draw.choice([0.5, 2.0]) + 1e-3
@@ -308,7 +310,7 @@ class Program:
         self.compare()
 
     def check_step(self, norm: float) -> None:
-        """Compare what the step says of itself, and take it on the plain side."""
+        """Compare the step's report with the expectation, and take the step on the plain side."""
         some = any(p.grad is not None for p in self.plain.parameters())
         taken = some and math.isfinite(norm)
         assert self.optimizer.step_was_taken == taken, f"step_was_taken is {not taken} with norm {norm}, {some = }"
@@ -341,7 +343,7 @@ class Program:
                 self.same(f"norm of {name}", value, grads[name].double().norm(), self.norm_bound)
 
     def edit_gradients(self) -> None:
-        """Edit all gradients that the optimizer has, some of which may not be finite, in place."""
+        """Edit all gradients of the optimizer in place. Some may be non-finite."""
         times = self.draw.choice([0.5, 0.0, math.nan])
         self.done.append(f"gradients times {times}")
         for optimizer in (self.optimizer, self.plain_optimizer):
@@ -351,7 +353,7 @@ class Program:
                         parameter.grad.mul_(times).nan_to_num_(0.0 if times == 0 else math.nan, 0.0, 0.0)
 
     def plain_norm(self) -> float:
-        """Over the whole model: parameters that are in no group yet count, too."""
+        """Return the norm over the whole model, including parameters that are in no group yet."""
         grads = [p.grad.double() for p in self.weights.values() if p.grad is not None]
         return float(nn.utils.get_total_norm(grads))
 
@@ -374,7 +376,7 @@ class Program:
         self.compare()
 
     def do_discard(self) -> None:
-        """A window begun and given up."""
+        """Begin a window and discard it."""
         self.micro()
         self.discard()
 
@@ -384,7 +386,7 @@ class Program:
         self.begin_window()
 
     def do_leave_open(self) -> None:
-        """Other calls come between the micro-batches of a window."""
+        """Begin a window and leave it open, so that other calls come between its micro-batches."""
         if not self.count:
             self.held = self.draw.random() < 0.3
             with self.optimizer.no_sync() if self.held else contextlib.nullcontext():
@@ -421,7 +423,7 @@ class Program:
         return [(name, part) for name, part in self.model.named_modules() if isinstance(part, Node)]
 
     def do_fail_forward(self) -> None:
-        """A part of the model raises an error in forward, on each rank that comes to it."""
+        """Let a part of the model raise an error in forward on each rank that runs this part."""
         self.batches += 1
         nodes = self.failing()
         if nodes and not self.buffers[0]:
@@ -431,10 +433,10 @@ class Program:
             with contextlib.suppress(ArithmeticError):
                 self.model(x, words, 127)
             node.fails = False
-            self.model.kept_losses()  # of parts before it
+            self.model.kept_losses()  # discard the losses of parts that ran before the error
 
     def do_fail_backward(self) -> None:
-        """A part that is recomputed raises an error in backward."""
+        """Let a recomputed part raise an error in backward."""
         self.batches += 1
         nodes = [part for _, part in self.failing() if part.kind in ("checkpoint", "reentrant")]
         inner = [part.parts[0] for part in nodes if isinstance(part.parts[0], Node)]
@@ -456,7 +458,7 @@ class Program:
             self.same(name, self.model.get_parameter(name), self.weights[name])
 
     def do_edit(self) -> None:
-        """Edits of some parameters, on one rank or on all."""
+        """Edit some parameters inside GatheredParameters, on one rank or on all ranks."""
         names = self.draw.sample(sorted(name for name in self.weights), self.draw.randint(1, 3))
         editor = self.draw.choice([None, *range(self.world)]) if not self.sixteen else self.draw.randrange(self.world)
         own = [self.model.get_parameter(name) for name in names]
@@ -470,10 +472,11 @@ class Program:
         self.take_weights()
 
     def do_load_weights(self) -> None:
-        """Weights are loaded into the model."""
+        """Load weights into the model."""
         if self.count:
             return
-        # Frozen weights and buffers are in no state of an optimizer, and in averages only if they were trained.
+        # Averages and saved states become stale: optimizer states contain no frozen weights and no buffers, and
+        # averages only weights that were trained when they began.
         self.average = self.saved = None
         own = self.plain.state_dict().keys() - self.buffers[0].keys()
         state = {name: value * 0.95 if name in own else value for name, value in self.plain.state_dict().items()}
@@ -484,7 +487,7 @@ class Program:
         self.take_weights()
 
     def do_freeze(self) -> None:
-        """Some parameters are frozen or unfrozen; one stays trained."""
+        """Freeze or unfreeze some parameters. The layer ``first`` stays trained."""
         if self.count:
             return
         names = [name for name in self.weights if not name.startswith("first")]
@@ -493,7 +496,7 @@ class Program:
             self.thawed |= flag and not self.weights[name].requires_grad
             for model in self.models:
                 model.get_parameter(name).requires_grad_(flag)
-        self.average = self.saved = None  # what they hold is fixed when they begin
+        self.average = self.saved = None  # their sets of parameters are fixed when they begin
 
     def do_offload_states(self) -> None:
         include = self.draw.choice([None, ["optim_states"], ["hp_params"], ["lp_params"], ["lp_grads", "optim_states"]])
@@ -503,7 +506,7 @@ class Program:
     # Settings and states.
 
     def do_rate(self) -> None:
-        if self.count and self.managed:  # groups are not to be had inside an unfinished window
+        if self.count and self.managed:  # param_groups is not available inside an unfinished window
             return
         index, factor = self.draw.randrange(2), self.draw.choice([0.9, 1.1])
         for optimizer in (self.optimizer, self.plain_optimizer):
@@ -520,7 +523,7 @@ class Program:
         return {name: p.detach().clone() for name, p in self.weights.items() if p.requires_grad}
 
     def do_save(self) -> None:
-        if not self.count and not self.thawed:  # what is saved before a parameter joins is of another partition
+        if not self.count and not self.thawed:  # a state from before an unfrozen parameter joins has another partition
             states = (self.optimizer.state_dict(), self.trained_weights(), self.plain_optimizer.state_dict())
             self.saved = (copy.deepcopy(states), self.skipped)
 
@@ -530,11 +533,11 @@ class Program:
         if self.saved is None:
             self.do_save()
             self.do_window()
-        if self.saved is None:  # or a parameter has been unfrozen
+        if self.saved is None:  # do_save saves nothing if a parameter has been unfrozen
             return
         (own, weights, state), self.skipped = copy.deepcopy(self.saved)
         self.optimizer.load_state_dict(own)
-        self.plain.load_state_dict(weights, strict=False)  # frozen weights and buffers are not the optimizer's
+        self.plain.load_state_dict(weights, strict=False)  # the optimizer has no frozen weights and no buffers
         self.plain_optimizer.load_state_dict(state)
         self.take_weights()
         self.average = None
@@ -568,7 +571,7 @@ class Program:
 
     def do_wrap(self) -> None:
         if not self.count:
-            self.optimizer = self.scheduler = self.average = None  # let go of, so that the next may take over
+            self.optimizer = self.scheduler = self.average = None  # dropped, so that a new one may take over
             self.wrap()
 
 
@@ -576,7 +579,7 @@ CALLS = sorted(name.removeprefix("do_") for name in dir(Program) if name.startsw
 
 
 def message(program: Program, said: str) -> str:
-    """The error of a program that failed, maybe in its constructor, and how to run it again."""
+    """Return the error message of a program that failed, perhaps in its constructor, and the command to repeat it."""
     have = {"spec": None, "settings": None, "done": [], **vars(program)}
     alone = f"{have['seed']} --world {dist.get_world_size()} --length {have['length']}"
     return (
@@ -587,15 +590,22 @@ def message(program: Program, said: str) -> str:
 
 
 def run_program(seed: int, folder: Path, length: int, changed: dict[str, Any], keep: Sequence[int] | None) -> Program:
-    """One program of so many drawn calls and a last window.
+    """Run one program of ``length`` drawn calls and a last window.
+
+    Args:
+        seed: determines the program.
+        folder: folder for checkpoints and offloaded tensors.
+        length: number of calls.
+        changed: settings that replace drawn ones.
+        keep: numbers of the calls to run; None for all.
 
     Raises:
-        AssertionError: something differed, or a call raised an error; the message names the seed and the calls.
-        Invalid: plain torch cannot run it.
+        AssertionError: a comparison failed or a call raised; the message has the seed and the calls.
+        Invalid: plain torch cannot run the program, or its settings are refused.
     """
     calls = [random.Random(f"{seed}, call {number}").choice(CALLS) for number in range(length)]
     program = Program.__new__(Program)
-    program.seed, program.length = seed, length  # for messages
+    program.seed, program.length = seed, length  # used by messages
     try:
         program.__init__(seed, folder, changed)  # type: ignore[misc]
         for number, name in enumerate([*calls, "window"]):
@@ -617,9 +627,10 @@ def run_program(seed: int, folder: Path, length: int, changed: dict[str, Any], k
 
 
 def run_programs(seeds: Sequence[int], folder: str, length: int, keep: Sequence[int] | None = None) -> Counter[str]:
-    """Programs one after the other, some of them a second time with a setting that may not change a bit.
+    """Run programs one after another, some a second time with a setting that must not change a bit.
 
-    Returns counts of programs and of what came up in them.
+    Returns:
+        Counts of programs, and of the stages, kinds of parts and calls that occurred in them.
     """
     found: Counter[str] = Counter()
     control = dist.new_group()
@@ -637,7 +648,8 @@ def run_programs(seeds: Sequence[int], folder: str, length: int, keep: Sequence[
                 assert one.seen == two.seen, message(two, f"other bits with {changed}")
                 found["pairs"] += 1
             found["right"] += 1
-            # torch takes 20 ms to end a group of gloo, and waits without holding the interpreter.
+            # torch takes 20 ms to destroy a gloo group and releases the interpreter lock meanwhile, so do it in a
+            # thread.
             gone.append(one)
             del one
             threading.Thread(target=gone.clear).start()

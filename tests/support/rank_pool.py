@@ -1,11 +1,11 @@
-"""Run a function on several ranks, in processes that stay alive between tests.
+"""Runs a function on several ranks, in processes that stay alive between tests.
 
     def gathered(n: int) -> list[int]:            # module level: the ranks import it by name
         ...                                       # torch.distributed is up (gloo), torchrun's variables are set
     assert run_ranks(2, gathered, 5) == [..., ...]  # one result per rank
 
-A call gets a process group of its own. Ranks are reused while calls succeed; after a failure that the test did not ask
-for, a timeout or a crash, the ranks of that call are replaced, so that no test can spoil the next one.
+Each call has its own process group. Ranks are reused while calls succeed. After an unexpected failure, a timeout or a
+crash, the ranks of the call are replaced, so that no test can affect the next one.
 """
 
 from __future__ import annotations
@@ -36,24 +36,28 @@ __all__ = ["RankError", "RankFailure", "RankTimeout", "run_ranks", "shutdown", "
 ROOT = Path(__file__).resolve().parents[2]
 SPAWN_SECONDS = 100.0
 TEARDOWN_SECONDS = 15.0
-GRACE_SECONDS = 5.0  # how long other ranks may go on once one has failed unexpectedly
-# Threads of groups that some cache still holds wake a hundred times a second each, for nothing.
+GRACE_SECONDS = 5.0  # seconds that other ranks may continue after one has failed unexpectedly
+# Ranks with more threads are replaced: threads of process groups that a cache keeps alive wake a hundred times a
+# second.
 MANY_THREADS = 40
 
 
 def spread(rows: Iterable[str], columns: Iterable[str], every: int) -> list[Any]:
-    """Pairs for parametrize: every row with some columns, each ``every``-th pair; the others are for the campaign."""
+    """Return pairs of a row and a column for parametrize.
+
+    Each ``every``-th pair, shifted from row to row, runs always. All other pairs run in the campaign.
+    """
     chosen = [(row, column, (i + j) % every == 0) for i, row in enumerate(rows) for j, column in enumerate(columns)]
     return [pytest.param(r, c, marks=() if here else pytest.mark.campaign) for r, c, here in chosen]
 
 
 def some(rows: Iterable[object], every: int) -> list[Any]:
-    """For parametrize: each ``every``-th row; the others are for the campaign."""
+    """Return rows for parametrize. Each ``every``-th row runs always; all other rows run in the campaign."""
     return [pytest.param(row, marks=() if i % every == 0 else pytest.mark.campaign) for i, row in enumerate(rows)]
 
 
 class RankError(RuntimeError):
-    """At least one rank failed; `failures` has them in order of rank."""
+    """The error of a call in which at least one rank failed; `failures` lists them in order of rank."""
 
     def __init__(self, message: str, failures: list[RankFailure]) -> None:
         super().__init__(message)
@@ -61,11 +65,11 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """At least one rank did not finish in time; the message has every rank's Python stack."""
+    """The error of a call in which a rank did not finish in time; the message has every rank's Python stack."""
 
 
 class _Worker:
-    """One process and the pipe to it. Its output goes to a file, from which failures quote."""
+    """One process and the pipe to it. Its output goes to a file, which failure messages quote."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -100,7 +104,7 @@ class _Worker:
         return answer
 
     def new_output(self) -> str:
-        """What the process wrote since the last call of this method."""
+        """Return the output of the process since the last call of this method."""
         raw = os.pread(self.log.fileno(), 1 << 20, self._seen)
         self._seen += len(raw)
         return raw.decode(errors="replace")
@@ -123,13 +127,13 @@ class _Worker:
 
 
 class _Pool:
-    """The ranks of this test session, started when first needed."""
+    """The ranks of this test session, which are started when first needed."""
 
     def __init__(self) -> None:
         self.workers: list[_Worker] = []
 
     def ensure(self, world: int) -> list[_Worker]:
-        """At least `world` live workers, the new ones started side by side."""
+        """Return `world` live workers, and start missing ones concurrently."""
         dead = [worker for worker in self.workers if worker.process.poll() is not None]
         self.drop(dead)
         new = [_Worker() for _ in range(world - len(self.workers))]
@@ -172,7 +176,7 @@ def _get_pool() -> _Pool:
 
 
 def shutdown() -> None:
-    """End all rank processes. The next `run_ranks` starts new ones."""
+    """Stop all rank processes. The next `run_ranks` starts new ones."""
     global _pool
     pool, _pool = _pool, None
     if pool is not None:
@@ -193,7 +197,7 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _Run:
-    """One call in flight: who has answered what."""
+    """One call in progress: results, failures and released ranks so far."""
 
     def __init__(self, pool: _Pool, workers: list[_Worker], catch: bool, timeout: float) -> None:
         self.pool = pool
@@ -219,7 +223,8 @@ class _Run:
                     continue
                 kind, value = self.answer(rank)
                 if kind == "begun":
-                    # A new rank imports the test's modules first, for a minute where many processes share few cores.
+                    # The time limit starts here, because a new rank first imports the test's modules, which may take a
+                    # minute.
                     if self.catch or not self.failures:
                         deadline = time.monotonic() + self.timeout
                     continue
@@ -227,7 +232,7 @@ class _Run:
                     self.results[rank] = value
                     continue
                 self.failures[rank] = value
-                self.release(rank)  # its sockets close, so peers that wait for it fail instead of hanging
+                self.release(rank)  # the rank closes its sockets, so peers that wait for it fail instead of hanging
                 if not self.catch:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
@@ -253,7 +258,7 @@ class _Run:
             self.workers[rank].send("release")
 
     def teardown(self) -> None:
-        """Let all ranks destroy their groups, and wait for it."""
+        """Let all ranks destroy their process groups, and wait for it."""
         for rank in range(len(self.workers)):
             if rank not in self.released:
                 self.release(rank)
@@ -290,7 +295,7 @@ class _Run:
         return "\n".join(parts)
 
     def pass_on_output(self) -> None:
-        """Show what ranks printed as if this process had printed it, so that pytest captures it."""
+        """Print the ranks' output from this process, so that pytest captures it."""
         for rank, worker in enumerate(self.workers):
             for line in worker.new_output().splitlines():
                 print(f"[rank {rank}] {line}")
@@ -314,12 +319,16 @@ def run_ranks(
     pickles, so tensors arrive as copies.
 
     Args:
-        local_world_size: ranks per (pretended) node; `world` by default. It must divide `world`.
-        timeout: seconds for the call, without spawning and without what ranks import for it. Then all Python stacks
-            are dumped, the ranks are killed, and `RankTimeout` is raised.
-        env: further environment variables for the time of the call.
-        catch: return a `RankFailure` in place of the result of a rank that raised, instead of raising.
+        world: number of ranks.
+        fn: a function at module level, which the ranks import.
+        args: positional arguments of `fn`.
+        local_world_size: ranks per simulated node; `world` by default. It must divide `world`.
+        timeout: seconds for the call, without the start of processes and the imports of the ranks. After that, all
+            Python stacks are dumped, the ranks are killed, and `RankTimeout` is raised.
+        env: additional environment variables during the call.
+        catch: True to return a `RankFailure` as the result of a rank that raised, instead of raising.
         init: False leaves the process group to `fn`; `init_process_group("gloo")` finds a working `env://`.
+        kw: keyword arguments of `fn`.
 
     Raises:
         RankError: some rank raised (unless `catch`), or its process died. All ranks' tracebacks are in the message.
@@ -333,7 +342,7 @@ def run_ranks(
     pool = _get_pool()
     workers = pool.ensure(world)
     run = _Run(pool, workers, catch, timeout)
-    # A store of its own for each call: gloo would read the addresses that the group before left in a shared one.
+    # Each call has its own store, because gloo would read the addresses of the previous group from a shared one.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     try:
         for rank, worker in enumerate(workers):
@@ -350,7 +359,7 @@ def run_ranks(
             worker.send(call)
         run.collect()
         run.teardown()
-    except BaseException:  # an interrupt, or pytest's own timeout: these ranks are in an unknown state
+    except BaseException:  # an interrupt or pytest's timeout leaves these ranks in an unknown state
         pool.drop([worker for worker in workers if worker in pool.workers])
         raise
     run.pass_on_output()
@@ -359,7 +368,7 @@ def run_ranks(
 
 
 def _outcome(run: _Run, fn: Callable[..., Any]) -> list[Any]:
-    """Results, or what has to be raised instead."""
+    """Return the results, or raise the error of the call. A skip on any rank skips the test."""
     failures = run.sorted_failures()
     for failure in failures:
         if failure.is_a(pytest.skip.Exception):

@@ -1,9 +1,10 @@
-"""The process behind one rank of the pool: waits for a call, runs it under its own process group, reports.
+"""The process of one rank of the pool. It waits for a call, runs the call in its own process group, and reports.
 
-Messages are pickles on one duplex pipe. Per call: a `Call` comes in; `begun` goes out when all that the call needs is
-imported; `ok` or `fail` goes out; `release` comes in (the parent has heard from everyone, or this rank failed); the
-group is destroyed; `idle` goes out, with the number of threads that are left. So no rank closes its sockets while
-another still needs them, and a failed rank closes them at once, which wakes peers that wait for it.
+Messages are pickles on one duplex pipe. The parent sends a `Call`. The rank sends `begun` when it has imported all
+modules for the call, and then `ok` or `fail`. The parent sends `release` when all ranks have answered, or at once to a
+rank that failed. The rank then destroys its process group and sends `idle` with its number of threads. So a successful
+rank keeps its sockets open until all ranks have finished. A failed rank closes its sockets at once, which wakes peers
+that wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _CACHED = type(functools.cache(len))
 
 @dataclass(frozen=True)
 class Call:
-    """One call as every rank gets it; `payload` is the pickled (fn, args, kwargs)."""
+    """One call as each rank receives it; `payload` is the pickled (fn, args, kwargs)."""
 
     rank: int
     world: int
@@ -48,7 +49,16 @@ class Call:
 
 @dataclass
 class RankFailure:
-    """What one rank raised. `text` is its traceback; `exception` is the object itself where it survives pickling."""
+    """The exception of one rank.
+
+    Attributes:
+        rank: number of the rank.
+        type_name: name of the exception's class.
+        message: the exception's message.
+        text: the traceback.
+        bases: full names of the exception's class and its base classes.
+        exception: the exception object; None if it cannot be pickled.
+    """
 
     rank: int
     type_name: str
@@ -58,7 +68,7 @@ class RankFailure:
     exception: BaseException | None = field(default=None, repr=False)
 
     def is_a(self, kind: type[BaseException]) -> bool:
-        """True when the exception was an instance of `kind`; works for exceptions that cannot be pickled, too."""
+        """Return True if the exception was an instance of `kind`, also for exceptions that cannot be pickled."""
         return _full_name(kind) in self.bases
 
 
@@ -75,13 +85,13 @@ def _short(value: object, limit: int = 300) -> str:
 
 
 def describe(error: BaseException, rank: int) -> RankFailure:
-    """Turn a caught exception into something that can travel."""
+    """Return a caught exception as a RankFailure, which can be pickled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
     if isinstance(error, AssertionError) and trace is not None:
-        # pytest does not rewrite asserts in this process; the values have to come from the frame.
+        # pytest does not rewrite asserts in this process, so take the values from the frame.
         last = trace
         while last.tb_next is not None:
             last = last.tb_next
@@ -94,13 +104,13 @@ def describe(error: BaseException, rank: int) -> RankFailure:
         kept = None
     bases = [_full_name(kind) for kind in type(error).__mro__]
     message = str(error)
-    traceback.clear_frames(error.__traceback__)  # the frames hold tensors, modules and process groups
+    traceback.clear_frames(error.__traceback__)  # the frames keep tensors, modules and process groups alive
     return RankFailure(rank, type(error).__qualname__, message, text, bases, kept)
 
 
 @contextlib.contextmanager
 def _environment(call: Call) -> Iterator[None]:
-    """The variables torchrun would set. `env://` finds the store that the parent made for this call."""
+    """Set the variables that torchrun would set. `env://` finds the store that the parent created for this call."""
     before = dict(os.environ)
     local_rank = call.rank % call.local_world_size
     os.environ.update(
@@ -123,7 +133,7 @@ def _environment(call: Call) -> Iterator[None]:
 
 
 def _start_clean() -> None:
-    """Every call starts from the same global state, whatever the one before it did."""
+    """Reset the global state, so that each call starts from the same state."""
     random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -135,7 +145,10 @@ def _start_clean() -> None:
 
 
 def _let_streams_end() -> None:
-    """What a dropped engine has under way, refreshes above all, wants the other ranks' groups for a moment more."""
+    """Wait up to 0.3 seconds for the threads of dropped engines to finish their collectives, mostly refreshes.
+
+    Their collectives need the other ranks, which keep their process groups only until all ranks have answered.
+    """
     until = time.monotonic() + 0.3
     for thread in threading.enumerate():
         if thread.name.startswith("zeropp") and thread.name != "zeropp watch":
@@ -143,7 +156,7 @@ def _let_streams_end() -> None:
 
 
 def _forget_meshes() -> None:
-    """Empty torch's caches for DTensor: their keys hold device meshes, and these their process groups and threads."""
+    """Clear torch's caches for DTensor. Their keys keep device meshes alive, with process groups and threads."""
     tensors = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
     classes = [value for module in tensors for value in vars(module).values() if isinstance(value, type)]
     for values in map(vars, (*tensors, *classes)):
@@ -153,13 +166,13 @@ def _forget_meshes() -> None:
     if tensors:
         from torch.distributed.tensor import _redistribute, debug
 
-        # Not all of them are in every torch.
+        # Some versions of torch have only one of these functions.
         for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
             getattr(owner, name, lambda: None)()
 
 
 def _threads() -> int:
-    """How many threads this process has, gloo's included; 0 where the system does not say."""
+    """Return the number of threads of this process, including gloo's; 0 on systems other than Linux."""
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
@@ -168,11 +181,12 @@ def _run(call: Call, pipe: Connection) -> None:
         try:
             _start_clean()
             if call.init:
-                # The parent's clock decides about hangs, so the group's own timeout comes later than it.
+                # The parent detects hangs by its own clock, so the group's timeout is later.
                 dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=call.timeout + 30))
             fn, args, kwargs = pickle.loads(call.payload)
             if call.init:
-                # A new rank has imported the test's modules just now, which is no part of what a test's limits are for.
+                # A new rank imports the test's modules above. The barrier keeps the imports out of the test's time
+                # limit.
                 dist.barrier()
             pipe.send_bytes(pickle.dumps(("begun", None)))
             result = fn(*args, **kwargs)
@@ -194,9 +208,9 @@ def _run(call: Call, pipe: Connection) -> None:
             os._exit(3)
         if dist.is_initialized():
             dist.destroy_process_group()
-    # What survives is imported code, mostly; walking it again would cost 50 ms a call. Not while a comm stream of a
-    # dropped engine is at work: what holds its process groups would stay for good, with threads that wake a hundred
-    # times a second each.
+    # Exempt surviving objects, mostly imported modules, from garbage collection, because scanning them costs 50 ms per
+    # call. Do not freeze while a comm stream of a dropped engine still runs: the objects that hold its process groups
+    # would never be freed, and each of their threads wakes a hundred times per second.
     if threading.active_count() == 1:
         gc.freeze()
     for stream in (sys.stdout, sys.stderr):
@@ -205,10 +219,10 @@ def _run(call: Call, pipe: Connection) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve calls until the parent says `exit` or goes away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent
+    """Serve calls until the parent sends `exit` or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: no orphans when the parent is killed
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: this process ends when the parent is killed
     if os.getppid() != parent:
         os._exit(4)
     faulthandler.enable(file=sys.stderr, all_threads=True)
@@ -226,5 +240,5 @@ def main(descriptor: int, parent: int) -> None:
         if order == "exit":
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # skip destructors of whatever tests left behind
+            os._exit(0)  # skip the destructors of objects that tests have left
         _run(order, pipe)

@@ -1,11 +1,11 @@
-"""Runs of two ranks that save again and again and are killed at random moments; each job goes on from the last one's.
+"""Jobs of two ranks that save after every step and are killed at random moments. Each job resumes from the last one.
 
     python -m tests.support.saves_killed_at_random ROOT RUNS MOMENTS
 
-One rank is killed, or both, by SIGKILL or SIGTERM; saving at once and in the background take turns. Every job compares
-what it has loaded with what was there when that step was saved, to the bit, and a rank that is left must come to an
-error by itself. Prints how many of the moments were inside a save, and how many steps were saved. Ranks are forked from
-a process that has imported everything, and runs go on side by side, to be quick.
+One rank or both ranks are killed, by SIGKILL or SIGTERM; synchronous and asynchronous saves alternate. Every job
+compares the loaded state with the state at the time of that save, bit for bit. A rank that is not killed must fail with
+an error. The program prints the number of kills that hit a save, and the number of saved steps. For speed, ranks are
+forked from a process that has imported all modules, and runs are concurrent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SAVES, _SAVED, _ENDED, _FAILED = b"s", b"e", b"x", b"f"
 
 
 def digest(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> str:
-    """One of whole weights and this rank's states."""
+    """Return a hash of the full weights and of this rank's optimizer states."""
     found = hashlib.sha256()
     for name, value in sorted(zeropp.full_state(model).items()):
         found.update(name.encode() + value.contiguous().view(-1).numpy().tobytes())
@@ -50,7 +50,16 @@ def digest(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> str:
 
 
 def job(root: Path, rank: int, store: Path, told: int, background: bool, last: bool) -> None:
-    """One rank: loads the newest checkpoint, and saves every step until it is killed, or once."""
+    """Run one rank: load the newest checkpoint, train, and save every step until the rank is killed.
+
+    Args:
+        root: folder of the run.
+        rank: number of the rank.
+        store: file for the rendezvous.
+        told: file descriptor of the pipe to which the rank writes events.
+        background: True to save asynchronously.
+        last: True to return after one save.
+    """
     say = lambda event: os.write(told, event)  # noqa: E731
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
@@ -79,14 +88,25 @@ def job(root: Path, rank: int, store: Path, told: int, background: bool, last: b
 
 @dataclass
 class Rank:
-    """A process, and what it has told so far."""
+    """The process of a rank.
+
+    Attributes:
+        process: process id.
+        pipe: file descriptor from which the rank's events are read.
+        told: bytes that were read from the pipe so far.
+    """
 
     process: int
     pipe: int
     told: bytes = b""
 
     def listen(self, until: bytes = b"", seconds: float = PATIENCE) -> None:
-        """Read until it says something, or has ended; or what there is, in no seconds."""
+        """Read the pipe until ``until`` was read or the rank has ended.
+
+        Args:
+            until: the event to wait for; b"" waits for the end of the rank.
+            seconds: limit, after which the call fails; 0 reads the available bytes without waiting.
+        """
         deadline = time.monotonic() + seconds
         while not until or until not in self.told:
             if not select.select([self.pipe], [], [], max(deadline - time.monotonic(), 0))[0]:
@@ -110,7 +130,7 @@ def begin(root: Path, background: bool, last: bool = False) -> list[Rank]:
             except BaseException:
                 os.write(writing, _FAILED + traceback.format_exc().encode())
                 status = 1
-            # Threads that wait for another rank are not waited for.
+            # Leave without joining threads, because some wait for the other rank.
             os._exit(status)
         os.close(writing)
         ranks.append(Rank(process, reading))
@@ -130,13 +150,13 @@ def end(ranks: list[Rank]) -> None:
 
 
 def one_moment(root: Path, chosen: random.Random, number: int) -> bool:
-    """Whether the moment was inside a save."""
+    """Kill a job at a random moment, and return True if every killed rank was inside a save."""
     ranks = begin(root, background=number % 4 >= 2)
     victims = ranks if number % 3 else [chosen.choice(ranks)]
     try:
         for rank in ranks:
             rank.listen(_SAVES)
-        # Now and then long enough for a save and the next.
+        # The longest delays let a save end and the next one begin.
         time.sleep(chosen.uniform(0, chosen.choice([0.03, 0.1, 0.3])))
         for rank in ranks:
             rank.listen(seconds=0)
@@ -167,7 +187,7 @@ def one_run(root: Path, moments: int, seed: int) -> None:
 
 
 def main(root: Path, runs: int, moments: int) -> None:
-    # What torch imports with the first optimizer would be imported by every rank.
+    # Import in the parent the modules that torch imports with the first optimizer; else every rank would import them.
     make_optimizer(Model())
     processes = []
     for number in range(runs):

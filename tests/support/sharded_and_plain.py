@@ -1,7 +1,7 @@
-"""The two halves of a parity test: training that is sharded over ranks, and plain training on the same global batch.
+"""The two halves of a parity test: sharded training on ranks, and plain training on the batches of all ranks.
 
-:class:`Pair` has both on every rank. :mod:`tests.support.parity` has the plain half in the parent process, where it
-runs once for all ranks.
+A :class:`Pair` runs both halves on every rank. With :mod:`tests.support.parity`, the plain half runs once in the parent
+process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.support.branching_models import WIDTH, share, worst
 
 __all__ = ["Batch", "Half", "Loss", "Pair", "mean_square", "momentum", "rows"]
 
-Batch = Callable[[int, int, int], Any]  # of a step, a micro-batch in it, and a rank
-Loss = Callable[..., Tensor]  # of a model, a batch, and the rank's route if there is one
+Batch = Callable[[int, int, int], Any]  # (step, micro-batch of the step, rank) -> a batch
+Loss = Callable[..., Tensor]  # (model, batch, route if there is one) -> loss
 
 
 def rows(step: int, micro: int, rank: int) -> Tensor:
-    """Inputs of a rank: others for each step, the same for each micro-batch in it."""
+    """Return the inputs of a rank, [3, WIDTH], different for each step and equal for each micro-batch of a step."""
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float64)
 
 
@@ -35,20 +35,25 @@ def mean_square(model: nn.Module, x: Tensor, *route: object) -> Tensor:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum and weight decay tell a parameter without gradient from one whose gradient is zero."""
+    """Return SGD with momentum and weight decay, which also move a parameter whose gradient is zero.
+
+    So a missing gradient, which moves nothing, gives other weights than a gradient of zero.
+    """
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
 
 
 @dataclass
 class Half:
-    """A model and its optimizer, which train on the batches of some ranks.
+    """A model and its optimizer, trained on the batches of some ranks.
 
     Attributes:
-        ranks: this rank in the sharded half, all of them in the plain one.
-        divisor: what a loss is divided by before its backward, so that gradients add up to the mean of a step.
-        call: does that backward.
-        steps: how many were taken.
-        micro: micro-batches that the running step has had.
+        ranks: the ranks whose batches are used: this rank in the sharded half, all ranks in the plain half.
+        batch: makes a batch.
+        loss: computes the loss of a batch.
+        divisor: divisor of each loss before backward, so that the gradients of a step add up to the mean.
+        call: runs backward on a loss.
+        steps: number of finished steps.
+        micro: number of micro-batches of the current step so far.
     """
 
     model: nn.Module
@@ -65,7 +70,11 @@ class Half:
         self.optimizer.zero_grad()
 
     def backward(self, *routes: object) -> list[float]:
-        """Forward and backward of the next micro-batch; no route, one for all ranks, or one each. Returns losses."""
+        """Run forward and backward of the next micro-batch on each of ``ranks``, and return the losses.
+
+        Args:
+            routes: nothing, one route for all ranks, or one route per rank.
+        """
         losses = []
         for rank in self.ranks:
             route = routes[rank : rank + 1] if len(routes) > 1 else routes
@@ -80,24 +89,29 @@ class Half:
         self.advance()
 
     def advance(self) -> None:
-        """On to the next step's batches, without a step of the optimizer."""
+        """Go to the batches of the next step without an optimizer step."""
         self.steps, self.micro = self.steps + 1, 0
 
     def state(self) -> dict[str, Tensor]:
-        """Whole main weights and buffers."""
+        """Return the full main weights and buffers by name."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
             return zeropp.full_state(self.model)
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
 
 class Pair:
-    """A partitioned model on every rank, and beside it the same model, whole, that sees every rank's batch.
+    """A partitioned model on every rank, and beside it a whole copy that trains on the batches of all ranks.
 
     Args:
-        optimizer: makes that of either model.
-        batch: floating-point inputs, which are brought to the device and dtype.
-        micros: micro-batches of a step, over which ``optimizer.backward`` takes the mean; without it, backward is
-            called on losses as they are.
+        model: the model, which is moved to ``device`` and ``dtype``.
+        config: the configuration of ZeroOptimizer.
+        optimizer: makes the optimizer of either model.
+        batch: makes floating-point inputs, which are moved to ``device`` and ``dtype``.
+        loss: computes the loss of a batch.
+        micros: micro-batches per step, of which ``optimizer.backward`` takes the mean. None: ``loss.backward()`` is
+            called on undivided losses.
+        dtype: dtype of the models and the inputs.
+        device: device of the models and the inputs.
     """
 
     def __init__(
@@ -137,7 +151,7 @@ class Pair:
         return self.optimizer.engine
 
     def batch(self, rank: int) -> Tensor:
-        """The input of a rank at the running step."""
+        """Return the input of a rank at the current step."""
         return self.sharded.batch(self.sharded.steps, self.sharded.micro, rank)
 
     def zero_grad(self) -> None:
@@ -145,7 +159,11 @@ class Pair:
             half.zero_grad()
 
     def backward(self, *routes: object) -> float:
-        """Forward and backward of both; one route for all ranks, or one each. Returns this rank's loss."""
+        """Run forward and backward of both halves, and return this rank's loss.
+
+        Args:
+            routes: nothing, one route for all ranks, or one route per rank.
+        """
         self.whole.backward(*routes)
         return self.sharded.backward(*routes)[0]
 
@@ -158,13 +176,13 @@ class Pair:
             half.advance()
 
     def train(self, *routes: object) -> None:
-        """One whole step."""
+        """Train one step of both halves."""
         self.zero_grad()
         self.backward(*routes)
         self.step()
 
     def difference(self) -> float:
-        """Largest difference between the partitioned weights and the plain ones."""
+        """Return the largest difference between the partitioned weights and the plain weights."""
         return worst(self.sharded.state(), self.whole.state())
 
     def check(self, bound: float = 1e-12) -> None:

@@ -1,7 +1,7 @@
-"""Small models, each with one trait that is hard for an engine that takes weights away between uses.
+"""Small models, each with one trait that is hard for an engine that frees weights between uses.
 
-`MODELS` maps a name to a `Trait`: how to build the model, one rank's micro-batch, and the loss. No model draws random
-numbers when it runs.
+`MODELS` maps a name to a `Trait`, which builds the model, one rank's micro-batch, and the loss. No model draws random
+numbers in forward, so both halves of a comparison compute the same.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["MODELS", "Trait"]
 
 @dataclass(frozen=True)
 class Trait:
-    """A model and what it is fed.
+    """A model, its micro-batches and its loss.
 
     Attributes:
-        build: makes the model in float32, weights from the global generator.
-        batch: one micro-batch; floating tensors in float32.
-        loss: scalar from the model and a micro-batch.
+        build: builds the model in float32, with weights from the global generator.
+        batch: makes one micro-batch; floating-point tensors are float32.
+        loss: computes a scalar from the model and a micro-batch.
     """
 
     build: Callable[[], nn.Module]
@@ -35,26 +35,26 @@ class Trait:
     loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 
 
-# Outputs that are no plain tensors.
+# Outputs other than plain tensors.
 
 
 @dataclass
 class Hidden:
-    """What a block hands on."""
+    """A dataclass as the output of a block."""
 
     state: Tensor
     note: str = "hidden"
 
 
 class Bag:
-    """An object that no pytree knows."""
+    """An object as the output of a block, unknown to pytree."""
 
     def __init__(self, **items: object) -> None:
         self.__dict__.update(items)
 
 
 class Structured(nn.Module):
-    """Block `index` returns its result as a dict, tuple, dataclass or plain object, tensors nested inside."""
+    """A block that returns its result in a dict, tuple, dataclass or plain object, with tensors nested inside."""
 
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Structured(nn.Module):
 
 
 class StructuredChain(nn.Module):
-    """Every kind of output once; the root returns a dict with the loss inside."""
+    """A chain with one block of each output kind; the root returns a dict that contains the loss."""
 
     def __init__(self, width: int = 25) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class StructuredChain(nn.Module):
 
 
 class LossInside(nn.Module):
-    """The root returns nothing; its loss is an attribute, so no output announces the backward."""
+    """A root that returns None and stores its loss in an attribute, so no hook on an output can start backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class LossInside(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen layer with a trainable low-rank addition, in one module."""
+    """A frozen layer and a trainable low-rank addition in one module."""
 
     def __init__(self, width: int, rank: int = 3) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Adapter(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Frozen everything but adapters and the last norm; nothing upstream of the first adapter needs a gradient."""
+    """A model in which only adapters and the last norm are trained, so the embedding needs no gradient."""
 
     def __init__(self, width: int = 29) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class LowRank(nn.Module):
 
 
 def frozen_middle(recompute: str | None = None, reentrant: bool = False) -> nn.Module:
-    """A GPT whose middle block is frozen, and half of its last block too."""
+    """Return a GPT of four blocks: the two middle blocks and some weights of the last block are frozen."""
     model = GPT(depth=4, recompute=recompute, reentrant=reentrant)
     model.blocks[1].requires_grad_(False)
     model.blocks[2].requires_grad_(False)
@@ -157,9 +157,9 @@ def frozen_middle(recompute: str | None = None, reentrant: bool = False) -> nn.M
 
 
 class Convolutions(nn.Module):
-    """channels_last weights, group and batch norm, a transposed convolution.
+    """Channels_last weights, group norm, batch norm and a transposed convolution.
 
-    Batch norm keeps no running statistics: they would be each rank's own.
+    Batch norm keeps no running statistics, because these would differ between ranks.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class RawRoot(nn.Module):
 
 
 class Modes(nn.Module):
-    """Another path in training than in evaluation."""
+    """A model with different paths in training and in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Modes(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own encoder layers: `MultiheadAttention` reads the weight of `out_proj` without calling it."""
+    """torch's encoder layers. `MultiheadAttention` reads the weight of `out_proj` without calling its forward."""
 
     def __init__(self, width: int = 26) -> None:
         super().__init__()
@@ -232,23 +232,26 @@ class Encoder(nn.Module):
         return self.head(x + self.attention(x, x, x)[0])
 
 
-# What they are fed.
+# Batches and losses.
 
 
 def images(generator: torch.Generator) -> tuple[Tensor, ...]:
-    """[ROWS, 3, 6, 6] in channels_last, and labels."""
+    """Return images [ROWS, 3, 6, 6] in channels_last, and labels [ROWS]."""
     pixels = torch.randn(ROWS, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
     return pixels, torch.randint(0, 11, (ROWS,), generator=generator)
 
 
 def next_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Cross-entropy of the token after each one."""
+    """Return the cross-entropy of each next token."""
     (ids,) = batch
     return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(1))
 
 
 def whole_model_recomputed(model: nn.Module, batch: tuple[Tensor, ...], *, reentrant: bool) -> Tensor:
-    """The root itself runs under checkpoint; a differentiable stand-in input makes the reentrant form record."""
+    """Return the loss of a model whose root runs under checkpoint.
+
+    Reentrant checkpoints record a graph only for differentiable inputs, so a stand-in input is added.
+    """
     (ids,) = batch
     stand_in = torch.ones((), requires_grad=True)
     logits = checkpoint(lambda one, t: model(t) * one, stand_in, ids, use_reentrant=reentrant)
@@ -256,13 +259,13 @@ def whole_model_recomputed(model: nn.Module, batch: tuple[Tensor, ...], *, reent
 
 
 def loss_in_output(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """The model returns a dict with its loss."""
+    """Return the loss that the model puts into its output dict."""
     loss: Tensor = model(*batch)["loss"]
     return loss
 
 
 def loss_inside(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """The model keeps its loss on itself."""
+    """Return the loss that the model stores in an attribute."""
     model(*batch)
     loss: Tensor = model.loss
     model.loss = None
@@ -270,7 +273,7 @@ def loss_inside(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def classify(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """Cross-entropy of the labels."""
+    """Return the cross-entropy of the labels."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 

@@ -1,9 +1,10 @@
-"""Runs of transformers' ``Trainer``, as a script: under the stand-in on two ranks, or alone, by plain torch.
+"""A script that trains with transformers' ``Trainer``, with zeropp's deepspeed stand-in or with plain torch.
 
     python -m tests.support.trainer_job FOLDER KIND [KIND ...]
 
-What was found goes to ``FOLDER/<rank>.json``, or to ``FOLDER/plain.json``. No test imports this: it is run in
-processes of its own, in which transformers must find the stand-in as it is imported.
+Several ranks use the stand-in; a single rank uses plain torch. Results go to ``FOLDER/<rank>.json``, or to
+``FOLDER/plain.json`` on one rank. The script runs as a process of its own, because transformers looks for deepspeed
+when it is imported.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Samples(Dataset):
-    """What a kind of model is fed: ids of equal length, or images; always the same.
+    """The samples of one kind of model: ids of equal length, or images, the same every time.
 
-    Five micro-batches of four samples an epoch: the third of four steps has a window of one micro-batch.
+    An epoch has five micro-batches of four samples. So the third of four steps has only one micro-batch in its window.
     """
 
     count = 20
@@ -98,7 +99,7 @@ class Samples(Dataset):
 
 
 def saved(kind: str, folder: Path) -> str:
-    """Folder of a model with random weights, made by the first who comes."""
+    """Return the folder of a model with random weights, which rank 0 writes."""
     path = folder / f"base-{kind}-{'plain' if PLAIN else 'ranks'}"
     if RANK == 0:
         name, settings = MODELS[kind]
@@ -111,7 +112,7 @@ def saved(kind: str, folder: Path) -> str:
 
 
 def begin() -> None:
-    """Forget the last run's state of Accelerate; and say that there are ranks, which it does not see on CPUs."""
+    """Reset Accelerate's state of the last run, and announce the ranks, which Accelerate does not detect on CPUs."""
     AcceleratorState._reset_state(True)
     if not PLAIN:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -119,13 +120,13 @@ def begin() -> None:
 
 
 def arguments(folder: Path, name: str, config: dict[str, Any], **more: Any) -> TrainingArguments:
-    """Four samples a micro-batch over all ranks, two micro-batches a step, at most 1.0 of a norm."""
+    """Return arguments: micro-batches of four samples over all ranks, two per step, and clipping at norm 0.5."""
     given: dict[str, Any] = {
         "max_steps": STEPS, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4 // RANKS,
         "per_device_eval_batch_size": 4 // RANKS, "learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.0,
         "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
         "seed": 11, "dataloader_pin_memory": False,
-        # Else losses of models that do not divide by tokens are multiplied by the number of ranks.
+        # Otherwise, losses of models that do not divide by tokens are multiplied by the number of ranks.
         "average_tokens_across_devices": False, **more,
     }  # fmt: skip
     if not PLAIN:
@@ -136,7 +137,7 @@ def arguments(folder: Path, name: str, config: dict[str, Any], **more: Any) -> T
 def made(model: Any, args: TrainingArguments, kind: str, trainer: type[Trainer] = Trainer, **more: Any) -> Trainer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if PLAIN:
-        # What the JSON says: no decay, and its schedule, which transformers has under no name.
+        # The same as the JSON configures: no weight decay, and its schedule, which transformers does not offer by name.
         from zeropp.deepspeed.schedulers import WarmupDecayLR
 
         optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
@@ -153,7 +154,7 @@ def told(trainer: Trainer) -> dict[str, list[float]]:
 
 
 class Stops(TrainerCallback):
-    """Ends a run after some steps, as a job's limit would."""
+    """A callback that ends a run after some steps, as a time limit of a job would."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -164,7 +165,7 @@ class Stops(TrainerCallback):
 
 
 def trains(folder: Path, kind: str, config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A run, its evaluation, and the model as ``save_model`` leaves it."""
+    """Train and evaluate a model, generate with a decoder, and save with ``save_model``; return the results."""
     begin()
     args = arguments(folder, kind, config, **more)
     base = saved(kind, folder)
@@ -174,7 +175,7 @@ def trains(folder: Path, kind: str, config: dict[str, Any], **more: Any) -> dict
     found: dict[str, Any] = {**told(trainer), "eval": trainer.evaluate()["eval_loss"]}
     if kind == "decoder":
         prompt = torch.arange(8).view(2, 4)
-        # Still partitioned: each rank makes as many calls as the others.
+        # The weights are partitioned, so ``synced_gpus`` makes all ranks run equally many forwards.
         ids = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False, synced_gpus=not PLAIN)
         found["generated"] = ids.tolist()
     trainer.save_model(str(Path(args.output_dir) / "final"))
@@ -182,7 +183,7 @@ def trains(folder: Path, kind: str, config: dict[str, Any], **more: Any) -> dict
 
 
 def resumes(folder: Path, kind: str, config: dict[str, Any]) -> dict[str, Any]:
-    """A run that saves and is stopped half way, and another that goes on."""
+    """Train a run that saves and stops half way and a run that resumes; return the losses of both."""
     cls = getattr(transformers, MODELS[kind][0])
     base = saved(kind, folder)
     found: dict[str, Any] = {}
@@ -197,7 +198,7 @@ def resumes(folder: Path, kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Short(Trainer):
-    """Has memory for four samples a micro-batch over all ranks, and no more."""
+    """A Trainer that raises an out-of-memory error above four samples per micro-batch over all ranks."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._train_batch_size > 4 // RANKS:
@@ -206,7 +207,7 @@ class Short(Trainer):
 
 
 def shrinks(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A batch that is too large, and the one that ``auto_find_batch_size`` comes to, with another engine."""
+    """Train with ``auto_find_batch_size`` from a batch that is too large; a second engine trains with a smaller one."""
     begin()
     model = transformers.LlamaForCausalLM.from_pretrained(saved("decoder", folder))
     args = arguments(folder, "short", config, auto_find_batch_size=True, per_device_train_batch_size=8 // RANKS)
@@ -216,13 +217,13 @@ def shrinks(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def goes_on(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Three Trainers of one model: one evaluates, the next two train."""
+    """Run three Trainers on one model: the first evaluates, and the other two train."""
     begin()
     args = [arguments(folder, f"again-{number}", config) for number in range(3)]
     model = transformers.LlamaForCausalLM.from_pretrained(saved("decoder", folder))
     first = made(model, args[0], "decoder")
     found: dict[str, Any] = {"before": first.evaluate()["eval_loss"], "loss": [], "grad_norm": []}
-    # An engine that evaluates has frozen the model.
+    # Release the engine, because an engine for evaluation has frozen the model.
     first.accelerator.free_memory()
     for each in args[1:]:
         begin()
@@ -233,14 +234,14 @@ def goes_on(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapts(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """LoRA on a decoder: adapters and its head are trained and saved."""
+    """Train and save LoRA adapters on a decoder together with the decoder's head."""
     from peft import LoraConfig, get_peft_model
 
     begin()
     args = arguments(folder, "lora", config)
     model = transformers.LlamaForCausalLM.from_pretrained(saved("decoder", folder))
     torch.manual_seed(5)
-    # What is saved whole peft looks up by a state_dict() of that layer, on the rank that writes, alone.
+    # For a module to save whole, peft calls the layer's state_dict() on the writing rank only.
     how = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
     model = get_peft_model(model, LoraConfig(**how))
     trainer = made(model, args, "decoder")
@@ -254,7 +255,10 @@ def with_(config: dict[str, Any], **zero: Any) -> dict[str, Any]:
 
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
-    """A kind of :data:`MODELS`, "resume", "again", "lora", "short"; or one with another setting behind a colon."""
+    """Run one kind: a key of :data:`MODELS`, "resume", "again", "lora" or "short".
+
+    A colon and a setting may follow: "bf16", "1", "2" (the stage) or "cpu" (offload).
+    """
     kind, _, how = kind.partition(":")
     config = {
         "": ZERO3, "bf16": ZERO3, "1": with_(ZERO3, stage=1), "2": with_(ZERO3, stage=2),

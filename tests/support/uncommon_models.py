@@ -1,4 +1,7 @@
-"""Models as they occur in the wild, each with the way to its loss; all small, and exact in float64 unless they say."""
+"""Models with uncommon parameters, hooks or control flow, and their losses.
+
+All are small. The comparison with plain torch is exact to 1e-9 in float64 unless an entry gives another tolerance.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Uncommon:
-    """A model, how a rank's loss is computed from [rows, 8] inputs, and how exact the comparison may be."""
+    """A model, its loss on [rows, 8] inputs, and the tolerance of the comparison with plain torch."""
 
     make: Callable[[], nn.Module]
     loss: Loss
     tolerance: float = 1e-9
-    dtype: torch.dtype | None = torch.float64  # None leaves the dtypes that the model has
+    dtype: torch.dtype | None = torch.float64  # None keeps the model's own dtypes
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
@@ -33,7 +36,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Parametrized(nn.Module):
-    """weight_norm, spectral_norm and an orthogonal weight: parameters hidden behind computed attributes."""
+    """weight_norm, an orthogonal weight and a symmetric weight: attributes that are computed from hidden parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ class Symmetric(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Two kinds of recurrent net, which keep their weights in a list of their own, and a cell in a loop."""
+    """An LSTM and a GRU, which keep their weights in a list of their own, and a GRU cell in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class Recurrent(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention that reads the weight of a module whose forward is never called, and blocks that share one."""
+    """Attention modules, which read the weight of ``out_proj`` without calling its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class Attending(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Parameters of the root and of a module without forward, read where they lie."""
+    """Parameters of the root, and of containers without forward, which the root's forward reads directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class Scaled(nn.Module):
 
 
 class Nested(nn.Module):
-    """functional_call of a part with changed weights, beside the part itself."""
+    """A module that calls a part with ``functional_call`` and changed weights, and also calls the part itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +117,7 @@ class Nested(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router in float32 that sends rows to experts by their values: ranks use different ones, some use none."""
+    """A router that sends rows to experts by value, so that ranks use different experts and some experts are unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ class Experts(nn.Module):
 
 
 class Codes(nn.Module):
-    """A frozen base of 8-bit codes with scales, trainable low-rank factors beside it, complex and integer extras."""
+    """A frozen base of 8-bit codes and scales, trainable low-rank factors, and complex and integer parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ class Codes(nn.Module):
 
 
 class MixedDtypes(nn.Module):
-    """A float32 router beside bfloat16 layers in one module."""
+    """A float32 router, a bfloat16 layer and a float64 layer in one module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class MixedDtypes(nn.Module):
 
 
 class Images(nn.Module):
-    """channels_last convolutions and batch norms, whose statistics are each rank's own."""
+    """A convolution on channels_last inputs, and a batch norm with statistics of each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +184,7 @@ class Images(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Hooks of the user's own, of every kind, that change what passes."""
+    """User hooks of every kind that change activations or gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +204,7 @@ class Hooked(nn.Module):
 
 
 class Tiny(nn.Module):
-    """One number."""
+    """A single scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +215,7 @@ class Tiny(nn.Module):
 
 
 class Wide(nn.Module):
-    """A table that is larger than all else together, between small layers."""
+    """A table that is larger than all other parameters together, and small layers."""
 
     def __init__(self) -> None:
         super().__init__()

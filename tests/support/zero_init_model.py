@@ -42,7 +42,7 @@ class Derived(Base):
 
 
 class Odd(nn.Module):
-    """Inheritance, local classes, ties, copies, late edits, writes through ``.data``, dtypes, strides, empty tensors."""
+    """Inheritance, local classes, ties, copies, late edits, writes by ``.data``, dtypes, strides and empty tensors."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
