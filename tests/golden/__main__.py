@@ -1,4 +1,4 @@
-"""Writes or compares the golden run; see :mod:`tests.golden.runs`."""
+"""A program that writes or compares the hashes of the golden runs; see :mod:`tests.golden.runs`."""
 
 from __future__ import annotations
 

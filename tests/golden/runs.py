@@ -1,7 +1,7 @@
-"""Twenty steps in each of twelve configurations, as hashes: what a change of the code's form must leave bit-equal.
+"""Twenty training steps in each of twelve configurations, as hashes that a refactoring must leave equal.
 
-Sums in floating point differ between machines, so nothing is stored here; write the hashes before a change and compare
-after it, on one machine::
+Floating-point sums differ between machines, so no hashes are stored. Write them before a change and compare after the
+change, on the same machine::
 
     python -m tests.golden --write before.json
     python -m tests.golden --compare before.json
@@ -49,7 +49,7 @@ CASES = {
     "LoCo, accumulated and deferred": _recipe(_LOCO, 2, extension={"defer_cross_reduction": True}),
     "MiCS, accumulated": _recipe({"mics_shard_size": 2}, 2),
 }
-EQUAL = [  # losses and weights, bit by bit
+EQUAL = [  # pairs of cases whose losses and weights are equal bit for bit
     ("stage 0", "stage 2, overlapped"),
     ("stage 3", "stage 3, nothing ahead"),
     ("stage 1, accumulated", "stage 3, small ones persistent, no_sync"),
@@ -79,12 +79,12 @@ def _train(recipe: Recipe) -> dict[str, object]:
 
 
 def run(names: Iterable[str]) -> dict[str, list[dict[str, object]]]:
-    """What every rank has come to, for each case."""
+    """Return the results of each case, one dict of hashes and traffic counts per rank."""
     return {name: run_ranks(_WORLD, _train, CASES[name], local_world_size=_LOCAL, timeout=120) for name in names}
 
 
 def differences(before: Any, after: Any, where: str = "") -> list[str]:
-    """Where two results differ, in words."""
+    """Return descriptions of the places where two results differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = list(dict.fromkeys([*before, *after]))
         return [line for key in keys for line in differences(before.get(key), after.get(key), f"{where}/{key}")]

@@ -1,15 +1,18 @@
-"""zeropp's order of collectives, simulated: several ranks in one process, without tensors, groups and clocks.
+"""A simulation of zeropp's order of collectives, with several ranks in one process.
 
-Each rank runs zeropp's own schedule, known orders, reductions, live units, prefetch plan and uses of backward
-(``rank``), in a world that takes the place of everything between ranks (``world``). ``programs`` says what ranks do,
-``families`` lists programs, ``trial`` runs one and checks what must hold, ``refusals`` tells when ranks may be refused.
-``faults`` are changes of one line that the tests must find.
+The simulation has no tensors, process groups or clocks.
 
-Here are forwards and backwards that vary, evaluation, several micro-batches, ``no_sync``, late gradients, modules run
-again inside a backward, persistent units, freezing, and errors. Left out is what needs tensors or threads: refreshes,
-but for the order that they are issued in; comm streams, on which work overlaps; parameters touched outside of their
-modules; new buffers for parameters that were frozen when the model was wrapped, after which all backwards are
-forgotten; and how many bytes of gradients may be under way.
+Each rank runs zeropp's own Schedule, KnownOrders, Reductions, LiveUnits, prefetch plan and BackwardUses (``rank``). A
+simulated world replaces everything between ranks (``world``). ``programs`` describes the work of ranks, ``families``
+enumerates programs, ``trial`` runs a program and checks the results, and ``refusals`` decides whether a deadlock is
+allowed. ``faults`` are one-line changes that the tests must detect.
 
-``engines`` has the same world for whole engines with models, and notes what each rank gives each process group.
+Simulated: forwards and backwards that vary, evaluation, several micro-batches, ``no_sync``, late gradients, modules run
+again inside a backward, persistent units, freezing, and errors. Not simulated, because they need tensors or threads:
+refreshes, except the order in which they are issued; overlap on comm streams; parameters used outside of their modules
+(except in ``branching``); new buffers for parameters that were frozen at wrapping; and the limit on bytes of gradients
+in flight.
+
+``engines`` runs whole engines with models in the same world, and records the collectives that each rank gives each
+process group.
 """

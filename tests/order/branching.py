@@ -1,8 +1,8 @@
-"""Models that branch by each rank's data, simulated: what a rank runs is a part of what the model's code may run.
+"""A simulation of models whose control flow depends on each rank's data: a rank runs a part of the model's code.
 
-A module's forward runs modules and touches parameters, some of them only for some data. A module may be run inside
-another one of its unit, or without it; it may be checkpointed, and it may be run without its parameter being used. A
-backward goes over one or several forwards, and forwards without gradients come between.
+The forward of a module runs other modules and uses parameters, some of them only for some data. A module may run inside
+another module of its unit, or without that module. A module may be checkpointed, and may run without a use of its own
+parameter. A backward covers one or several forwards, and forwards without gradients may come between.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ __all__ = [
     "train",
 ]
 
-# Numbers of cases that were deadlocks once: of calls that a backward makes itself, kinds of backwards not told
-# apart, modules that run for the first time, modules that run without what is usually around them.
+# Seeds of cases that have deadlocked and must train. Their causes: calls that a backward makes itself, kinds of
+# backwards that were not distinguished, modules that run for the first time, and modules that run without the module
+# usually around them.
 DEADLOCKS = [3, 538, 626, 3260, 6941, 8950, 12782, 17809, 18999, 19411, 19498, 19992]
 
 
 @dataclass(frozen=True)
 class Touch:
-    """A parameter is used outside of its module; ``optional``: only for some data."""
+    """A use of a parameter outside of its module; ``optional`` if only some data causes the use."""
 
     unit: int
     optional: bool = False
@@ -46,15 +47,15 @@ class Touch:
 
 @dataclass(frozen=True)
 class Call:
-    """A module is run.
+    """A run of a module.
 
     Attributes:
-        module: its path.
-        checkpoint: "", "reentrant" or "plain".
-        optional: whether some data leaves it out.
-        unwrapped: whether some data has what is inside it run without it.
-        inside: what its forward runs, for the data of a rank.
-        used: whether the data has its own parameter used.
+        module: path of the module.
+        checkpoint: "", "reentrant" or "plain" (non-reentrant).
+        optional: True if some data skips the call.
+        unwrapped: True if some data runs the inner calls without this module.
+        inside: calls and uses in its forward, for the data of one rank.
+        used: True if the data uses the module's own parameter.
     """
 
     module: str
@@ -70,12 +71,12 @@ Code = tuple[Call | Touch, ...]
 
 @dataclass(frozen=True)
 class Model:
-    """Modules, the unit of each, and what their forwards may run; the model's own is that of "".
+    """Modules, the unit of each, and the code of their forwards. The code of the model's own forward has the path "".
 
     Attributes:
         units: number of units.
-        modules: path -> unit.
-        bodies: path -> code.
+        modules: module path -> unit.
+        bodies: module path -> code.
     """
 
     units: int
@@ -83,7 +84,7 @@ class Model:
     bodies: Mapping[str, Code]
 
     def full(self) -> Code:
-        """A forward that runs everything, in the order of the code."""
+        """Return the code of a forward that runs everything, in the order of the code."""
         return self._expand(self.bodies[""])
 
     def _expand(self, code: Code) -> Code:
@@ -95,7 +96,7 @@ class Model:
         )
 
     def outermost(self) -> dict[str, int]:
-        """Modules that are inside no other one of their unit, by their paths."""
+        """Return the modules that are not inside another module of their unit: path -> unit."""
         return {path: unit for path, unit in self.modules.items() if all(self.modules[p] != unit for p in _above(path))}
 
 
@@ -113,12 +114,13 @@ def draw_model(draw: random.Random) -> Model:
     names = list(modules)
     bodies: dict[str, Code] = {}
     for place, name in enumerate(names):
-        # Only modules that come later, so that none runs itself.
+        # A module runs only modules that come later, so no module runs itself.
         later = [other for other in names[place + 1 :] if "." not in other or other.startswith(f"{name}.")]
         children = [other for other in later if other.startswith(f"{name}.")]
         inner = children + ([draw.choice(later)] if later and draw.random() < 0.25 else [])
         bodies[name] = tuple(_draw_node(draw, other, units) for other in inner)
-    # A module may be inside another one and come before it in the order of names.
+    # A module may also be reached through another module that comes earlier, so remove calls that lead back to the
+    # module.
     bodies = {name: tuple(n for n in code if _is_free(n, name, bodies)) for name, code in bodies.items()}
     tops = [name for name in names if "." not in name]
     bodies[""] = tuple(_draw_node(draw, draw.choice(tops), units) for _ in range(draw.randint(2, 6)))
@@ -126,7 +128,7 @@ def draw_model(draw: random.Random) -> Model:
 
 
 def _is_free(node: Call | Touch, name: str, bodies: Mapping[str, Code]) -> bool:
-    """Whether what a node runs does not run module ``name`` again."""
+    """Return True if running the node does not run module ``name`` again."""
     if isinstance(node, Touch):
         return True
     return node.module != name and all(_is_free(inner, name, bodies) for inner in bodies.get(node.module, ()))
@@ -140,7 +142,7 @@ def _draw_node(draw: random.Random, module: str, units: int) -> Call | Touch:
 
 
 def for_data(draw: random.Random, code: Code, much: float) -> Code:
-    """What a rank's data has run of some code; ``much`` is how likely each branch is taken."""
+    """Return the part of some code that a rank's data runs; ``much`` is the probability of each branch."""
     found: list[Call | Touch] = []
     for node in code:
         if node.optional and draw.random() > much:
@@ -162,12 +164,12 @@ def for_data(draw: random.Random, code: Code, much: float) -> Code:
 
 @dataclass(frozen=True)
 class Phase:
-    """One forward, or one backward.
+    """One forward, backward, evaluation or step.
 
     Attributes:
         kind: "forward", "evaluation", "backward" or "step".
-        runs: of each rank what its data has run, for a forward.
-        graphs: for a backward the numbers of the forwards that it goes over, of those since the last step.
+        runs: for a forward or evaluation, the code that each rank's data runs.
+        graphs: for a backward, the forwards that it covers, numbered since the last step.
     """
 
     kind: str
@@ -177,7 +179,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what its ranks do with it."""
+    """A model and the phases that its ranks run."""
 
     model: Model
     ranks: int
@@ -191,7 +193,7 @@ class Case:
         ranks = draw.choice([2, 2, 2, 3, 4, 8])
         full = model.full()
         much = draw.choice([0.3, 0.6, 0.9])
-        # Usually all ranks run everything at first; or all run a part, or each its own.
+        # Usually all ranks run everything at first. Otherwise all run the same part, or each runs its own part.
         first = draw.choices(["full", "part", "apart"], [6, 2, 2])[0]
 
         def runs(step: int) -> tuple[Code, ...]:
@@ -206,7 +208,7 @@ class Case:
 
     @staticmethod
     def draw_alike(seed: int) -> Case:
-        """Nothing branches, but steps go over their forwards each in another way."""
+        """Draw a case without branches, in which each step covers its forwards by backwards in another way."""
         draw = random.Random(seed)
         model = draw_model(draw)
         runs = (model.full(),) * 2
@@ -218,7 +220,7 @@ WAYS = ["one", "sum", "each", "later first", "some"]
 
 
 def _step(draw: random.Random, way: str, runs: Callable[[], tuple[Code, ...]]) -> Iterator[Phase]:
-    """Passes of one step: ``way`` tells which backwards follow which forwards."""
+    """Yield the phases of one step; ``way`` decides which backwards cover which forwards."""
     count = 1 if way == "one" else draw.choice([2, 2, 3])
     for number in range(count):
         yield Phase("forward", runs())
@@ -240,14 +242,14 @@ LIMITS = [Limits(0, 0, 0), Limits(0, 0, 0), Limits(4, 8, 100), Limits(100, 8, 8)
 
 @dataclass(eq=False)
 class _Made:
-    """A call in a graph, as `zeropp.engine.hooks.BackwardCall` is one."""
+    """A recorded call in a graph, with the interface of `zeropp.engine.hooks.BackwardCall`."""
 
     hooked: Any
     executed: list[bool]
     expected: bool = False
 
     def note_outputs(self, outputs: object) -> None:
-        self.expected = True  # ``executed`` is shared by all calls of a graph
+        self.expected = True  # the outputs are not needed, because ``executed`` is shared by all calls of a graph
 
     def is_to_come(self) -> bool:
         return self.executed[0]
@@ -263,10 +265,10 @@ class _Entry:
     """A node of a graph.
 
     Attributes:
-        node: what was run.
-        call: what was recorded of it, if a graph was.
-        again: whether it was run in a backward; nothing in there is checkpointed once more.
-        inside: entries of what was run inside it.
+        node: the call or use.
+        call: the record of the call; None if no graph was recorded.
+        again: True if the node ran inside a backward, where checkpoints do not nest.
+        inside: entries of the calls inside this call.
     """
 
     node: Call | Touch
@@ -276,7 +278,7 @@ class _Entry:
 
 
 class Branching:
-    """What an engine does on one rank."""
+    """The engine of one rank, which runs the phases of a case on a simulated Rank."""
 
     def __init__(self, world: World, number: int, case: Case) -> None:
         model = case.model
@@ -286,9 +288,9 @@ class Branching:
         self.in_backward = False
         self.running: list[str] = []  # paths of the modules whose forwards are running
         self.run_by: dict[str, set[str]] = {path: set() for path in model.modules}
-        self.counts: list[tuple[PhaseKey, Counter[str]]] = []  # of each phase, how often each module was run in it
-        self.stepped = 0  # phases before the last step
-        self.strays = False  # whether gradients were left to a step that a backward should have sent
+        self.counts: list[tuple[PhaseKey, Counter[str]]] = []  # per phase: its kind, runs of each module
+        self.stepped = 0  # number of phases up to the last step
+        self.strays = False  # True if a step had to reduce gradients that a backward should have reduced
 
     def forward(self, code: Code, *, grad: bool) -> tuple[list[_Entry], list[bool]]:
         schedule, executed = self.rank.schedule, [False]
@@ -305,11 +307,11 @@ class Branching:
         return entries, executed
 
     def _run(self, node: Call | Touch, executed: list[bool] | None, grad: bool) -> _Entry:
-        """Run one node; ``executed`` if a graph is recorded."""
+        """Run one node. ``executed`` is None if no graph is recorded."""
         if isinstance(node, Touch):
             unit = self.rank.units[node.unit]
             self.counts[-1][1][f"parameter {node.unit}"] += 1
-            if unit.state is not UnitState.UNSHARDED:  # only then does anything notice
+            if unit.state is not UnitState.UNSHARDED:  # guards report a use only while the unit is guarded
                 self.touched.use(unit)
             return _Entry(node)
         index = self.model.modules[node.module]
@@ -358,7 +360,7 @@ class Branching:
         rank.since += 1
 
     def _over(self, entries: Sequence[_Entry]) -> None:
-        """One backward of autograd's: a parameter has its gradient after the last use that it comes to."""
+        """Run one backward of autograd. A parameter's gradient arrives after the last use that the backward covers."""
         events = list(self._events(entries))
         last = {unit: place for place, (kind, unit, _) in enumerate(events) if kind == "use"}
         for place, (kind, index, entry) in enumerate(events):
@@ -382,7 +384,7 @@ class Branching:
     def _again(self, entry: _Entry) -> None:
         assert isinstance(entry.node, Call)
         fresh = self._run(entry.node, [True], True)
-        if entry.call is None:  # reentrant: a backward of its own goes over what was just run
+        if entry.call is None:  # reentrant checkpoint: an inner backward covers the calls that were just run
             self._over([fresh])
 
     def _events(self, entries: Sequence[_Entry]) -> Iterator[tuple[str, int, _Entry]]:
@@ -401,7 +403,8 @@ class Branching:
             yield from self._events(entry.inside)
             if node.used:
                 yield "use", index, entry
-            # What a forward reads first, backward reads last, perhaps without a gradient for it.
+            # The first operation of a forward comes last in backward. It may read the weight without yielding a
+            # gradient for it.
             yield "read", index, entry
 
     def step(self) -> None:
@@ -412,16 +415,18 @@ class Branching:
 
 
 def train(case: Case, choose: Any = min, *, strays: bool = True) -> bool:
-    """Run a case; whether its ranks trained. Otherwise one alone ran a module more often than any rank ever had.
+    """Run a case and return True if its ranks trained.
+
+    False means an allowed deadlock: one rank alone ran a module more often than any rank before.
 
     Args:
-        case: to run.
-        choose: which of the ranks that can go on does.
-        strays: whether gradients may be left to a step that a backward should have sent.
+        case: the case.
+        choose: selects one of the ranks that can continue.
+        strays: False to fail if a step has to reduce gradients that a backward should have reduced.
 
     Raises:
-        AssertionError: something does not hold that must.
-        Deadlock: ranks wait for each other, though none ran a module more often than ever.
+        AssertionError: a property is violated.
+        Deadlock: ranks wait for each other although no rank ran a module more often than before.
     """
     world = World(case.ranks, choose)
     ranks: list[Branching | None] = [None] * case.ranks
@@ -458,7 +463,10 @@ def train(case: Case, choose: Any = min, *, strays: bool = True) -> bool:
 
 
 def _exceeds(one: Branching, ranks: Sequence[Branching | None]) -> bool:
-    """Whether a rank has run a module more often since the last step than any rank before in a pass of that kind."""
+    """Return True if a rank has run a module more often than any rank before.
+
+    Phases since the last step are compared with earlier phases of the same kind.
+    """
     for now in range(one.stepped, len(one.counts)):
         key, own = one.counts[now]
         known: Counter[str] = Counter()
@@ -466,14 +474,15 @@ def _exceeds(one: Branching, ranks: Sequence[Branching | None]) -> bool:
             for before, counts in each.counts[:now] if each is not None else ():
                 if before == key:
                     known |= counts
-        # Any weight may be touched; a module that no rank has run yet is one that ranks listen for.
+        # A first use of a parameter outside of its module counts. A first run of a module does not: while a module has
+        # never been run, phases that may reach it end with an exchange.
         if any(count > known[path] and (known[path] or path.startswith("parameter")) for path, count in own.items()):
             return True
     return False
 
 
 def check_seeds(seeds: range) -> None:
-    """Draw cases by their numbers; all must train, but few in which a rank does more than any rank ever did."""
+    """Draw cases by seed. All must train, except a few with a rank that alone runs a module more often than before."""
     trained = Counter[bool]()
     for number in seeds:
         draw = random.Random(number)
@@ -481,12 +490,12 @@ def check_seeds(seeds: range) -> None:
             trained[train(Case.draw(number), lambda able, draw=draw: able[draw.randrange(len(able))])] += 1
         except Exception as error:
             raise AssertionError(f"case {number}: {error}") from error
-    # In the others a rank runs a module more often than any rank ever had, and needs one gather more.
+    # In the cases that do not train, the rank that runs a module more often needs an additional gather.
     assert trained[False] < 0.02 * len(seeds), trained
 
 
 def check_alike(seeds: range) -> None:
-    """Where ranks run alike, and the model runs alike each time, a backward sends all of its gradients itself."""
+    """Check that backwards reduce all of their gradients if all ranks run alike and every forward is the same."""
     for number in seeds:
         draw = random.Random(number)
         choose: Any = lambda able, draw=draw: able[draw.randrange(len(able))]  # noqa: E731
@@ -497,10 +506,12 @@ def check_alike(seeds: range) -> None:
 
 
 def backward_over_more() -> None:
-    """A backward over one of two forwards is learned; then all go over both, so a checkpointed module runs twice.
+    """Check a backward over two forwards, after a backward over one of the two was learned.
 
-    One rank's data does not use the module's parameter the first time. So there it is still waited for, and on the
-    other rank it has been let go.
+    A checkpointed module then runs twice in the backward.
+
+    The data of one rank does not use the module's parameter in one of the forwards. So this rank still expects a
+    gradient when the other rank has already released the unit.
     """
     model = Model(1, {"m0": 0}, {"": (), "m0": ()})
     used, unused = (Call("m0", "reentrant"),), (Call("m0", "reentrant", used=False),)
@@ -514,7 +525,7 @@ def backward_over_more() -> None:
 
 
 def more_often_without_gradients() -> None:
-    """A rank runs a module twice in an evaluation, and later in a forward with gradients."""
+    """Check that a rank may run a module twice in an evaluation, and later also in a forward with gradients."""
     model = Model(2, {"m0": 0, "m1": 1}, {"": (), "m0": (), "m1": ()})
     once, twice = (Call("m0"), Call("m1")), (Call("m0"), Call("m1"), Call("m0"))
     steps = [("forward", (once, once)), ("evaluation", (once, twice)), ("forward", (once, twice))]

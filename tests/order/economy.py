@@ -1,4 +1,7 @@
-"""What ranks have come to know together costs no more than it must: no words, nothing gathered or sent in vain."""
+"""Properties of learned orders: known passes need no exchange, no useless gather and no useless reduction.
+
+Each function checks one property. A route is the sequence of units that a pass uses.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,18 @@ __all__ = ["ECONOMIES"]
 FULL: Uses = tuple(range(UNITS))
 BACK: Uses = FULL[::-1]
 WAYS: list[Uses] = [way for count in range(1, UNITS + 1) for way in itertools.permutations(range(UNITS), count)]
-AGAIN, FORK = 4, 3  # kinds of exchange
+AGAIN, FORK = 4, 3  # numbers of two kinds of exchange in zeropp.order.schedule
 Deed = Callable[[Rank], object]
 
 
 def traces(*deeds: Deed, limits: Limits = ENDLESS, **more: Any) -> list[tuple[list[object], list[tuple[object, ...]]]]:
-    """Two ranks do the same things; of each what it said and what it issued. ``more`` is for the ranks."""
+    """Let two ranks do the same, and return the exchanges and the issued collectives of each deed.
+
+    Args:
+        deeds: actions of a rank, such as a training step.
+        limits: limits of the prefetch plan.
+        more: arguments of ``Rank``.
+    """
     world = World(2)
     marks: list[tuple[int, int]] = []
 
@@ -40,9 +49,13 @@ def traces(*deeds: Deed, limits: Limits = ENDLESS, **more: Any) -> list[tuple[li
 
 
 def step(way: Uses, *, back: Uses | None = None, held: bool = False, late: Uses = ()) -> Deed:
-    """Forward, backward, step; if ``held``, after a micro-batch along all units whose gradients are held.
+    """Return a deed: forward, backward and step.
 
-    Gradients of units that are ``late`` come after all uses.
+    Args:
+        way: the route of forward.
+        back: the route of backward; the reverse of ``way`` by default.
+        held: True to run another micro-batch before, over all units, whose gradients are held.
+        late: units whose gradients come after all uses of backward.
     """
 
     def deed(rank: Rank) -> None:
@@ -61,7 +74,10 @@ def reduced(issued: list[tuple[object, ...]]) -> Counter[object]:
 
 
 def left_at_once(one: Uses, other: Uses) -> bool:
-    """Whether what ``other`` needs first that ``one`` does not have there does not come later in ``one``, either."""
+    """Return True if the first unit that ``other`` needs differently does not occur later in ``one``.
+
+    A rank then notices at that place that the pass takes another route.
+    """
     place = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return place < len(other) and other[place] not in one[place:]
 
@@ -81,7 +97,7 @@ def _as_if_there_were_no_other(first: Uses) -> None:
 
 
 def a_way_that_was_not_foreseen_sends_each_gradient_once() -> None:
-    """Behind the place where it parts from the one foreseen, what has been sent is not sent again."""
+    """When a pass leaves the expected route, gradients reduced after that place are not reduced again."""
     for one, other in [((1, 2, 3), (0, 2, 3)), ((2, 1, 3), (0, 1, 3)), ((3, 1), (2, 1))]:
         *_, (said, issued) = traces(*map(step, (one, other, one, one)))
         assert reduced(issued) == Counter(one), f"{one} after {other}: {issued}"
@@ -106,7 +122,7 @@ def after_an_error_ranks_say_one_word() -> None:
 
 
 def what_is_held_until_the_step_comes_with_the_last_backward_from_then_on() -> None:
-    """And the backwards that hold stay silent."""
+    """The backwards that hold their gradients need no exchange."""
     *_, (said, issued) = traces(step(FULL, back=(1, 0)), *[step(FULL, back=(1, 0), held=True)] * 3)
     assert reduced(issued) == Counter(FULL)
     assert said == [FORK, "step"], "which part of the graph a backward comes to is each rank's own"
@@ -120,7 +136,7 @@ def a_gradient_that_came_late_on_one_way_is_waited_for_on_the_others() -> None:
 
 
 def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() -> None:
-    """One parameter of a unit has its gradient as ever, the other one for the first time, and later."""
+    """One parameter of a unit has its usual gradient, and another one has its first gradient later in the backward."""
     rank = Rank(World(1), 0, [4])
     unit = rank.units[0]
     unit.gradients[0].trained = (True, True)
@@ -168,7 +184,7 @@ def a_set_of_trained_parameters_is_learned_once() -> None:
 
 
 def a_backward_that_comes_to_more_since_others_are_trained_is_heard() -> None:
-    """A forward is learned anew with other units trained, since ranks say with it what its backward may come to."""
+    """A forward is learned again when other units are trained, so ranks exchange which units backward may need."""
 
     def program(leaves: Uses, back: Uses) -> Deed:
         return lambda rank: rank.forward(FULL, leaves=leaves) and rank.backward(back) and rank.step()
@@ -180,7 +196,7 @@ def a_backward_that_comes_to_more_since_others_are_trained_is_heard() -> None:
 
 
 def ranks_that_failed_in_different_passes_are_told_before_they_go_on() -> None:
-    """What they have issued is the same; but the one that has come through a pass more knows more."""
+    """The ranks have issued the same collectives, but the rank that finished one more pass knows more orders."""
     world = World(2)
 
     def program(number: int) -> None:

@@ -1,8 +1,8 @@
-"""Whole engines on simulated ranks, and what each of them gives its communicators.
+"""Whole engines on simulated ranks, and a record of the collectives that each rank gives its communicators.
 
-Each rank is a thread with a model and an engine of its own. Exchanges of numbers, and the sums at a step, are those of
-:mod:`tests.order.world`. Every other collective gives each rank what it has itself; its group notes it. As on a card,
-where comm streams are streams that the host launches on, it is noted where it is launched.
+Each rank is a thread with its own model and engine. Exchanges of integers and the sums of a step run in
+:mod:`tests.order.world`. Every other collective returns the rank's own values, and its group records the call. A call
+is recorded when it is launched, as on a GPU, where the host launches work on comm streams.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeropp.comm.hops import Comm
 __all__ = ["Call", "Log", "run_engines"]
 
 Call = tuple[str, str, int, torch.dtype]  # kind of communicator, operation, bytes, dtype
-_ROOM = 1024  # of lossless messages, where their size is agreed on by a comm stream's thread
+_ROOM = 1024  # differences of 8 bits, and of 16 bits, that a lossless message has room for
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Log:
     """The calls of one rank.
 
     Attributes:
-        calls: on all communicators, in order.
-        by_group: on each, by its kind and members.
+        calls: calls on all communicators, in order.
+        by_group: calls on each communicator, keyed by its kind and its ranks.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -46,11 +46,11 @@ class Log:
 
 @dataclass(eq=False)
 class _Group:
-    """In place of a process group."""
+    """The replacement of a process group."""
 
     kind: str
     ranks: tuple[int, ...]
-    number: int  # of this rank
+    number: int  # number of this rank
     log: Log
 
     def size(self) -> int:
@@ -66,7 +66,7 @@ class _Group:
 
 
 class _Ranks:
-    """The stand-in for torch.distributed that zeropp finds."""
+    """The replacement of torch.distributed and of zeropp's process groups."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -74,13 +74,13 @@ class _Ranks:
         self.here = threading.local()
 
     def exchange(self, kind: str, value: Any) -> list[Any]:
-        # As bytes: what a rank changes later, others do not see.
+        # Pickle the values, because a rank may change its objects after the exchange.
         return [pickle.loads(each) for each in self.world.exchange(self.here.rank, kind, pickle.dumps(value))]
 
     def make_group(
         self, ranks: Sequence[int], backend: str, timeout: object, name: str, device: object, **more: object
     ) -> _Group:
-        # The name of the job comes first, and the number of the group last.
+        # The name of a group begins with the job's name and ends with the group's number.
         kind = " ".join(name.split()[1:-1])
         return _Group(kind, tuple(ranks), self.here.rank, self.logs[self.here.rank])
 
@@ -98,7 +98,7 @@ class _Ranks:
 
     def all_reduce(self, tensor: Tensor, op: Any, group: _Group) -> None:
         group.note("all_reduce", tensor)
-        if not hasattr(self.here, "rank"):  # on a comm stream's thread, which cannot wait for its turn
+        if not hasattr(self.here, "rank"):  # a comm stream's thread cannot wait for its turn
             tensor.fill_(_ROOM)
             return
         rows = torch.stack(self.exchange(f"all_reduce of {group.kind}", tensor))
@@ -115,12 +115,12 @@ class _Ranks:
         yield dist, "broadcast", lambda tensor, source, group: group.note("broadcast", tensor)
         yield Comm, "all_gather_ints", lambda comm, values, seconds=None: self.exchange("numbers", values)
         yield Comm, "all_gather_objects", lambda comm, value: self.exchange("objects", value)
-        # Of a fake group it takes all ranks to be like this one.
+        # For a fake group the real method would take all ranks to be like this one.
         yield Agreement, "exchange_objects", lambda agreement, value, doing: self.exchange(doing, value)
 
 
 def run_engines(size: int, program: Callable[[int], object]) -> list[Log]:
-    """Run a program, which makes engines, on each of ``size`` ranks; what each rank has called."""
+    """Run a program that creates engines on each of ``size`` ranks, and return each rank's calls."""
     ranks = _Ranks(World(size))
 
     def run(number: int) -> None:

@@ -1,4 +1,7 @@
-"""Bounded families of programs, enumerated: what may happen in a step, in every sequence, and failures everywhere."""
+"""Bounded families of programs, enumerated: all short sequences of events, and failures of ranks at every place.
+
+A route is the sequence of units that a rank uses in a pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ BACK: Uses = FULL[::-1]
 
 
 def _apart(*forward: Uses, back: Sequence[Uses] = (), late: Sequence[Uses] = (), again: Sequence[Uses] = ()) -> Pass:
-    """A micro-batch of which each rank has its own way."""
+    """Return a micro-batch in which each rank has its own routes."""
     return Pass(forward, tuple(back) or tuple(way[::-1] for way in forward), tuple(late), tuple(again))
 
 
@@ -46,7 +49,7 @@ EVENTS: dict[str, Step] = {
     "fails forward": _fails(*[Failure(False, 2)] * 3),
     "fails backward": _fails(*[Failure(True, 3)] * 3),
 }
-"""What may happen in a step of three ranks."""
+"""Steps of three ranks, from which the sequences are made."""
 
 
 _USUAL = EVENTS["usual"]
@@ -101,20 +104,21 @@ CORNERS: dict[str, Program] = {
         3, (_SHORT, Step((_apart(FULL, FULL, FULL, back=((2, 1, 0), (2, 1, 0), BACK)),))), leaves=((3,), (3,), ())
     ),
 }
-"""Programs that must train with any limits, since ranks are heard."""
+"""Special programs that must train with any limits, because every request of a rank comes at an exchange."""
 
 
 def sequences(length: int, first: str = "usual", persistent: Uses = ()) -> Iterator[Program]:
-    """Every sequence of so many events after one that is given; then the usual one, and the last one once more."""
+    """Yield programs: the event ``first``, any ``length`` events, "usual", and the last of these events again."""
     for middle in itertools.product(EVENTS, repeat=length):
         names = (first, *middle, "usual", middle[-1])
         yield Program(3, tuple(EVENTS[name] for name in names), persistent=persistent)
 
 
 def failures(ranks: int, places: Sequence[Failure | None], pasts: Sequence[Sequence[Step]]) -> Iterator[Program]:
-    """Ranks fail, each at any of ``places`` or nowhere, after any of ``pasts``, and then all begin again.
+    """Yield programs in which ranks fail at any combination of ``places`` after each of ``pasts``, and then train on.
 
-    Steps are of one micro-batch that all have alike, then of two, so that whatever ranks have come to know apart shows.
+    None in ``places`` stands for no failure. The steps after the failure have one micro-batch, equal on all ranks, or
+    two micro-batches, so that differences in the ranks' knowledge show.
     """
     two = Step((alike(ranks, FULL), Pass((FULL,) * ranks, (BACK,) * ranks, ((3,), *[()] * (ranks - 1)))))
     for past, fails in itertools.product(pasts, itertools.product(places, repeat=ranks)):

@@ -1,4 +1,4 @@
-"""Faults of one line in the order of collectives, which the tests of it must find."""
+"""One-line faults in zeropp.order, each of which the tests of the order must detect."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import pytest
 
 __all__ = ["FAULTS", "Fault"]
 
-# Where the simulator and the modules themselves look up what a faulty module replaces.
+# The modules that import names from zeropp.order; a faulty module must replace these names there.
 _USERS = ("tests.order.rank", "zeropp.order.schedule", "zeropp.order.reductions")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a module in ``zeropp.order``, which occurs there once, and what is to stand in its place."""
+    """A text that occurs once in a module of ``zeropp.order``, and the text that replaces it."""
 
     module: str
     text: str
     instead: str
 
     def put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have simulated ranks run the faulty module."""
+        """Make simulated ranks use the faulty module."""
         sound = importlib.import_module(f"zeropp.order.{self.module}")
         assert sound.__file__ is not None
         source = Path(sound.__file__).read_text()
         assert source.count(self.text) == 1, f"{self.text!r} occurs {source.count(self.text)} times in {self.module}"
         faulty = types.ModuleType(sound.__name__)
-        monkeypatch.setitem(sys.modules, sound.__name__, faulty)  # dataclasses look up their module
+        monkeypatch.setitem(sys.modules, sound.__name__, faulty)  # dataclasses look up their module here
         exec(compile(source.replace(self.text, self.instead), f"faulty {self.module}", "exec"), faulty.__dict__)
         for user in map(importlib.import_module, _USERS):
             for name in sound.__all__:

@@ -1,4 +1,7 @@
-"""Programs of simulated ranks: what each of them does, step by step."""
+"""Descriptions of the work of simulated ranks, step by step.
+
+A route is the sequence of units that a rank uses in a pass.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ class Pass:
     """One micro-batch.
 
     Attributes:
-        forward: of each rank its way.
-        back: of each rank what of that its backward comes back to.
-        late: of each rank those of them whose gradients come only at its end.
-        again: of each rank units whose modules are run once more, as by checkpointing, where its backward first comes
-            to one of them.
-        no_sync: whether the backward runs inside ``no_sync``, if it is not the last before the step.
+        forward: route of forward on each rank.
+        back: route of backward on each rank.
+        late: for each rank, units whose gradients come only at the end of backward.
+        again: for each rank, units whose modules run once more, as by checkpointing, when backward first reaches one of
+            them.
+        no_sync: True if the backward runs inside ``no_sync``. The last backward before the step never does.
     """
 
     forward: tuple[Uses, ...]
@@ -35,16 +38,19 @@ class Pass:
     no_sync: bool = False
 
     def late_on(self, rank: int) -> frozenset[int]:
-        """Units whose gradients come late on a rank."""
+        """Return the units whose gradients come late on a rank."""
         return frozenset(self.late[rank]) if self.late else frozenset()
 
     def again_on(self, rank: int) -> Uses:
-        """Units whose modules a rank runs once more: none where its backward comes to none of them."""
+        """Return the units whose modules a rank runs once more; none if its backward reaches none of them."""
         again = self.again[rank] if self.again else ()
         return again if set(again).intersection(self.back[rank]) else ()
 
     def back_on(self, rank: int, frozen: Collection[int]) -> Uses:
-        """What a rank's backward asks for: late units stay to its end, and those run again until it comes to them."""
+        """Return the gathers that a rank's backward needs, in order.
+
+        A late unit stays gathered to the end. A unit that is run again stays gathered until backward reaches it.
+        """
         way, late = self.back[rank], self.late_on(rank).difference(frozen)
         once = (unit for place, unit in enumerate(way) if unit not in late or unit not in way[:place])
         return (*once, *(unit for unit in self.again_on(rank) if unit not in way))
@@ -52,7 +58,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Failure:
-    """Where an error of its own ends what a rank does in a step: in which micro-batch, after how many uses."""
+    """The place where an error ends a rank's work: the micro-batch ``part``, forward or backward, after some uses."""
 
     backward: bool
     uses: int
@@ -61,13 +67,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Step:
-    """Micro-batches, and what comes before and after them.
+    """The micro-batches of one step, and the actions before and after them.
 
     Attributes:
         passes: micro-batches.
-        evaluation: of each rank a forward without gradients after the step.
-        fails: of each rank where a first attempt at the step ends, if it does not come to the end of it.
-        freezes: units of which nothing is trained from this step on; None leaves that as it is.
+        evaluation: route of a forward without gradients after the step, for each rank; None for no evaluation.
+        fails: the place where a first attempt at the step ends, for each rank; None for a rank without a failure, or
+            for no attempt.
+        freezes: units that are frozen from this step on, while all others are trained; None for no change.
     """
 
     passes: tuple[Pass, ...]
@@ -77,11 +84,11 @@ class Step:
 
     @property
     def fails_apart(self) -> bool:
-        """Whether ranks fail at places that differ, or have come there by ways that differ."""
+        """True if ranks fail at different places, or at the same place after different routes."""
         return self.fails is not None and len({self._attempt(*each) for each in enumerate(self.fails)}) > 1
 
     def _attempt(self, rank: int, failure: Failure | None) -> tuple[object, ...]:
-        """What a rank does of the step before it fails."""
+        """Return a description of a rank's work in the step up to its failure."""
         ways: list[object] = []
         for place, part in enumerate(self.passes):
             aside = part.late_on(rank), part.again_on(rank)
@@ -95,12 +102,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What each of so many ranks does.
+    """The work of each rank.
 
     Attributes:
-        ranks: how many.
-        steps: of all of them.
-        leaves: of each rank units that have no graph there.
+        ranks: number of ranks.
+        steps: steps of all ranks.
+        leaves: for each rank, units whose modules record no graph there.
         persistent: units that are never gathered.
     """
 
@@ -111,5 +118,5 @@ class Program:
 
 
 def alike(ranks: int, forward: Uses, back: Uses | None = None, *, no_sync: bool = False) -> Pass:
-    """A micro-batch that every rank has alike."""
+    """Return a micro-batch with the same routes on every rank."""
     return Pass((forward,) * ranks, (forward[::-1] if back is None else back,) * ranks, no_sync=no_sync)

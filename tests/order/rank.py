@@ -1,4 +1,4 @@
-"""One simulated rank: zeropp's own schedule and reductions, on units that hold no memory."""
+"""One simulated rank: zeropp's own schedule and reductions on units without memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Message:
 
 @dataclass
 class _Gradient:
-    """Counts backwards in place of values."""
+    """A gradient that counts backwards instead of summing values."""
 
     unit: int
     delivered: Counter[int]
@@ -73,7 +73,7 @@ class _Unit:
 
     @property
     def resting(self) -> UnitState:
-        """Its state between passes."""
+        """The state of the unit between passes."""
         return UnitState.GATHERED if self.persistent else UnitState.SHARDED
 
     @property
@@ -116,17 +116,19 @@ class _Unit:
 
 @dataclass
 class Rank:
-    """What an engine does with its schedule, for one simulated rank.
+    """The engine of one simulated rank.
 
     Args:
-        world: of all ranks.
-        number: of this one.
+        world: the world of all ranks.
+        number: number of this rank.
         sizes: elements of each unit.
-        limits: of the prefetch plan.
-        static: whether phases of a kind are promised to be alike.
+        limits: limits of the prefetch plan.
+        static: True if all phases of a kind are promised to be alike (``static_graph``).
         persistent: units that are never gathered.
-        inside: units of the module where forwards begin; all of them by default.
-        modules: those that may be run, with the unit of each; by default one of each unit.
+        inside: units of the module that forward calls; all units by default.
+        modules: module path -> unit; by default one module per unit.
+        delivered: for each unit, the number of gradients that were reduced.
+        given: for each unit, the number of gradients that arrived on this rank.
     """
 
     world: World
@@ -156,18 +158,18 @@ class Rank:
         self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)
         self.outstanding: list[PhaseKey] = []
         self.since = 0
-        self._numbers = {frozenset[int](): 0}  # of sets of frozen units
+        self._numbers = {frozenset[int](): 0}  # sets of frozen units -> their numbers
         self._trained_set = 0
 
     def reach(self, key: PhaseKey) -> Reach:
-        """Units that a forward may gather, and the modules that use them: one of each, or those that were given."""
+        """Return the units that a forward may gather, and the modules that use them."""
         inside = range(len(self.sizes)) if self.inside is None else self.inside
         units = frozenset(index for index in inside if index not in self.persistent)
         named = {f"m{index}": index for index in units} if self.modules is None else self.modules
         return Reach(units, frozenset(name for name, index in named.items() if index in units))
 
     def enter(self, index: int, name: str | None = None) -> None:
-        """A module of a unit begins its forward."""
+        """Begin the forward of a module of a unit."""
         unit = self.units[index]
         unit.users += 1
         unit.entered += 1
@@ -175,14 +177,14 @@ class Rank:
         assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
 
     def leave(self, index: int) -> None:
-        """It is over."""
+        """End the forward of a module of a unit."""
         unit = self.units[index]
         unit.users -= 1
         unit.entered -= 1
         self.schedule.live_units.release_if_unused(unit)
 
     def freeze(self, units: Sequence[int]) -> None:
-        """Train nothing of these, and all the others, as :class:`zeropp.access.requires_grad.Trainability` does it."""
+        """Freeze these units and train all others, like :class:`zeropp.access.requires_grad.Trainability`."""
         frozen = frozenset(units)
         self.agreement.exchange_objects(frozen, "changing which parameters are trained")
         for unit in self.units:
@@ -196,16 +198,16 @@ class Rank:
     def forward(
         self, uses: Sequence[int], *, grad: bool = True, fails: int | None = None, leaves: Sequence[int] = ()
     ) -> bool:
-        """Each of ``uses`` is a module that is entered and left.
+        """Run a forward in which each of ``uses`` is a module that is entered and left.
 
         Args:
             uses: units in order.
-            grad: whether a graph is recorded.
-            fails: after how many uses an error of the user's ends it; one more than all is the very end.
-            leaves: units whose modules run without a graph here, so that no backward comes back to them.
+            grad: True if a graph is recorded.
+            fails: number of uses after which a user error ends the forward; one more than all uses is its very end.
+            leaves: units whose modules record no graph here, so that no backward reaches them.
 
         Returns:
-            Whether it came to its end.
+            True if the forward ended without an error.
         """
         self._begin_forward(grad)
         if fails == 0:
@@ -229,7 +231,7 @@ class Rank:
                 unit.state = UnitState.GATHERED
 
     def recover(self) -> bool:
-        """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""
+        """Recover from an error in a pass as an engine does, and drop the gradients as a user does. Return False."""
         self.outstanding, self.since = [], 0
         self.backward_uses.drop_uses()
         self.schedule.abort(running=True)
@@ -260,18 +262,20 @@ class Rank:
         again: Sequence[int] = (),
         fails: int | None = None,
     ) -> bool:
-        """Each of ``uses`` is fetched and then has its gradient; a unit that comes again has another.
+        """Run a backward in which each of ``uses`` is gathered and then receives its gradient.
+
+        A unit that occurs twice receives two gradients.
 
         Args:
             uses: units in order.
-            last: whether a step follows.
-            no_sync: whether it runs inside ``no_sync``.
+            last: True if a step follows.
+            no_sync: True if the backward runs inside ``no_sync``.
             late: units whose gradients come after all uses.
-            again: units whose modules are run once more before the first of them is come to, as by checkpointing.
+            again: units whose modules run once more, as by checkpointing, when the backward first reaches one of them.
             fails: see :meth:`forward`.
 
         Returns:
-            Whether it came to its end.
+            True if the backward ended without an error.
         """
         self.reductions.last, self.reductions.no_sync = last, no_sync
         self.schedule.begin_phase(self._backward_key(self.outstanding), None)
@@ -311,7 +315,7 @@ class Rank:
         return True
 
     def _run_again(self, indices: Sequence[int]) -> None:
-        """Forwards inside a backward, which comes back to them next."""
+        """Run forwards inside a backward, which uses these units next."""
         for index in indices:
             self.backward_uses.come_to(self.units[index].name)
             self.enter(index)
@@ -319,7 +323,7 @@ class Rank:
             self.leave(index)
 
     def _give(self, unit: Any) -> None:
-        """A gradient comes, if the unit is to have one."""
+        """Deliver a gradient of the unit if the unit is trained."""
         if not all(unit.trained):
             return
         unit.gradients[0].stray += 1
@@ -333,14 +337,14 @@ class Rank:
         return ("backward", self.reductions.holding, self._trained_set, *outstanding, *later)
 
     def step(self) -> None:
-        """What ranks agree on before weights change, as :class:`zeropp.optimizer.step_sync.StepSync` does it."""
+        """Run the step sync, like :class:`zeropp.optimizer.step_sync.StepSync`, and issue refreshes."""
         while late := self._late():
             for index in late:
                 self.reductions.send_unsent(index)
         for unit in self.units:
             unit.version += 1
         self.schedule.live_units.release_planned()
-        # As if something of every unit were cached; nobody waits for it.
+        # Every unit is refreshed, as if each had cached weights. No rank waits for these refreshes.
         for unit in self.schedule.in_forward_order():
             self.world.issue(self.number, ("refresh", unit.index))
 

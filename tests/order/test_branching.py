@@ -1,4 +1,4 @@
-"""Ranks that branch by their data train, with any limits and any choice of who goes on."""
+"""Ranks whose models branch by data train with any limits and any scheduling of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks have come to know together costs no more than it must; see :mod:`tests.order.economy`."""
+"""Known passes need no exchange, no useless gather and no useless reduction; see :mod:`tests.order.economy`."""
 
 from __future__ import annotations
 

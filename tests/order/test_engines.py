@@ -1,6 +1,6 @@
-"""Every rank gives each communicator the same collectives; and all of them in one order, where the host launches them.
+"""Every rank gives each communicator the same collectives, and all communicators' collectives have one common order.
 
-Where anything is offloaded, comm streams have threads that launch, and between communicators no order is promised.
+With offload, threads of comm streams launch collectives. The common order then holds only within each communicator.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.support.parity import Recipe, make_optimizer
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
 
-Route = Callable[[int, int], tuple[int, ...]]  # of a rank and a step, to the numbers of blocks
+Route = Callable[[int, int], tuple[int, ...]]  # (rank, step) -> numbers of the blocks
 
 OFFLOAD: dict[str, object] = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-# Stage 0 has nothing to offload.
+# Stage 0 supports no offload.
 SETTINGS = {**CASES, **{
     f"{name}, offloaded": replace(recipe, zero={**recipe.zero, **OFFLOAD})
     for name, recipe in CASES.items() if name != "stage 0"
@@ -36,7 +36,7 @@ SETTINGS = {**CASES, **{
 
 
 class Failing(Block):
-    """A block that fails when it is told to, after it has computed."""
+    """A block that raises an error after its computation if ``fails`` is set."""
 
     fails = False
 
@@ -48,7 +48,7 @@ class Failing(Block):
 
 
 class Forgiving(nn.Module):
-    """Runs the blocks of a route, and goes on without one that fails."""
+    """A model that runs the blocks of a route and skips a block that raises an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,22 +62,22 @@ class Forgiving(nn.Module):
 
 
 def everyone(number: int, step: int) -> tuple[int, ...]:
-    """Every rank goes the same way in every step."""
+    """Return the same route for every rank and every step."""
     return (0, 1, 2, 3)
 
 
 def opposite(number: int, step: int) -> tuple[int, ...]:
-    """Ranks go opposite ways, and others in the next step."""
+    """Return a route that alternates between ranks and between steps."""
     return (0, 1 + (number + step) % 2, 3)
 
 
 def backwards(number: int, step: int) -> tuple[int, ...]:
-    """Every second rank runs the blocks in another order."""
+    """Return the blocks in reverse order for every second rank."""
     return (0, 1, 2, 3)[:: -1 if number % 2 else 1]
 
 
 def train(recipe: Recipe, route: Route, fails: int | None, number: int) -> None:
-    """A few steps on one rank, with evaluation between them; block 2 of rank ``fails`` fails in one of them."""
+    """Train four steps on one rank, with evaluations between them; block 2 of rank ``fails`` fails in step 2."""
     torch.manual_seed(7)
     model = Forgiving()
     config = recipe.config()
@@ -132,7 +132,7 @@ def test_two_ranks(name: str) -> None:
 @pytest.mark.parametrize("route", [opposite, backwards])
 @pytest.mark.parametrize("name", ["stage 3", "stage 3, offloaded", "hpZ, bf16, lossless", "MiCS, accumulated"])
 def test_ranks_that_differ(name: str, route: Route, fails: int | None) -> None:
-    """One goes another way than the next, and may come upon an error that its model catches."""
+    """Neighbouring ranks take different routes, and one rank may meet an error that its model catches."""
     check(4, SETTINGS[name], route, fails)
 
 
@@ -142,7 +142,7 @@ def test_many_ranks(size: int) -> None:
 
 
 def test_a_rank_that_sends_more_is_seen() -> None:
-    """What no check sees would be no check: rank 1 gathers a unit once more than others."""
+    """The check is sensitive: rank 1 gathers a unit once more than the other ranks, and the check fails."""
     issue, ranks = Schedule._issue, dict[int, int]()
 
     def once_more(schedule: Schedule, index: int) -> None:
@@ -157,7 +157,7 @@ def test_a_rank_that_sends_more_is_seen() -> None:
 
 
 def test_a_rank_in_another_order_is_seen() -> None:
-    """Rank 1 sends its gradients at the end of a backward: the same ones, on the same communicators."""
+    """The check is sensitive: rank 1 issues the same reductions only at the end of a backward, and the check fails."""
     before_use = Reductions.before_use
 
     def at_the_end(reductions: Reductions, uses: float) -> None:

@@ -1,4 +1,4 @@
-"""The simulator is a net: what it is made of tells faults of one line."""
+"""The tests of the order detect each of the one-line faults in :mod:`tests.order.faults`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _check(programs: Iterator[Program]) -> None:
 
 
 def _nets() -> Iterator[tuple[str, Callable[[], None]]]:
-    """What the other tests check, the quickest first."""
+    """Yield the checks of the other tests with their names, the fastest first."""
     yield from ((name, partial(_must_train, program)) for name, program in CORNERS.items())
     yield from ((economy.__name__, economy) for economy in ECONOMIES)
     places = [None, *(Failure(backward, uses) for backward in (False, True) for uses in (0, 2, 5))]
@@ -42,13 +42,13 @@ def _nets() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def catching(fault: Fault) -> str | None:
-    """The first net that a fault is caught in, if any."""
+    """Return the name of the first check that fails with a fault; None if all checks pass."""
     with pytest.MonkeyPatch.context() as patch:
         fault.put_in(patch)
         for name, holds in _nets():
             try:
                 holds()
-            except Exception:  # whatever a faulty module does that a sound one does not
+            except Exception:  # a faulty module may raise anything
                 return name
     return None
 

@@ -1,4 +1,4 @@
-"""What stays gathered for this rank's own sake keeps to the limit, and gives up no more than it must."""
+"""Units that a rank retains for itself stay within the limit, and no more units than necessary are released."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeropp.params.unit import UnitState
 
 
 def gathered(sizes: list[int], live: int) -> Rank:
-    """One rank, all of whose units are gathered and in nobody's use."""
+    """Return a rank whose units are all gathered and not in use."""
     rank = Rank(World(1), 0, sizes, Limits(0, live, 0))
     for unit in rank.units:
         unit.state = UnitState.GATHERED

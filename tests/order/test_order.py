@@ -1,4 +1,7 @@
-"""The order of collectives, simulated: ranks issue the same, wait for nothing that nobody issues, and are silent."""
+"""Simulated ranks issue the same collectives, never wait for one that no rank issues, and stop exchanging messages.
+
+A route is the sequence of units that a rank uses in a pass.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ SIZES = [4] * UNITS
 
 
 def train(routes: Sequence[Sequence[Uses]], world: World, *, steps_silent: int = 0) -> list[Rank]:
-    """Forward along each step's route of the rank, backward along it in reverse, step; returns the ranks.
+    """Run forward along each rank's route, backward along its reverse, and a step, for each step; return the ranks.
 
     Args:
-        routes: of each step, of each rank.
-        world: of the ranks.
-        steps_silent: how many last steps must not exchange anything but what a step always does.
+        routes: the route of each rank, for each step.
+        world: the world of the ranks.
+        steps_silent: number of last steps that must make no exchange but the step sync.
     """
     marks: list[int] = []
 
@@ -48,7 +51,7 @@ def train(routes: Sequence[Sequence[Uses]], world: World, *, steps_silent: int =
 
 
 def check(ranks: Sequence[Rank], world: World) -> None:
-    """Equal orders, every gradient delivered once."""
+    """Assert equal orders of collectives on all ranks, and that every gradient is reduced exactly once."""
     assert all(issued == world.issued[0] for issued in world.issued), world.issued
     for rank in ranks:
         assert rank.delivered == rank.given, f"gradients {rank.given} were given, {rank.delivered} delivered"
@@ -64,9 +67,10 @@ def test_equal_routes_are_silent_from_the_second_step_on() -> None:
 
 
 def ask_in_vain(routes: Sequence[Sequence[Uses]]) -> bool:
-    """Whether one rank alone uses a unit once more than ever before, where every step before was the same on all ranks.
+    """Return True if one rank alone uses a unit more often than ever before, after steps that were equal on all ranks.
 
-    Such steps are silent once every unit has been used: no rank would hear another ask.
+    If these steps have used every unit, later passes end without an exchange, so the other ranks do not take part in
+    the request.
     """
     common = routes[0][0]
     for route in routes:
@@ -80,7 +84,7 @@ def ask_in_vain(routes: Sequence[Sequence[Uses]]) -> bool:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("first", some(ROUTES, 2))
 def test_two_ranks_two_steps(first: Uses) -> None:
-    """Whatever route each rank takes in each of two steps after a common one: they train, or one asks in vain."""
+    """After a common first step, two ranks take any routes in two steps. They train, or deadlock if ``ask_in_vain``."""
     refused = 0
     for one, other in itertools.product(itertools.product(ROUTES, repeat=2), repeat=2):
         routes = [(first, first), one, other]
@@ -94,7 +98,7 @@ def test_two_ranks_two_steps(first: Uses) -> None:
 
 
 def test_ranks_in_different_passes_are_refused_though_they_say_the_same() -> None:
-    """One asks at the end of its forward, where nobody listens, and the others at the end of their backward."""
+    """One rank exchanges at the end of its forward, which is silent, and the other one at the end of its backward."""
     world = World(2)
 
     def program(number: int) -> None:
@@ -120,7 +124,7 @@ def test_it_does_not_matter_who_goes_on(pattern: tuple[int, ...]) -> None:
 
 
 def experts(step: int, rank: int, layers: int = 3, count: int = 4) -> Uses:
-    """A layer's own unit, then one of its experts, by the rank's data; layer after layer."""
+    """Return a route: for each layer, the layer's unit and the unit of an expert that the rank's data selects."""
     draw = random.Random(1000 * step + rank)
     return tuple(unit for layer in range(layers) for unit in _layer(layer * (count + 1), draw.randrange(count)))
 
@@ -132,7 +136,7 @@ def _layer(first: int, expert: int) -> Uses:
 @pytest.mark.parametrize("live", [1000, 8], ids=["all may be gathered", "two units may be gathered"])
 @pytest.mark.parametrize("alike", [False, True], ids=["each rank its own", "all ranks the same"])
 def test_experts(live: int, alike: bool) -> None:
-    """Ways through experts are too many to be known: ranks stay in step, and gather little that nobody wants."""
+    """Routes through experts are too many to learn. Ranks still agree, and gather at most twice as often as needed."""
     world, steps = World(2), 40
     issued: list[int] = []
 
@@ -153,7 +157,7 @@ def test_experts(live: int, alike: bool) -> None:
 
 
 def static(number: int, world: World, ways: Sequence[Sequence[Uses]]) -> Rank:
-    """Train along a way in each step, all steps promised to be alike."""
+    """Train along a route in each step, with ``static_graph``."""
     rank = Rank(world, number, SIZES, static=True)
     for way in ways:
         rank.forward(way[number])
@@ -163,7 +167,7 @@ def static(number: int, world: World, ways: Sequence[Sequence[Uses]]) -> Rank:
 
 
 def test_a_static_graph_is_silent_though_modules_are_left_out() -> None:
-    """Without the promise a forward that leaves units out ends with a round: another rank may come to want them."""
+    """Without ``static_graph``, a forward that leaves units out ends with an exchange, because a rank may need them."""
     for promised, more in ((True, 0), (False, 1)):
         world, marks = World(2), []
 
@@ -190,7 +194,7 @@ def test_a_broken_promise_of_a_static_graph_is_named() -> None:
 @pytest.mark.parametrize("live", [1000, 4], ids=["all may be gathered", "one unit may be gathered"])
 @pytest.mark.parametrize("longer", [False, True], ids=["other ways", "ways that go on"])
 def test_ways_that_all_ranks_take_in_turn_are_learned_once(live: int, longer: bool) -> None:
-    """Then a phase asks at most where the ways part, and at its end."""
+    """After that, a phase has an exchange at most where the routes part and at its end."""
     ways: list[Uses] = [(0, 1), (0, 1, 2), (0, 1, 2, 3)] if longer else [(0, 1), (2, 3), (4, 5)]
     world, marks = World(2), []
 
@@ -206,5 +210,5 @@ def test_ways_that_all_ranks_take_in_turn_are_learned_once(live: int, longer: bo
         return rank
 
     check(world.run(program), world)
-    steps = len(ways)  # of a forward, a backward and a sum each
+    steps = len(ways)  # each has a forward, a backward and a step sync
     assert len(world.exchanges) - marks[-1] <= steps * (2 * 3 + 1), len(world.exchanges) - marks[-1]

@@ -1,4 +1,4 @@
-"""Programs drawn at random: what ranks may do alike or apart, with any limits and any choice of who goes on."""
+"""Random programs, alike or different on the ranks, train with any limits and scheduling, or deadlock as allowed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def passes(draw: Any, ranks: int, usual: Sequence[Uses]) -> Pass:
 
 
 def _back(draw: Any, way: Uses) -> Uses:
-    """Usually the whole way; or from one of its places on, as where a loss is taken of a part."""
+    """Draw the route of a backward: usually the whole reverse, sometimes a part, as for a loss of an inner output."""
     start = draw(st.integers(0, len(way))) if draw(st.integers(0, 7)) == 0 else 0
     return tuple(reversed(way))[start:]
 
 
 @st.composite
 def failures(draw: Any, ranks: int, count: int) -> tuple[Failure | None, ...]:
-    """Usually alike; or each rank somewhere else, or nowhere."""
+    """Draw failures: usually the same on all ranks, otherwise at different places or on some ranks only."""
     one = st.builds(Failure, st.booleans(), st.integers(0, 6), st.integers(0, count - 1))
     if draw(st.integers(0, 3)):
         return (draw(one),) * ranks
@@ -58,7 +58,8 @@ def programs(draw: Any) -> Program:
         freezes = draw(ways) if draw(st.integers(0, 9)) == 0 else None
         steps.append(Step(micro, evaluation, fails, freezes))
     leaves = tuple(draw(ways) for _ in range(ranks)) if draw(st.integers(0, 7)) == 0 else ()
-    # Not all of them: then no rank waits for others in a forward, and one that fails there alone is not missed.
+    # Never all units: with nothing to gather, no rank waits in a forward, and a failure of one rank would not be
+    # noticed.
     persistent = draw(st.sampled_from([(1,), (0, 2), (0, 2, 3)])) if draw(st.integers(0, 4)) == 0 else ()
     return Program(ranks, tuple(steps), leaves, persistent)
 
@@ -74,7 +75,7 @@ def check_many(count: int, number: int) -> None:
         outcomes[check(program, limits, lambda able: able[draw.randrange(len(able))])] += 1
 
     one()
-    # Most train, or this would check little; in the others ranks are apart where nobody listens.
+    # Most programs must train, or the test would check little. In the others, ranks differ in a silent pass.
     assert 0.1 * count < outcomes[False] < 0.25 * count and sum(outcomes.values()) >= count, outcomes
 
 

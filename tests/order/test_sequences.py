@@ -1,4 +1,7 @@
-"""Three ranks and four units: every short sequence of what may happen, and failures of some ranks at every place."""
+"""Three ranks and four units train through every short sequence of events and after failures at every place.
+
+Some sequences end in a deadlock, which is allowed; their number is fixed here.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,20 @@ MORE: list[Failure | None] = [None, *(Failure(backward, uses) for backward in (F
 
 
 def in_turn() -> Choice:
-    """Each time the next of those who can go on does."""
+    """Return a choice that goes round among the ranks that can continue."""
     count = itertools.count()
     return lambda able: able[next(count) % len(able)]
 
 
 def check_all(programs: Iterable[Program], *, thorough: bool = False) -> tuple[int, int]:
-    """Every program, with any limits; ``thorough``: with any choice of who goes on for each.
+    """Run every program with all limits.
+
+    Args:
+        programs: the programs.
+        thorough: True to run each one with three ways to choose the next rank, instead of one in turn.
 
     Returns:
-        How many have trained, and how many were refused.
+        The number of runs that trained, and the number of allowed deadlocks.
     """
     outcomes = Counter[bool]()
     for number, program in enumerate(programs):
@@ -37,9 +44,9 @@ def check_all(programs: Iterable[Program], *, thorough: bool = False) -> tuple[i
     return outcomes[True], outcomes[False]
 
 
-# Of the programs of two events, only those whose second is "once more" are refused: with any limits, since nobody hears
-# the rank that asks. Not after events in which ranks, or steps, have differed: then they listen. And not where the
-# order has the unit so late that it is still there, which depends on limits.
+# After each first event, the number of limits with which a following "once more" deadlocks; all limits by default,
+# because the pass is silent. After events in which ranks or steps differ, passes end with an exchange, so none
+# deadlocks. If the order uses the unit late, the unit may still be gathered, depending on the limits.
 REFUSED_AFTER = {
     "leaves one out": 0,
     "all leave one out": 0,
@@ -62,7 +69,7 @@ def test_ranks_that_are_heard_train(name: str) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", CORNERS)
 def test_any_rank_may_go_on_first(name: str) -> None:
-    """Ranks meet in exchanges alone, and between two of them each works on its own: who goes on changes nothing."""
+    """Ranks interact only in exchanges and collectives, so the choice of the next rank changes nothing."""
     for pattern in itertools.product(range(3), repeat=3):
         assert check(CORNERS[name], LIMITS[0], repeated(pattern))
 
@@ -76,7 +83,7 @@ def test_one_event_after_another(first: str) -> None:
 
 @pytest.mark.parametrize("persistent", [(1,), (0, 2), FULL])
 def test_one_event_where_units_are_persistent(persistent: Uses) -> None:
-    """A rank that alone uses a persistent unit once more asks nobody: 0 is the one that the event has twice."""
+    """A rank that alone uses a persistent unit once more needs no gather. The event "once more" repeats unit 0."""
     refused = 0 if 0 in persistent else len(LIMITS)
     trained = len(EVENTS) * len(LIMITS) - refused
     assert check_all(sequences(1, persistent=persistent)) == (trained, refused)
@@ -90,7 +97,7 @@ def test_two_events_after_a_usual_step(each: int, found: tuple[int, int]) -> Non
 
 
 def few_are_refused(programs: Iterable[Program], *, thorough: bool = False) -> bool:
-    """As in the shorter families, where 5 to 9 % are refused, each within what is promised."""
+    """Return True if fewer than 15 % of the runs deadlock. In the shorter families, 5 to 9 % do."""
     trained, refused = check_all(programs, thorough=thorough)
     return refused < 0.15 * (trained + refused)
 
@@ -117,12 +124,12 @@ def in_turns(ranks: int) -> list[Step]:
 
 
 @pytest.mark.parametrize(
-    # Those that fail at one place, 144 of 1152, train; and 36 that had issued the same where they failed.
+    # The runs that train are those with all failures at one place, 144 of 1152, and 36 whose ranks had issued the same.
     ("each", "found"),
     [(5, (41, 191)), pytest.param(1, (180, 972), marks=pytest.mark.campaign)],
 )
 def test_ranks_that_fail_apart_are_refused_or_train(each: int, found: tuple[int, int]) -> None:
-    """Never does what one sends meet what another one waits for, and never is one that fails alone not missed."""
+    """Collectives of different ranks always match, and no failure of a single rank goes unnoticed."""
     programs = failures(2, PLACES, [[], usual(2), in_turns(2)])
     assert check_all(itertools.islice(programs, 0, None, each)) == found
 

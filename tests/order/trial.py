@@ -1,4 +1,4 @@
-"""A program, run on simulated ranks: whether it trains, and what must hold when it has."""
+"""Runs of a program on simulated ranks, and the properties that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Choice = Callable[[Sequence[int]], int]
 
 
 def repeated(pattern: Sequence[int]) -> Choice:
-    """The same choices over and over, by number among those who can go on."""
+    """Return a choice that repeats a pattern of numbers among the ranks that can continue."""
     endless = itertools.cycle(pattern)
     return lambda able: able[next(endless) % len(able)]
 
@@ -32,7 +32,7 @@ class _Run:
         self.refusals = Refusals(program)
 
     def of_rank(self, number: int) -> Rank:
-        """What a rank does."""
+        """Run the program on one rank."""
         rank = Rank(self.world, number, [4] * UNITS, self.limits, persistent=self.program.persistent)
         for now, step in enumerate(self.program.steps):
             if step.freezes is not None:
@@ -70,16 +70,17 @@ class _Run:
 
 
 def check(program: Program, limits: Limits, choose: Choice = min) -> bool:
-    """Run a program; whether the ranks trained, and were not refused what they may be refused.
+    """Run a program, and return True if the ranks trained, False for an allowed deadlock.
 
     Raises:
-        AssertionError: something does not hold that must.
+        AssertionError: a property is violated, or a deadlock is not allowed.
     """
     run = _Run(program, limits, choose)
     try:
         ranks = run.world.run(run.of_rank)
     except Unlike as error:
-        # Where ranks have failed apart, some may have come to where a gradient is held, which sends nothing.
+        # After failures at different places, some ranks may be at a micro-batch whose gradients are held and send
+        # nothing.
         assert run.refusals.have_failed_apart(), f"{error}; ranks were in {run.refusals.there}: {program}, {limits}"
         return False
     except Deadlock as error:
@@ -95,7 +96,7 @@ def check(program: Program, limits: Limits, choose: Choice = min) -> bool:
 
 
 def _problems(world: World, ranks: Sequence[Rank]) -> Iterator[str]:
-    """What does not hold after a program: equal orders and knowledge, each gradient delivered, all let go."""
+    """Yield violations after a program: unequal orders, gradients not reduced, units not released."""
     if any(issued != world.issued[0] for issued in world.issued):
         yield f"ranks have issued different things, {world.issued}"
     for rank in ranks:

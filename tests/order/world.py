@@ -1,8 +1,8 @@
-"""Several ranks in one process: threads of which one runs at a time, and which one is a choice that can be enumerated.
+"""Several ranks in one process: threads of which one runs at a time. The choice of the next thread can be enumerated.
 
-What real ranks have between them is replaced: an exchange returns when every rank has come to it, and a wait for a
-collective when every rank has issued it. Where no rank can go on and some have not finished, that is a deadlock, and
-told as one at once; so is a collective that meets another one at the same place of another rank's order.
+Everything between real ranks is replaced. An exchange returns when every rank has reached it. A wait for a collective
+returns when every rank has issued it. If no rank can continue and some have not finished, a Deadlock is raised at once.
+If ranks issue different collectives at the same position of their orders, a Clash is raised.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _T = TypeVar("_T")
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other for ever; where a real job would raise the named error after ``hang_timeout``."""
+    """An error for ranks that wait for each other forever. A real job raises an error after ``hang_timeout``."""
 
 
 class Unlike(Deadlock):
-    """The boundary finds that ranks have not sent and held the same; a real job refuses the step by name."""
+    """An error at the step sync: ranks have not sent and held the same. A real job refuses the step with an error."""
 
 
 class Clash(AssertionError):
-    """Ranks have issued different things at one place; gloo would end the process, and raise no error."""
+    """An error for ranks that issue different collectives at one position. gloo would end the process instead."""
 
 
 class _Over(BaseException):
-    """Another rank has failed."""
+    """The exception that ends this rank after another rank has failed."""
 
 
 @dataclass
 class _Rank:
     number: int
-    turn: threading.Lock = field(default_factory=threading.Lock)  # free once it is this rank's turn
+    turn: threading.Lock = field(default_factory=threading.Lock)  # free when it is this rank's turn
     doing: str = "starting"
-    ready: Callable[[], bool] | None = None  # while it waits
+    ready: Callable[[], bool] | None = None  # the condition that the rank waits for
     done: bool = False
     error: BaseException | None = None
     result: Any = None
@@ -48,13 +48,13 @@ class _Rank:
 
 @dataclass
 class World:
-    """Ranks and what they have issued and exchanged.
+    """The ranks, and their collectives and exchanges so far.
 
     Attributes:
         size: number of ranks.
-        choose: of the numbers of ranks that can go on, the one that does.
-        issued: of each rank, what it has issued, in order.
-        exchanges: kinds of those there were, in order.
+        choose: selects the next rank from the numbers of the ranks that can continue.
+        issued: the collectives that each rank has issued, in order.
+        exchanges: kinds of the exchanges so far, in order.
     """
 
     size: int
@@ -68,11 +68,11 @@ class World:
         self._said: list[list[tuple[object, object]]] = [[] for _ in range(self.size)]
 
     def run(self, program: Callable[[int], _T]) -> list[_T]:
-        """Run a program on every rank; returns what each gave.
+        """Run a program on every rank, and return the results.
 
         Raises:
-            Deadlock: no rank can go on.
-            Exception: the first that a rank raised.
+            Deadlock: no rank can continue.
+            Exception: the first error of a rank.
         """
         threads = [threading.Thread(target=self._run, args=(rank, program), daemon=True) for rank in self._ranks]
         for rank, thread in zip(self._ranks, threads, strict=True):
@@ -91,12 +91,12 @@ class World:
             self._wait_for_turn(rank)
             rank.result = program(rank.number)
         except BaseException as error:
-            rank.error = rank.error or error  # a deadlock is told by one that only stood still
+            rank.error = rank.error or error  # keep a deadlock, which was assigned while this rank only waited
         rank.done = True
         self._pass_on()
 
     def wait(self, number: int, ready: Callable[[], bool], doing: str) -> None:
-        """Let others run until ``ready``."""
+        """Let other ranks run until ``ready`` returns True."""
         rank = self._ranks[number]
         if ready():
             return
@@ -124,14 +124,14 @@ class World:
         self._ranks[turn].turn.release()
 
     def said(self, number: int) -> int:
-        """How many exchanges a rank has come to."""
+        """Return the number of exchanges that a rank has reached."""
         return len(self._said[number])
 
     def exchange(self, number: int, kind: object, value: _T) -> list[_T]:
-        """Every rank's value; a rank that comes with another kind has gone elsewhere.
+        """Return every rank's value.
 
         Raises:
-            Deadlock: the ranks are at different exchanges.
+            Deadlock: ranks are at exchanges of different kinds.
         """
         place = len(self._said[number])
         self._said[number].append((kind, value))
@@ -144,10 +144,10 @@ class World:
         return [said for _, said in rows]  # type: ignore[misc]
 
     def issue(self, number: int, what: tuple[object, ...]) -> Event:
-        """A collective, which arrives once every rank has issued it at this place of its order.
+        """Issue a collective. It completes when every rank has issued it at the same position of its order.
 
         Raises:
-            Clash: another rank has issued something else there.
+            Clash: another rank has issued a different collective there.
         """
         place = len(self.issued[number])
         self.issued[number].append(what)
@@ -159,14 +159,14 @@ class World:
 
 @dataclass
 class Event:
-    """Completion of a collective."""
+    """The completion of a collective."""
 
     world: World
     rank: int
     place: int
 
     def wait(self, timeout: float) -> bool:
-        """Until every rank has issued it."""
+        """Wait until every rank has issued the collective."""
         issued = self.world.issued
         what = issued[self.rank][self.place]
         self.world.wait(self.rank, lambda: all(len(each) > self.place for each in issued), f"waiting for {what}")
@@ -175,19 +175,19 @@ class Event:
 
 @dataclass
 class CommStreams:
-    """One rank's comm streams: whatever is queued is issued at once."""
+    """The comm streams of one rank, which issue queued work at once."""
 
     world: World
     rank: int
 
     def run_work(self, work: tuple[object, ...]) -> list[Event]:
-        """Issue a collective, described by ``work``."""
+        """Issue the collective that ``work`` describes."""
         return [self.world.issue(self.rank, work)]
 
 
 @dataclass
 class Agreement:
-    """What :class:`zeropp.comm.agreement.Agreement` is to a schedule, without processes and clocks."""
+    """The interface of :class:`zeropp.comm.agreement.Agreement` that a schedule uses, without processes and clocks."""
 
     world: World
     rank: int
@@ -196,39 +196,39 @@ class Agreement:
     beyond: str = ""
 
     def enter(self, where: str, place: int) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self.where, self.place = where, place
 
     def go_on(self, *, met: bool = False) -> None:
         """Do nothing."""
 
     def leave(self) -> None:
-        """It is over."""
+        """End the pass."""
         self.where, self.place = "", 0
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
-        """Every rank's row."""
+        """Return every rank's integers."""
         rows = self.world.exchange(self.rank, kind, (self.place, values))
         if any(place != self.place for place, _ in rows):
             raise Deadlock(f"ranks are in different passes, rank {self.rank} in {self.where}")
         return [values for _, values in rows]
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's object, as it is now: what a rank changes later, others do not see."""
+        """Return copies of every rank's object, because a rank may change its object later."""
         return [pickle.loads(each) for each in self.world.exchange(self.rank, doing, pickle.dumps(value))]
 
     def wait_for_event(self, wait: Callable[[float], bool], doing: str, timed: object = None) -> None:
-        """Wait as long as it takes."""
+        """Wait without a time limit."""
         wait(0.0)
 
     @contextlib.contextmanager
     def issuing(self, what: str, unit: str, kind: str) -> Iterator[None]:
-        """Nothing is measured."""
+        """Run the block without a measurement."""
         yield
 
     def queued(self, event: Event, unit: str, kind: str) -> None:
-        """Nothing is watched."""
+        """Do nothing."""
 
     def failure(self, doing: str, call: str = "") -> RuntimeError:
-        """Ranks have found out that they are at different places."""
+        """Return the error of ranks that are at different places."""
         return Deadlock(f"rank {self.rank}: {doing}")

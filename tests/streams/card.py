@@ -1,8 +1,9 @@
-"""A card, pretended on a CPU: zeropp takes the ways it takes on CUDA, and every access to memory is checked.
+"""A simulated GPU on the CPU: zeropp takes its CUDA code paths, and every access to memory is checked.
 
-A storage has a tag: the card's, pinned, or the host's. ``Tensor.device`` and ``is_cuda`` go by it, so that zeropp's own
-``CudaStream``, ``LaunchedStream`` and all that asks for "cuda" run as they are; the streams and events they make are
-those of :mod:`tests.streams.clocks`. Values are computed at once, by torch's CPU operations, in the order of launches.
+Each storage is tagged as device memory, pinned memory or host memory. ``Tensor.device`` and ``is_cuda`` follow the tag,
+so zeropp's ``CudaStream``, ``LaunchedStream`` and all tests for "cuda" run unchanged. Streams and events are replaced
+by those of :mod:`tests.streams.clocks`. Values are computed at once by torch's CPU operations, in the order of
+launches.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from zeropp.wire import codecs
 __all__ = ["CARD", "Card", "pretended_card"]
 
 CARD = torch.device("cuda", 0)
-# What factories are given in place of the card: the CPU by a name that tells it from the host's.
+# The device that factories receive in place of CARD. torch distinguishes cpu:0 from cpu, the host's device.
 _HERE = torch.device("cpu", 0)
 _COPIES = ("copy_", "_to_copy", "_foreach_copy_")
 _INDEXED = ("index", "index_put_")
-# The host reads a number of these, and so waits for the stream.
+# The host reads a result of these operations, so it waits for the stream.
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero")
-# Of these a tensor's memory is no argument.
+# These operations take a tensor as argument but do not access its memory.
 _NO_ACCESS = ("set_", "detach_", "requires_grad_", "resize_", "_has_compatible_shallow_copy_type")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor", "empty_strided", "empty_like", "zeros_like")
@@ -54,19 +55,19 @@ _plain_resize = torch.UntypedStorage.resize_
 
 
 class Card:
-    """The storages of the card and of the host, and the effect of every operation on them.
+    """The storages of the simulated GPU and of the host, and the effect of each operation on their clocks.
 
     Attributes:
-        clocks: of its streams and of the host's threads.
+        clocks: clocks of the GPU's streams and of the host's threads.
     """
 
     def __init__(self) -> None:
         self.clocks = Clocks()
-        self.inside = threading.local()  # ``deep`` is true while an operation runs, which finds the CPU's tensors
+        self.inside = threading.local()  # ``deep`` is True while torch runs an operation on the CPU tensors
         self._memories: dict[int, Memory] = {}
 
     def memory(self, storage: torch.UntypedStorage, kind: str = HOST) -> Memory:
-        """The record of a storage; ``kind`` if it is new."""
+        """Return the record of a storage. A new record has the given kind."""
         number = storage._cdata
         found = self._memories.get(number)
         if found is None:
@@ -82,12 +83,12 @@ class Card:
             self.clocks.free(memory)
 
     def of(self, tensor: Tensor) -> Memory:
-        """The memory of a tensor."""
+        """Return the record of a tensor's storage."""
         with unguarded():
             return self.memory(tensor.untyped_storage())
 
     def of_card(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is the card's, seen from outside of operations."""
+        """Return True if a tensor is in device memory. Inside an operation of torch, the result is always False."""
         if getattr(self.inside, "deep", False):
             return False
         with unguarded():
@@ -95,7 +96,7 @@ class Card:
         return found is not None and found.kind == DEVICE
 
     def take(self, *tensors: Tensor, kind: str = DEVICE) -> None:
-        """Let tensors that were just made be the card's, or pinned."""
+        """Tag newly made tensors as device memory or pinned memory."""
         for each in tensors:
             with self.clocks.lock:
                 memory = self.of(each)
@@ -107,7 +108,15 @@ class Card:
                     self.access(each, writes=True, by=by, what="filling")
 
     def access(self, tensor: Tensor, *, writes: bool, by: Timeline, what: str, counted: bool = False) -> None:
-        """An operation reads or writes a tensor."""
+        """Record that an operation reads or writes a tensor.
+
+        Args:
+            tensor: the tensor.
+            writes: True for a write.
+            by: timeline of the operation.
+            what: name of the operation, for reports.
+            counted: True if torch's allocator of pinned memory waits for the access before it reuses the memory.
+        """
         if tensor.numel() and not tensor.is_meta:
             start = tensor.storage_offset() * tensor.itemsize
             steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -118,14 +127,14 @@ class Card:
             self.clocks.access(memory, (start, stop), writes=writes, by=by, what=what, counted=counted)
 
     def launch(self, name: str, reads: list[Tensor], writes: list[Tensor], *, on_card: bool, waits: bool) -> None:
-        """One operation.
+        """Record one operation.
 
         Args:
-            name: of it.
-            reads: tensors.
-            writes: tensors.
-            on_card: whether it is the card's; else the host does it at once.
-            waits: whether the host waits for it.
+            name: name of the operation.
+            reads: tensors that it reads.
+            writes: tensors that it writes.
+            on_card: True if the GPU runs it; False if the host runs it at once.
+            waits: True if the host waits for it.
         """
         clocks = self.clocks
         stream, host = clocks.stream, clocks.host
@@ -135,7 +144,7 @@ class Card:
         for given, written in ((reads, False), (writes, True)):
             for tensor in given:
                 kind = self.of(tensor).kind
-                # A number of the host goes to a kernel as an argument.
+                # A host tensor without dimensions is passed to the kernel by value.
                 number = kind == HOST and tensor.dim() == 0 and not written
                 if on_card and kind == HOST and not number and name not in (*_COPIES, *_INDEXED):
                     raise RuntimeError(f"{name}: expected tensors of the card, found {list(tensor.shape)} of the host")
@@ -147,12 +156,12 @@ class Card:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what each operation of torch reads and writes."""
+    """A dispatch mode that records the reads and writes of each operation of torch."""
 
     def __init__(self, card: Card) -> None:
         super().__init__()
         self._card = card
-        # Of each operation's arguments: place, name, and whether it is written.
+        # Operation -> its tensor arguments: position, name, and True if the operation writes it.
         self._declared: dict[Any, list[tuple[int, str, bool]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,11 +172,11 @@ class _Operations(TorchDispatchMode):
             given, device = [*reads, *writes], kwargs.get("device")
             here = any(map(card.of_card, given)) if given or device is None else device.index == 0
             returned = [each.alias_info for each in func._schema.returns]
-            # A view reads nothing.
+            # An operation that returns a view accesses no memory.
             views = any(alias is not None and not alias.is_write for alias in returned)
             noted = not views and name not in (*_NO_ACCESS, *_EMPTY)
             if noted:
-                # Before it runs: without a wait it may come to memory that is gone.
+                # Record before running: without a wait the operation may access memory that is freed.
                 non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
                 crosses = name in _COPIES and len({card.of(each).kind for each in given}) > 1
                 waits = here and (name in _READ or (crosses and not non_blocking))
@@ -187,10 +196,11 @@ class _Operations(TorchDispatchMode):
             return found
 
     def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors that are read, and those that are written."""
+        """Return the tensors that an operation reads and the tensors that it writes."""
         declared = self._declared.get(func)
         if declared is None:
-            # The table's copy on the host is the launching thread's own.
+            # Skip the argument ``host`` of zeropp's operations, because the launching thread reads that table, not the
+            # kernel.
             declared = self._declared[func] = [
                 (place, each.name, each.alias_info is not None and each.alias_info.is_write)
                 for place, each in enumerate(func._schema.arguments)
@@ -207,7 +217,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Stream:
-    """In place of ``torch.cuda.Stream``."""
+    """The replacement of ``torch.cuda.Stream``."""
 
     def __init__(self, card: Card, name: str = "comm stream", timeline: Timeline | None = None) -> None:
         self._card = card
@@ -233,13 +243,13 @@ class _Stream:
 
 
 class _Event:
-    """In place of ``torch.cuda.Event``."""
+    """The replacement of ``torch.cuda.Event``."""
 
     def __init__(self, card: Card, enable_timing: bool = False) -> None:
         self._card = card
-        # Nobody who only measures time learns from it that work is done.
+        # A query of a timing event is no wait for work, so query() of such an event always returns False.
         self._timed = enable_timing
-        # As CUDA has it: an event that was never recorded is over.
+        # As in CUDA, an event that was never recorded counts as complete.
         self.now: Now = {}
 
     def record(self, stream: _Stream | None = None) -> None:
@@ -259,7 +269,7 @@ class _Event:
 
 
 class _Queue(SimpleQueue):  # type: ignore[type-arg]
-    """Hands over what the giving thread knows, too."""
+    """A queue whose ``get`` also joins the clock of the thread that called ``put``."""
 
     card: Card
 
@@ -273,7 +283,7 @@ class _Queue(SimpleQueue):  # type: ignore[type-arg]
 
 
 class _Late:
-    """A queue whose taker comes late."""
+    """A queue that delays each ``get``, so that its thread begins work late."""
 
     def __init__(self, tasks: Any, seconds: float) -> None:
         self._tasks, self._seconds = tasks, seconds
@@ -285,7 +295,7 @@ class _Late:
 
 
 class _ThreadEvent(streams.ThreadEvent):
-    """Hands over what the thread knows, too."""
+    """A thread event whose waiters also join the clock of the thread that finished the event."""
 
     __slots__ = ("now",)
     card: Card
@@ -302,7 +312,10 @@ class _ThreadEvent(streams.ThreadEvent):
 
 
 def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
-    """``take_buffer`` and ``return_buffer``: who takes a buffer knows what who gave it back had waited for."""
+    """Return replacements of the buffer ring's methods.
+
+    A thread that takes a buffer joins the clock of the thread that returned the buffer.
+    """
     known: dict[int, Now] = {}
     plain_take, plain_give = read_ahead.Ring.take_buffer, read_ahead.Ring.return_buffer
 
@@ -319,7 +332,7 @@ def _ring_calls(card: Card) -> dict[str, Callable[..., Any]]:
 
 
 class _Noted:
-    """A transfer between a file and memory, which began when it was asked for and ends with an event."""
+    """The event of a file transfer. Its ``wait`` joins the clock of the transfer's timeline."""
 
     def __init__(self, card: Card, event: Event, now: Now) -> None:
         self._card, self._event, self._now = card, event, now
@@ -334,7 +347,7 @@ class _Noted:
 
 
 def _transfer(card: Card) -> Callable[..., Event]:
-    """A read or write of a file, each as a timeline of its own."""
+    """Return a ``Transfers._begin_transfer`` that gives each read or write of a file its own timeline."""
     plain, files = transfer.Transfers._begin_transfer, weakref.WeakKeyDictionary[Descriptors, Memory]()
 
     def begin(self: transfer.Transfers, extent: Any, start: int, memory: Tensor, *, reads: bool) -> Event:
@@ -353,7 +366,7 @@ def _transfer(card: Card) -> Callable[..., Event]:
 
 
 def _cuda(card: Card) -> dict[str, Any]:
-    """The names of ``torch.cuda`` that zeropp uses."""
+    """Return replacements of the attributes of ``torch.cuda`` that zeropp uses."""
     model = _Stream(card, timeline=card.clocks.model)
     streams_of = {card.clocks.model.number: model}
 
@@ -385,7 +398,7 @@ def _cuda(card: Card) -> dict[str, Any]:
 
 
 def _tensor_calls(card: Card) -> dict[str, Any]:
-    """Methods of tensors that depend on the device."""
+    """Return replacements of the tensor methods that depend on the device."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         words = [*args, *kwargs.values()]
@@ -445,7 +458,7 @@ def _factory(card: Card, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _grouped(card: Card) -> Callable[..., Any]:
-    """Groups of an optimizer's tensors by device and dtype, under the name of the card."""
+    """Return a function that groups an optimizer's tensors by dtype and by simulated device."""
     plain = torch.optim.Optimizer._group_tensors_by_device_and_dtype
 
     def group(tensors: Any, with_indices: bool = False) -> Any:
@@ -471,7 +484,7 @@ def _resize(card: Card) -> Callable[[torch.UntypedStorage, int], torch.UntypedSt
 
 
 def _collectives(world: int) -> dict[str, Callable[..., None]]:
-    """Collectives of ranks that all have what this one has, on its current stream."""
+    """Return collectives that act as if all ranks had the tensors of this rank; they run on the current stream."""
 
     def all_gather(out: Tensor, own: Tensor, group: object = None) -> None:
         out.view(-1, own.numel()).copy_(own.view(1, -1).clone())
@@ -496,11 +509,11 @@ def _collectives(world: int) -> dict[str, Callable[..., None]]:
 
 @contextlib.contextmanager
 def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
-    """Models that are given to the card inside train there, among ranks that all have what this one has.
+    """Simulate a GPU in the block, for one rank among ranks that all have its values. Yields the simulated GPU.
 
     Args:
-        world: size of torch's fake group, which is there.
-        late: seconds by which threads begin each piece of work late.
+        world: size of torch's fake process group, which exists already.
+        late: seconds by which threads delay each piece of work.
     """
     card = Card()
     queue, event = type("_Queue", (_Queue,), {"card": card}), type("_ThreadEvent", (_ThreadEvent,), {"card": card})
@@ -510,7 +523,8 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         with _Operations(card):
             serve(_Late(tasks, late) if late else tasks)
 
-    # torch remembers its factories at the first ``with torch.device(...)``, and would remember those of the card.
+    # torch caches its factories at the first ``with torch.device(...)``. Fill that cache before the factories are
+    # patched.
     _device_constructors()
     collectives = _collectives(world)
     patches = [
@@ -524,14 +538,14 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         (transfer.Transfers, "_begin_transfer", _transfer(card)),
         (streams, "ThreadEvent", event),
         (streams, "_serve", serve_noted),
-        # Nothing is measured.
+        # A fixed number, because zeropp would measure the speed of this machine.
         (host_step, "spare_cores", lambda ranks: 2),
         *((hops, name, collectives[name]) for name in ("all_gather_single", "reduce_scatter_single")),
         *((dist, name, collectives[name]) for name in ("all_to_all_single", "all_reduce")),
         (dist, "broadcast", lambda tensor, source, group=None: None),
     ]
     with contextlib.ExitStack() as stack:
-        # What zeropp keeps for good on a card must not outlive this one.
+        # zeropp caches some device tensors for the life of the process. They must not outlive this simulated GPU.
         for kept in (guard.nothing, codecs._one_tensor):
             kept.cache_clear()
             stack.callback(kept.cache_clear)

@@ -1,8 +1,9 @@
-"""Vector clocks of streams and of the host's threads, and the rules by which accesses to memory must be ordered.
+"""Vector clocks of streams and host threads, and the rules that order accesses to memory.
 
-A *timeline* is a stream, or a thread of the host; it counts its operations. It also knows of every other timeline how
-many operations of that one have ended before its own next one begins. An operation of a stream begins after all that
-the stream was given before, and after all that the launching thread has done or waited for.
+A *timeline* is a stream or a host thread. A timeline counts its operations. It also stores, for every other timeline,
+the number of that timeline's operations that end before its own next operation begins. An operation of a stream begins
+after all operations that the stream received before, and after everything that the launching thread has done or waited
+for.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from pathlib import Path
 __all__ = ["DEVICE", "HOST", "PINNED", "Clocks", "Memory", "Timeline"]
 
 DEVICE, PINNED, HOST = "device", "pinned", "host"
-Span = tuple[int, int]  # first byte, and one behind the last
-Now = dict[int, int]  # number of a timeline -> operations of it that have ended
+Span = tuple[int, int]  # first byte, and the byte after the last
+Now = dict[int, int]  # number of a timeline -> number of its operations that have ended
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(eq=False)
 class Timeline:
-    """A stream or a thread.
+    """A stream or a host thread.
 
     Attributes:
-        name: for reports.
-        number: of this timeline.
-        is_host: whether it is a thread of the host.
-        now: operations of each timeline that have ended before the next one here begins.
+        name: name for reports.
+        number: number of this timeline.
+        is_host: True for a host thread.
+        now: operations of each timeline that end before the next operation here begins.
     """
 
     name: str
@@ -39,13 +40,13 @@ class Timeline:
     now: Now = field(default_factory=dict)
 
     def join(self, other: Now) -> None:
-        """Wait for all that ``other`` counts."""
+        """Wait for all operations that ``other`` counts."""
         for number, count in other.items():
             if count > self.now.get(number, 0):
                 self.now[number] = count
 
     def tick(self) -> int:
-        """Begin an operation."""
+        """Begin an operation, and return its number."""
         count = self.now.get(self.number, 0) + 1
         self.now[self.number] = count
         return count
@@ -56,9 +57,9 @@ class _Access:
     span: Span
     writes: bool
     by: Timeline
-    count: int  # of that timeline
+    count: int  # number of the operation on its timeline
     where: str
-    counted: bool  # torch's allocator of pinned memory knows of it
+    counted: bool  # True if torch's allocator of pinned memory waits for this access
 
 
 @dataclass(eq=False)
@@ -66,11 +67,11 @@ class Memory:
     """One storage.
 
     Attributes:
-        kind: whose memory it is.
-        nbytes: how many there are.
-        home: the stream it was allocated on.
-        accesses: those that a later one may have to be ordered after.
-        named: streams that ``record_stream`` has told the allocator of.
+        kind: DEVICE, PINNED or HOST.
+        nbytes: size in bytes.
+        home: the stream that the storage was allocated on.
+        accesses: accesses that later ones may have to wait for.
+        named: streams named with ``record_stream``.
     """
 
     kind: str
@@ -81,32 +82,32 @@ class Memory:
 
 
 class Clocks:
-    """All timelines of one pretended card.
+    """All timelines of one simulated GPU.
 
     Attributes:
-        races: a sentence for each pair of accesses that nothing orders.
-        tell: called with each.
-        model: the stream on which every thread begins.
+        races: a description of each unordered pair of accesses.
+        tell: called with each description when the race is found.
+        model: the stream that is current at first in every thread.
     """
 
     def __init__(self) -> None:
         self.races: dict[str, None] = {}
         self.tell: Callable[[str], object] = str
-        # Reentrant: Python may free a tensor in the middle of anything.
+        # Reentrant, because garbage collection may free a tensor while this thread holds the lock.
         self.lock = threading.RLock()
         self._count = 0
         self._threads = threading.local()
         self.model = self.timeline("the model's stream")
 
     def timeline(self, name: str, *, is_host: bool = False) -> Timeline:
-        """A new one."""
+        """Return a new timeline."""
         with self.lock:
             self._count += 1
             return Timeline(f"{name} ({self._count})", self._count, is_host)
 
     @property
     def host(self) -> Timeline:
-        """The running thread's."""
+        """The timeline of the running thread."""
         found: Timeline | None = getattr(self._threads, "host", None)
         if found is None:
             found = self._threads.host = self.timeline(threading.current_thread().name, is_host=True)
@@ -114,7 +115,7 @@ class Clocks:
 
     @property
     def stream(self) -> Timeline:
-        """The running thread's current stream."""
+        """The current stream of the running thread."""
         return getattr(self._threads, "stream", self.model)
 
     @stream.setter
@@ -122,7 +123,7 @@ class Clocks:
         self._threads.stream = stream
 
     def begin(self, by: Timeline) -> int:
-        """Begin an operation, launched by the running thread."""
+        """Begin an operation that the running thread launches, and return its number."""
         if not by.is_host:
             by.join(self.host.now)
         return by.tick()
@@ -130,7 +131,7 @@ class Clocks:
     def access(
         self, memory: Memory, span: Span, *, writes: bool, by: Timeline, what: str, counted: bool = False
     ) -> None:
-        """Note that the operation last begun on a timeline reads or writes bytes, and check what came before it."""
+        """Record an access to bytes by a timeline's last operation, and report accesses that it should wait for."""
         new = _Access(span, writes, by, by.now[by.number], f"{what} at {_place()}", counted)
         kept = []
         for old in memory.accesses:
@@ -138,29 +139,31 @@ class Clocks:
             inside = span[0] <= old.span[0] and old.span[1] <= span[1]
             if not apart and (writes or old.writes) and by.now.get(old.by.number, 0) < old.count:
                 self.report(f"{_say(new)} does not wait for {_say(old)}")
-            # What comes after a write of all its bytes comes after the access itself.
+            # Drop an access that the new one covers: whatever waits for the new access also waits for the old one.
             covered = inside and (writes or (not old.writes and old.by is by and old.counted == counted))
             if not covered:
                 kept.append(old)
         memory.accesses = [*kept, new]
 
     def allocate(self, memory: Memory) -> None:
-        """Memory for a storage that has none; until now it may have been another one's, on the same stream."""
+        """Record the allocation of a storage. The memory may have belonged to another storage on the same stream."""
         memory.home, memory.named = self.stream, set()
         memory.accesses = []
         if memory.kind == DEVICE:
-            # No operation: but another stream must come after what this one has been given so far.
+            # Count the allocation as a write of the whole storage after all operations that the stream has received, so
+            # other streams must wait for these.
             count = memory.home.now.get(memory.home.number, 0)
             where = f"allocation at {_place()}"
             memory.accesses = [_Access((0, sys.maxsize), True, memory.home, count, where, False)]
 
     def free(self, memory: Memory) -> None:
-        """Nobody refers to a storage any more: what comes next on its stream may be given its memory."""
+        """Record that a storage is freed, and report accesses that are not ordered before a reuse on its stream."""
         with self.lock:
             known = Timeline("", 0, True, dict(self.host.now))
             if memory.kind == DEVICE and memory.home is not None:
                 known.join(memory.home.now)
-            # The allocator waits for all that these have been given, and so for what that has waited for.
+            # Before a reuse, the allocator waits for everything that the streams named with record_stream have
+            # received.
             for stream in memory.named:
                 known.join(stream.now)
             for old in memory.accesses:
@@ -172,7 +175,7 @@ class Clocks:
             memory.accesses = []
 
     def report(self, race: str) -> None:
-        """Note a race."""
+        """Record a race."""
         self.races[race] = None
         self.tell(race)
 
@@ -182,7 +185,7 @@ def _say(access: _Access) -> str:
 
 
 def _place() -> str:
-    """The innermost lines of zeropp, or of the tests, that the running thread is in."""
+    """Return the innermost lines of zeropp or of the tests that the running thread executes, at most three."""
     frame: types.FrameType | None = sys._getframe(2)
     found = list[str]()
     while frame is not None and len(found) < 3:
@@ -199,6 +202,6 @@ _known: dict[types.CodeType, str] = {}
 
 
 def _path(path: str) -> str:
-    """The path of a file in the repository; empty for files outside of it, and those whose lines explain no access."""
+    """Return the path of a file in the repository; "" for other files and for files whose lines explain no access."""
     inside = path.removeprefix(f"{_ROOT}/")
     return "" if inside == path or inside.startswith(("tests/streams/", "kernels/")) else inside

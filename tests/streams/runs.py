@@ -1,4 +1,4 @@
-"""Short trainings on the pretended card: those of the golden run, and what offload adds."""
+"""Short trainings on the simulated GPU: the configurations of the golden run, and offload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BF16: dict[str, object] = {"bf16": {"enabled": True}}
 
 
 class Model(nn.Sequential):
-    """Blocks, of which the first is run twice."""
+    """Blocks in a chain, with a second use of the first block."""
 
     def forward(self, x: Tensor) -> Tensor:
         first: Tensor = super().forward(x)
@@ -45,7 +45,7 @@ class Model(nn.Sequential):
 
 
 class Training:
-    """A small model on the card, and its optimizer."""
+    """A small model on the simulated GPU, and its optimizer."""
 
     def __init__(self, card: Card, run: Run, folder: Path) -> None:
         self.card, self.run, self.folder, self.recipe = card, run, folder, run.recipe
@@ -65,7 +65,7 @@ class Training:
         return self.model(x).float().square().mean()
 
     def backward(self) -> None:
-        """All of one step's, and of one outside of a step."""
+        """Run all backwards of one accumulation window."""
         for micro in range(self.recipe.accumulation):
             holds = self.recipe.how == "no_sync" and micro + 1 < self.recipe.accumulation
             with self.optimizer.no_sync() if holds else contextlib.nullcontext():
@@ -77,7 +77,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def evaluate(self) -> None:
-        """With and without a graph, in either mode."""
+        """Run forwards without gradients in training mode, and in eval mode with and without a graph."""
         with torch.no_grad():
             self.loss()
         self.model.eval()
@@ -88,21 +88,21 @@ class Training:
 
 
 def stepped_twice(t: Training) -> None:
-    """The second step finds the first one's weights on their way."""
+    """Take a second step while the weights of the first step are still being refreshed."""
     t.backward()
     t.optimizer.step()
     t.optimizer.step()
 
 
 def abandoned(t: Training) -> None:
-    """Forwards after which no backward comes, and what was fetched ahead for it is let go."""
+    """Run forwards without a backward, and release the units that were prefetched for it."""
     for _ in range(2):
         t.loss()
         t.optimizer.empty_partition_cache()
 
 
 def failed(t: Training) -> None:
-    """A backward ends in an error, and the next one begins."""
+    """Let a backward end in an error, so that the next backward begins from there."""
 
     def fail(*given: object) -> None:
         raise ArithmeticError
@@ -115,7 +115,7 @@ def failed(t: Training) -> None:
 
 
 def asked(t: Training) -> None:
-    """Weights and states are read, and loaded, while a step may be under way."""
+    """Read and load weights and optimizer states while a step may still be running."""
     for read in (
         lambda: t.inner.state_dict()["state"],
         lambda: list(t.optimizer.state.values()),
@@ -134,13 +134,13 @@ def asked(t: Training) -> None:
 
 
 def cached_read(t: Training) -> None:
-    """Persistent weights are read between passes, where they are to be read."""
+    """Read a persistent weight between passes, when such reads are allowed."""
     t.step()
     t.model[0].norm.weight.clone()
 
 
 def edited(t: Training) -> None:
-    """Weights are edited, and gradients taken away, while a step is under way; a block is frozen."""
+    """Edit weights and remove a gradient while a step may still be running, and freeze a block."""
     parameters = list(t.model.parameters())
     t.step()
     with zeropp.zero.GatheredParameters(parameters[:2], modifier_rank=0), torch.no_grad():
@@ -154,7 +154,7 @@ def edited(t: Training) -> None:
 
 
 def edited_in_groups(t: Training) -> None:
-    """Slices are edited where the optimizer has them, right after a step."""
+    """Edit slices through the optimizer's parameter groups right after a step."""
     t.step()
     with torch.no_grad():
         for group in t.optimizer.param_groups:
@@ -163,7 +163,7 @@ def edited_in_groups(t: Training) -> None:
 
 
 def averaged(t: Training) -> None:
-    """An average takes the place of weights right after a step."""
+    """Replace weights by an average right after a step."""
     average = zeropp.ema(t.model, 0.9)
     t.step()
     average.update()
@@ -172,13 +172,13 @@ def averaged(t: Training) -> None:
 
 
 def unfrozen(t: Training) -> None:
-    """A frozen block is trained, right after it was loaded."""
+    """Unfreeze a frozen block right after its weights were loaded."""
     t.model.load_state_dict(zeropp.full_state(t.model))
     t.model[0].requires_grad_(True)
 
 
 def wrapped_again(t: Training) -> None:
-    """A new optimizer takes over weights on which the old one's work is under way."""
+    """Wrap the weights again while work of the dropped optimizer is still running on them."""
     t.step()
     del t.inner, t.optimizer
     gc.collect()
@@ -186,7 +186,7 @@ def wrapped_again(t: Training) -> None:
 
 
 def compared(t: Training) -> None:
-    """Ranks compare what they cache, right after a step has begun to renew it."""
+    """Compare cached weights between ranks right after a step has begun to refresh them."""
     t.optimizer.step_sync.cache_checksum.every = 1
     t.backward()
     t.optimizer.step()
@@ -194,7 +194,7 @@ def compared(t: Training) -> None:
 
 
 def measured(t: Training) -> None:
-    """Norms are asked for between backward and step, and gradients held until then."""
+    """Read norms between backward and step, also of gradients that are held until the step."""
     t.backward()
     t.optimizer.clip_grad_norm_(0.1)
     t.optimizer.grad_norms()
@@ -207,7 +207,7 @@ def measured(t: Training) -> None:
 
 
 def parked(t: Training) -> None:
-    """All states are sent away between phases, and brought back, in the middle of a window, too."""
+    """Offload all states between phases and in the middle of an accumulation window, and reload them."""
     t.step()
     t.optimizer.offload_states()
     t.optimizer.reload_states()
@@ -223,7 +223,7 @@ def parked(t: Training) -> None:
 
 
 def beside(t: Training) -> None:
-    """Backwards go through two engines at once."""
+    """Run backwards that go through two engines at once."""
     other = Training(t.card, t.run, t.folder)
     for _ in range(2):
         (t.loss() + other.loss()).backward()
@@ -235,15 +235,15 @@ def beside(t: Training) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training with zeropp's optimizer.
 
     Attributes:
         recipe: model and configuration.
-        ways: done after it.
-        width: of the model.
-        world: number of ranks, two to a node.
-        frozen: the first block is not trained.
-        closes: the engine is closed at the end, and not only dropped.
+        ways: functions that run after the training steps.
+        width: width of the model.
+        world: number of ranks, two per node.
+        frozen: True if the first block is frozen.
+        closes: True to close the engine at the end; False to only drop it.
     """
 
     recipe: Recipe
@@ -258,7 +258,7 @@ def offloaded(
     zero: dict[str, object], accumulation: int = 1, *, extension: dict[str, object] | None = None,
     top: dict[str, object] | None = None, **more: Any,
 ) -> Run:  # fmt: skip
-    """A training in bfloat16 with offload; ``more`` is of :class:`Run`."""
+    """Return a bfloat16 training with offload; ``more`` are fields of :class:`Run`."""
     entries = {"dtype": torch.float32, "clip": 1.0, "top": {**_BF16, **(top or {})}, "extension": extension or {}}
     return Run(Recipe(zero=zero, accumulation=accumulation, **entries), **more)  # type: ignore[arg-type]
 
@@ -333,12 +333,12 @@ RUNS: dict[str, Run | Sharded] = {
 
 @dataclass(frozen=True)
 class Sharded:
-    """A training by FSDP2, whose hops are zeropp's.
+    """One training with FSDP2 whose collectives are zeropp's.
 
     Attributes:
-        settings: of ``zeropp.fsdp2.apply``.
-        reshards: as in ``fully_shard``.
-        world: number of ranks, two to a node.
+        settings: arguments of ``zeropp.fsdp2.apply``.
+        reshards: ``reshard_after_forward`` of ``fully_shard``.
+        world: number of ranks, two per node.
     """
 
     settings: dict[str, Any]
@@ -358,7 +358,7 @@ RUNS |= {
 
 @contextlib.contextmanager
 def _ranks(world: int) -> Iterator[None]:
-    """A group of ranks of which only this one is there."""
+    """Create a fake process group of which only rank 0 exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
@@ -404,7 +404,7 @@ def _train(run: Run, card: Card, folder: Path) -> None:
     zeropp.full_state(training.model)
     for way in run.ways:
         way(training)
-    # The last step's weights are on their way when the engine ends, and with it its memory.
+    # Take one more step, so that refreshes of its weights are in flight when the engine and its memory are freed.
     training.step()
     assert training.optimizer.skipped_steps == 0, "steps were skipped, and so were their accesses"
     if run.closes:
@@ -415,13 +415,13 @@ def _train(run: Run, card: Card, folder: Path) -> None:
 
 
 def races(run: Run | Sharded, folder: Path, *, late: float = 0.0, tell: Callable[[str], object] = str) -> list[str]:
-    """Train; accesses to memory that nothing orders, in words.
+    """Train, and return descriptions of the unordered accesses to memory.
 
     Args:
-        run: what to train.
-        folder: for files.
-        late: seconds by which threads begin each piece of work late, so that who does not wait for them comes first.
-        tell: called with each as soon as it is found.
+        run: the training.
+        folder: folder for files.
+        late: seconds by which threads delay each piece of work. A thread that does not wait for them is then first.
+        tell: called with each description as soon as it is found.
     """
     gc.freeze()
     try:
@@ -441,7 +441,7 @@ def _first(
         found.send(word)
         os._exit(0)
 
-    # What is left out may well end in errors, of threads, too.
+    # Hide stderr and logs, because threads may raise errors when a wait is missing.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.disable()
     try:
@@ -455,7 +455,10 @@ def _first(
 def first_race(
     run: Run | Sharded, folder: Path, without: contextlib.AbstractContextManager[None], *, late: float
 ) -> str:
-    """The first race of a training ``without`` something, or its error, or ""; in a child, which may crash or hang."""
+    """Return the first race of a training ``without`` some waits, or its error, or "".
+
+    The training runs in a child process, because it may crash or hang.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_first, args=(theirs, run, folder, without, late))
@@ -472,15 +475,15 @@ def first_race(
 
 
 def check_reported(gone: Sequence[Seam], run: Run | Sharded, folder: Path, *, loud: str | None = None) -> None:
-    """Check that a training without some waits has a race.
+    """Assert that a training without some waits has a race.
 
-    Threads may have to be very late for that, on a busy machine.
+    On a busy machine, a race may show only with long delays, so three delays are tried.
 
     Args:
-        gone: the waits.
+        gone: the waits to remove.
         run: a training that needs them.
-        folder: for files.
-        loud: an error's name, which counts as a race.
+        folder: folder for files.
+        loud: name of an error that counts as a race.
     """
     found: list[str] = []
     for late in (0.003, 0.01, 0.03):

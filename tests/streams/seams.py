@@ -1,7 +1,7 @@
-"""The places where zeropp makes one timeline wait for another, and zeropp without one of them.
+"""The places where zeropp makes one timeline wait for another, and a context that removes such waits.
 
-A seam is a call: of a stream or an event to wait, of an event to be recorded, of ``used_here``. Without it, its
-arguments are still computed, and nothing is done.
+A seam is a call that makes a stream, an event or a thread wait, that records an event, or that calls ``used_here``.
+When a seam is removed, its arguments are still computed, but the call is not made.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Seam:
-    """One call.
+    """One such call.
 
     Attributes:
-        module: path of the file under the repository.
-        function: qualified name of the outermost function around it.
-        number: among those of that function, from 1.
-        text: of the call.
-        line: where it begins.
+        module: path of the file in the repository.
+        function: qualified name of the outermost function around the call.
+        number: number of the call among the seams of that function, from 1.
+        text: source of the call.
+        line: line in which the call begins.
     """
 
     module: str
@@ -59,21 +59,22 @@ class Seam:
 
     @property
     def name(self) -> str:
-        """A name that stays the same when lines are added elsewhere."""
+        """A name that does not change when lines are added elsewhere."""
         return f"{self.module.removeprefix('zeropp/')} {self.function} {self.number}"
 
 
 def _called(node: ast.AST) -> str:
     if isinstance(node, ast.Call):
         return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    # What work begins after; and a method that is handed on, to be called later.
+    # The keyword ``after`` of a call makes work wait; ``record`` and ``synchronize`` may also be passed on as
+    # callbacks.
     if isinstance(node, ast.keyword) and node.arg == "after":
         return "after="
     return node.attr if isinstance(node, ast.Attribute) and node.attr in ("record", "synchronize") else ""
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Outermost functions and methods, with their qualified names."""
+    """Yield outermost functions and methods with their qualified names."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield prefix + node.name, node
@@ -88,7 +89,7 @@ def _calls(function: ast.FunctionDef) -> list[ast.AST]:
 
 
 def seams(*folders: str) -> list[Seam]:
-    """All of some packages of zeropp, or modules."""
+    """Return all seams in some packages or modules of zeropp."""
     found = []
     for path in sorted(path for folder in folders for path in _ROOT.glob(f"zeropp/{folder}")):
         module = str(path.relative_to(_ROOT))
@@ -111,7 +112,7 @@ class _Without(ast.NodeTransformer):
         if not isinstance(node, ast.Call):
             return ast.parse("lambda *given: None", mode="eval").body
         given = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args]
-        # A wait tells that it was not in vain.
+        # The replaced expression has the value True, because a wait returns True when it has ended.
         kept = ast.Tuple([*given, ast.Constant(True)], ast.Load())
         return ast.Subscript(kept, ast.UnaryOp(ast.USub(), ast.Constant(1)), ast.Load())
 
@@ -124,7 +125,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _plain(seam: Seam, lines: range) -> types.FunctionType:
-    """The function that a seam is in, under whatever is wrapped around it."""
+    """Return the function that contains a seam, without its decorators."""
     owner: object = importlib.import_module(seam.module.removesuffix(".py").replace("/", "."))
     *outer, name = seam.function.split(".")
     for part in outer:
@@ -137,7 +138,7 @@ def _plain(seam: Seam, lines: range) -> types.FunctionType:
 
 @contextlib.contextmanager
 def without(*gone: Seam) -> Iterator[None]:
-    """zeropp without some of them; engines may be made before or inside."""
+    """Remove some seams from zeropp in the block. Engines may be created before the block or inside."""
     before: list[tuple[types.FunctionType, types.CodeType]] = []
     for module in dict.fromkeys(seam.module for seam in gone):
         path, own = _ROOT / module, [seam for seam in gone if seam.module == module]
@@ -147,7 +148,7 @@ def without(*gone: Seam) -> Iterator[None]:
         calls = [_calls(function)[seam.number - 1] for seam, function in zip(own, there, strict=True)]
         changed = compile(ast.fix_missing_locations(_Without(calls).visit(tree)), str(path), "exec")
         for seam, function in zip(own, there, strict=True):
-            # A decorator stands before the line of its function.
+            # The code object of a decorated function begins at its first decorator.
             first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
             plain = _plain(seam, range(first, function.lineno + 1))
             before.append((plain, plain.__code__))

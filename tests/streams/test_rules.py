@@ -1,4 +1,4 @@
-"""The rules of the simulator, each by a small case that is a race and one that is none."""
+"""Each rule of the simulator, shown by a small program that has a race and by one that has none."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def races(program: Program) -> list[str]:
     with pretended_card(1) as card:
         side, x = torch.cuda.Stream(), torch.ones(4, device=CARD)
         program(side, x)
-        side.synchronize()  # before ``x`` is free again
+        side.synchronize()  # so that the accesses to ``x`` end before ``x`` is freed
         return list(card.clocks.races)
 
 

@@ -1,4 +1,4 @@
-"""Every access to memory is ordered by zeropp's waits, and not without any of them."""
+"""zeropp's waits order every access to memory, and each wait is needed: without it, the simulator reports a race."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.streams.seams import Seam, seams, without
 from zeropp.comm.streams import Event
 from zeropp.order import reductions
 
-# The run that shows what each wait is for.
+# For each run, the waits whose removal the simulator reports in that run.
 SHOWN_BY: dict[str, list[str]] = {
     "stage 0": ["optimizer/step_sync.py PendingSum.__init__ 1", "optimizer/step_sync.py PendingSum.read_sum 1"],
     "stage 2, overlapped": [
@@ -82,51 +82,52 @@ SHOWN_BY: dict[str, list[str]] = {
         "fsdp2/reduce.py _Packing.unpack_ 1", "fsdp2/reduce.py _with_message 1",
     ],
 }  # fmt: skip
-# Of these two any one does: each waits for the same, or names the same stream.
+# Pairs of waits of which one is enough, because both wait for the same work or name the same stream.
 EITHER: dict[tuple[str, str], str] = {
     ("comm/streams.py CudaStream.__init__ 1", "comm/streams.py CudaStream.close 1"): "hpZ, bf16",
     ("params/gradient.py Gradient._reduce_replicas 2", "params/gradient.py Gradient._reduce_replicas 3"): "MiCS",
 }
-# Without this one, the thread that comes first may find nothing to work with.
+# Without this wait, a thread may find no data, so an AssertionError counts as a report.
 LOUD = {"order/refresh.py Refresh._choose 2": "AssertionError"}
-# Waits without which no run has a race. They stay: the reason is what the simulator does not know, or what may change.
+# Waits without which no run has a race. They stay for the given reason, which the simulator does not cover or which may
+# change.
 REDUNDANT = {
-    "access/ownership.py PreviousWeights.__init__ 1": "the former engine is closed next, and its close waits for it",
-    "offload/parked.py Parked.__init__ 1": "what comes next on the stream waits; that the host waits is promised",
-    "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
-    "offload/parked.py Parked.copy_of 1": "read on streams, which wait for the stream of the copy; the host may, too",
-    "optimizer/host_step.py SubGroupSteps.step_buffers 2": "the next tile waits before it reads, and the end for all",
-    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the step's stream waits, too; errors of the step end here",
-    "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
-    "order/reductions.py Reductions.end_learning 1": "for Python's attributes: comm streams' threads say what is held",
+    "access/ownership.py PreviousWeights.__init__ 1": "the old engine is closed next, which waits for the same work",
+    "offload/parked.py Parked.__init__ 1": "later work on the stream waits; a wait of the host is promised to callers",
+    "offload/parked.py Parked.bring_back 1": "the copy back is on the same stream, unless the caller changes streams",
+    "offload/parked.py Parked.copy_of 1": "streams that read wait for the copy's stream; the host may read, too",
+    "optimizer/host_step.py SubGroupSteps.step_buffers 2": "the next tile waits before it reads; the end waits for all",
+    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the step's stream also waits; this wait raises its errors",
+    "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum's buffer is returned",
+    "order/reductions.py Reductions.end_learning 1": "for Python attributes that comm streams' threads set",
 }
-# Places that no run comes to, or where no memory is waited for.
+# Waits that no run reaches, or that protect no memory.
 ELSEWHERE = {
     "comm/agreement.py Watch.look 1": "a thread that touches no memory",
-    "comm/streams.py Launch.wait 1": "nobody waits for a launch: the monitor asks whether it is over",
-    "comm/streams.py _serve 1": "for comm streams on a CPU; LaunchedStream waits before",
+    "comm/streams.py Launch.wait 1": "no thread waits for a launch; the monitor only queries its end",
+    "comm/streams.py _serve 1": "used for comm streams on a CPU; LaunchedStream waits earlier",
     "offload/read_ahead.py GdsReader.read_row 1": "needs kvikio",
     "offload/transfer.py _Queue.take_piece 1": "a condition variable",
-    "optimizer/host_step.py HostStep.start_step 1": "lazy_step false, where step() is promised to end with the step",
-    "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "asks for a step's result: PendingSum waits for it",
-    "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
-    "optimizer/optimizer_step.py StepResult.count_skipped 1": "asks for a step's result: PendingSum waits for it",
-    "optimizer/optimizer_step.py StepResult.pass_over 1": "asks for a step's result: PendingSum waits for it",
-    "optimizer/optimizer_step.py from_step_result 1": "asks for a step's result: PendingSum waits for it",
-    "optimizer/sharded_params.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
-    "optimizer/host_step.py _Staging.wait_for_copies 2": "after an error",
-    "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks for a step's result: PendingSum waits for it",
-    "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks for a step's result: PendingSum waits for it",
-    "order/reductions.py Reductions._make_room 1": "is in a loop that ends when it has waited",
-    "order/reductions.py Reductions.send_strays 1": "as end_learning 1, for gradients that came late",
+    "optimizer/host_step.py HostStep.start_step 1": "lazy_step false: step() returns after the step on the host",
+    "optimizer/wrapper.py ZeroOptimizer.loss_scale 1": "reads a step's result, for which PendingSum waits",
+    "optimizer/param_groups.py switch_mode 1": "needs an optimizer with modes; the same wait as Average._swap",
+    "optimizer/optimizer_step.py StepResult.count_skipped 1": "reads a step's result, for which PendingSum waits",
+    "optimizer/optimizer_step.py StepResult.pass_over 1": "reads a step's result, for which PendingSum waits",
+    "optimizer/optimizer_step.py from_step_result 1": "reads a step's result, for which PendingSum waits",
+    "optimizer/sharded_params.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, but for torch's code",
+    "optimizer/host_step.py _Staging.wait_for_copies 2": "runs only after an error",
+    "optimizer/wrapper.py ZeroOptimizer._decide 1": "reads a step's result, for which PendingSum waits",
+    "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "reads a step's result, for which PendingSum waits",
+    "order/reductions.py Reductions._make_room 1": "is in a loop that ends only after the wait",
+    "order/reductions.py Reductions.send_strays 1": "the same wait as end_learning 1, for gradients that arrive late",
 }
-# Packages and modules, and why they are not simulated.
+# Packages and modules that are not simulated, and the reason.
 APART = {
-    "checkpoint/": "files take memory by its address, of which no operation of torch tells",
-    "comm/collective.py": "numbers of the host between processes",
-    "comm/process_groups.py": "numbers of the host between processes",
-    "comm/hops.py": "gloo, which has no streams",
-    "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
+    "checkpoint/": "file I/O accesses memory by address, without an operation of torch",
+    "comm/collective.py": "exchanges host integers between processes",
+    "comm/process_groups.py": "exchanges host integers between processes",
+    "comm/hops.py": "uses gloo, which has no streams",
+    "engine/rehearsal.py": "runs collectives on communicators, which a fake group does not have",
     "comm/timers.py": "a thread that touches no memory",
     "comm/watch.py": "a thread that touches no memory",
     "deepspeed/": "tests/unit/deepspeed/test_stream_waits.py simulates it",
@@ -161,7 +162,7 @@ def test_two_missing_waits_are_reported(pair: tuple[str, str], tmp_path: Path) -
 
 
 def test_messages_are_kept_until_streams_have_read_them(tmp_path: Path) -> None:
-    """They are allocated on the model's stream, and no comm stream names itself."""
+    """Messages are allocated on the model's stream without record_stream, so reductions must keep them alive."""
     plain = reductions._Sent
 
     def forget(unit: str, nbytes: int, message: Tensor, onward: int, ends: list[Event]) -> reductions._Sent:
@@ -173,9 +174,10 @@ def test_messages_are_kept_until_streams_have_read_them(tmp_path: Path) -> None:
 
 
 def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
-    """The one race that is meant to be: what such a refresh brings is replaced before anybody looks at it.
+    """The only accepted race: a refresh may read a weight while the caller edits it in the parameter groups.
 
-    See `zeropp.optimizer.host_step.waits_for_weights`.
+    The mixed value is not used, because the edit starts a new refresh. See
+    `zeropp.optimizer.host_step.waits_for_weights`.
     """
     (race,) = races(Run(CASES["hpZ, bf16"], [edited_in_groups]), tmp_path)
     assert race.startswith("write by the model's stream") and "does not wait for read by comm stream" in race
