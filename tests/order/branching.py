@@ -366,7 +366,7 @@ class Branching:
         for place, (kind, index, entry) in enumerate(events):
             unit = self.rank.units[index]
             if kind == "read":
-                assert unit.state is UnitState.UNSHARDED, f"{unit.name} is read without a gradient, and is {unit.state}"
+                assert unit.state is UnitState.UNSHARDED, f"{unit.name} is read in backward, but is {unit.state}"
             elif kind == "reach":
                 assert isinstance(entry.node, Call)
                 path, run_by = entry.node.module, self.run_by[entry.node.module]
@@ -375,7 +375,7 @@ class Branching:
                     made: Any = entry.call
                     self.rank.backward_uses.note_reached(made)
                 self.rank.backward_uses.use(unit, path, run_by)
-                assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
+                assert unit.state is UnitState.UNSHARDED, f"{unit.name} is used, but is {unit.state}"
             elif kind == "again":
                 self._again(entry)
             elif last[index] == place:
@@ -453,12 +453,12 @@ def train(case: Case, choose: Any = min, *, strays: bool = True) -> bool:
             return False
         raise
     for rank in done:
-        assert rank.delivered == rank.given, f"of {rank.given} gradients {rank.delivered} were delivered"
+        assert rank.delivered == rank.given, f"gradients {rank.given} arrived, but {rank.delivered} were reduced"
         left = [unit.name for unit in rank.units if unit.users or unit.state is not unit.resting]
-        assert not left, f"{left} are still there"
+        assert not left, f"{left} are still gathered or in use"
         assert not any(rank.schedule.live_units.owed) and not rank.schedule.live_units.due
     assert all(issued == world.issued[0] for issued in world.issued), world.issued
-    assert strays or not any(each is not None and each.strays for each in ranks), "gradients were left to a step"
+    assert strays or not any(each is not None and each.strays for each in ranks), "gradients were left to the step sync"
     return True
 
 

@@ -125,7 +125,7 @@ def what_is_held_until_the_step_comes_with_the_last_backward_from_then_on() -> N
     """The backwards that hold their gradients need no exchange."""
     *_, (said, issued) = traces(step(FULL, back=(1, 0)), *[step(FULL, back=(1, 0), held=True)] * 3)
     assert reduced(issued) == Counter(FULL)
-    assert said == [FORK, "step"], "which part of the graph a backward comes to is each rank's own"
+    assert said == [FORK, "step"], "ranks may run backward over different parts of the graph, so one exchange is needed"
 
 
 def a_gradient_that_came_late_on_one_way_is_waited_for_on_the_others() -> None:
@@ -213,7 +213,7 @@ def ranks_that_failed_in_different_passes_are_told_before_they_go_on() -> None:
     except Deadlock as refused:
         assert "different passes" in str(refused), refused
     else:
-        raise AssertionError("ranks went on that had come through different passes")
+        raise AssertionError("ranks continued although they had finished different passes")
 
 
 ECONOMIES: list[Callable[[], None]] = [

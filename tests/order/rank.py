@@ -103,14 +103,14 @@ class _Unit:
         return True
 
     def unshard(self) -> None:
-        assert self.state is not UnitState.SHARDED, f"{self.name} is used and was not gathered"
+        assert self.state is not UnitState.SHARDED, f"{self.name} is used, but was not gathered"
         self.state = UnitState.UNSHARDED
 
     def guard_values(self) -> None:
         self.state = UnitState.GATHERED
 
     def reshard(self, comm_streams: CommStreams) -> None:
-        assert self._event is None, f"{self.name} is released while it is on its way"
+        assert self._event is None, f"{self.name} is released while its gather is in flight"
         self.state = UnitState.SHARDED
 
 
@@ -174,7 +174,7 @@ class Rank:
         unit.users += 1
         unit.entered += 1
         self.schedule.use(unit, (name or f"m{index}") if unit.entered == 1 else None)
-        assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
+        assert unit.state is UnitState.UNSHARDED, f"{unit.name} is used, but is {unit.state}"
 
     def leave(self, index: int) -> None:
         """End the forward of a module of a unit."""
@@ -272,7 +272,7 @@ class Rank:
             no_sync: True if the backward runs inside ``no_sync``.
             late: units whose gradients come after all uses.
             again: units whose modules run once more, as by checkpointing, when the backward first reaches one of them.
-            fails: see :meth:`forward`.
+            fails: number of uses after which a user error ends the backward; one more than all uses is its very end.
 
         Returns:
             True if the backward ended without an error.
@@ -294,7 +294,7 @@ class Rank:
                 first = None
             self.backward_uses.come_to(unit.name)
             self.backward_uses.use(unit, unit.name, lasting=not all(unit.trained))
-            assert unit.state is UnitState.UNSHARDED, f"{unit.name} was asked for, and is {unit.state}"
+            assert unit.state is UnitState.UNSHARDED, f"{unit.name} is used, but is {unit.state}"
             if done == fails:
                 return self.recover()
             if index not in late:
@@ -310,7 +310,7 @@ class Rank:
         self._guard_all()
         if self.world.said(self.number) > said:
             strays = [unit.name for unit in self.units if unit.gradients[0].has_stray()]
-            assert not strays, f"ranks have talked in this backward, and leave gradients of {strays} to the boundary"
+            assert not strays, f"a backward with an exchange left gradients of {strays} to the step sync"
         self.since += 1
         return True
 

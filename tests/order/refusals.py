@@ -64,8 +64,8 @@ class Refusals:
         """
         ways = {rank: self._way(rank, when, kind) for rank in range(self._program.ranks)}
         part = self._program.steps[when[0]].passes[when[1]]
-        # A unit whose module is run again stays gathered until backward reaches it, so ranks also differ if this
-        # differs.
+        # A unit whose module is run again stays gathered until backward reaches it, so compare the units
+        # that are run again, too.
         again = [part.again_on(rank) if "backward" in kind else () for rank in ways]
         if len(set(zip(ways.values(), again, strict=True))) == 1 or not self._is_silent(when, kind):
             return False

@@ -102,10 +102,10 @@ def train(recipe: Recipe, route: Route, fails: int | None, number: int) -> None:
 def check(size: int, recipe: Recipe, route: Route = everyone, fails: int | None = None) -> None:
     logs = run_engines(size, partial(train, recipe, route, fails))
     groups = {group for log in logs for group in log.by_group}
-    assert all(len(log.by_group) > 1 and len(log.calls) > 10 for log in logs), f"only {groups} were given anything"
+    assert all(len(log.by_group) > 1 and len(log.calls) > 10 for log in logs), f"only {groups} received collectives"
     for kind, members in groups:
         first, *others = [logs[member].by_group.get((kind, members)) for member in members]
-        assert all(calls == first for calls in others), f"members {members} of {kind!r} were given different things"
+        assert all(calls == first for calls in others), f"members {members} of {kind!r} received different things"
     if "offload_optimizer" not in recipe.zero:
         assert all(log.calls == logs[0].calls for log in logs), "ranks have launched in different orders"
 

@@ -44,7 +44,7 @@ def test_what_is_planned_counts_and_stays() -> None:
         live_units.retain(index, bounded=True)
     assert there(rank) == [0, 2] and set(live_units.retained) == {0, 2}
     live_units.drop([0])
-    assert there(rank) == [0, 2], "a rank may still come back for it"
+    assert there(rank) == [0, 2], "unit 0 stays, because the rank may still use it"
     live_units.release_retained()
     assert there(rank) == []
 

@@ -46,7 +46,7 @@ def train(routes: Sequence[Sequence[Uses]], world: World, *, steps_silent: int =
     ranks = world.run(program)
     check(ranks, world)
     if marks:
-        assert len(world.exchanges) - marks[0] == steps_silent, "more was exchanged than the sums of the steps"
+        assert len(world.exchanges) - marks[0] == steps_silent, "the last steps made exchanges other than step syncs"
     return ranks
 
 
@@ -54,7 +54,7 @@ def check(ranks: Sequence[Rank], world: World) -> None:
     """Assert equal orders of collectives on all ranks, and that every gradient is reduced exactly once."""
     assert all(issued == world.issued[0] for issued in world.issued), world.issued
     for rank in ranks:
-        assert rank.delivered == rank.given, f"gradients {rank.given} were given, {rank.delivered} delivered"
+        assert rank.delivered == rank.given, f"gradients {rank.given} arrived, but {rank.delivered} were reduced"
 
 
 ROUTES: list[Uses] = [(0, 1, 2), (2, 1, 0), (0,), (1, 2), (0, 1, 0), ()]
@@ -94,7 +94,7 @@ def test_two_ranks_two_steps(first: Uses) -> None:
             refused += 1
         else:
             train(routes, World(2))
-    assert refused == (370 if set(first) == set(range(UNITS)) else 0)  # of 1296
+    assert refused == (370 if set(first) == set(range(UNITS)) else 0)  # of 1296 combinations of routes
 
 
 def test_ranks_in_different_passes_are_refused_though_they_say_the_same() -> None:

@@ -23,7 +23,7 @@ def repeated(pattern: Sequence[int]) -> Choice:
 
 
 class _Run:
-    """One run of a program."""
+    """One run of a program on simulated ranks."""
 
     def __init__(self, program: Program, limits: Limits, choose: Choice) -> None:
         self.program = program
@@ -89,7 +89,7 @@ def check(program: Program, limits: Limits, choose: Choice = min) -> bool:
     except AssertionError as error:
         raise AssertionError(f"{error}; ranks were in {run.refusals.there}: {program}, {limits}") from error
     alone = [step for step in program.steps if step.fails is not None and None in step.fails and any(step.fails)]
-    assert not alone, f"a rank failed alone, and nobody heard of it: {program}, {limits}"
+    assert not alone, f"a rank failed alone, and no other rank noticed: {program}, {limits}"
     for problem in _problems(run.world, ranks):
         raise AssertionError(f"{problem}: {program}, {limits}")
     return True
@@ -101,9 +101,9 @@ def _problems(world: World, ranks: Sequence[Rank]) -> Iterator[str]:
         yield f"ranks have issued different things, {world.issued}"
     for rank in ranks:
         if rank.delivered != rank.given:
-            yield f"of {rank.given} gradients {rank.delivered} were delivered"
+            yield f"gradients {rank.given} arrived, but {rank.delivered} were reduced"
         if left := [unit.name for unit in rank.units if unit.users or unit.state is not unit.resting]:
-            yield f"{left} are still there"
+            yield f"{left} are still gathered or in use"
         yield from _problems_of_knowledge(rank, ranks[0])
 
 

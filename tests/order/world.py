@@ -1,8 +1,8 @@
 """Several ranks in one process: threads of which one runs at a time. The choice of the next thread can be enumerated.
 
 Everything between real ranks is replaced. An exchange returns when every rank has reached it. A wait for a collective
-returns when every rank has issued it. If no rank can continue and some have not finished, a Deadlock is raised at once.
-If ranks issue different collectives at the same position of their orders, a Clash is raised.
+returns when every rank has issued the collective. If no rank can continue and some have not finished, a Deadlock is
+raised at once. If ranks issue different collectives at the same position of their orders, a Clash is raised.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class World:
         return len(self._said[number])
 
     def exchange(self, number: int, kind: object, value: _T) -> list[_T]:
-        """Return every rank's value.
+        """Return every rank's value, after every rank has reached this exchange.
 
         Raises:
             Deadlock: ranks are at exchanges of different kinds.

@@ -406,7 +406,7 @@ def _train(run: Run, card: Card, folder: Path) -> None:
         way(training)
     # Take one more step, so that refreshes of its weights are in flight when the engine and its memory are freed.
     training.step()
-    assert training.optimizer.skipped_steps == 0, "steps were skipped, and so were their accesses"
+    assert training.optimizer.skipped_steps == 0, "a skipped step makes none of the accesses to check"
     if run.closes:
         training.optimizer.close()
         for value in tree_leaves(dict(training.inner.state)):

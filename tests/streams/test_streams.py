@@ -146,8 +146,8 @@ def test_every_access_is_ordered(name: str, tmp_path: Path) -> None:
 def test_every_wait_is_accounted_for() -> None:
     known = [*SHOWN, *(name for pair in EITHER for name in pair), *REDUNDANT, *ELSEWHERE]
     missing = [f"{seam.module}:{seam.line}, {seam.text}, as {seam.name}" for seam in FOUND if seam.name not in known]
-    assert not missing, f"say which run shows the need of {missing}, in SHOWN_BY, or why none does"
-    assert not [name for name in known if name not in BY_NAME], "there are no such waits"
+    assert not missing, f"add {missing} to SHOWN_BY with a run that needs it, or to another table"
+    assert not [name for name in known if name not in BY_NAME], "the tables name waits that do not exist"
 
 
 @pytest.mark.every(4)
@@ -188,4 +188,4 @@ def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
 def test_what_is_called_redundant_is(name: str, tmp_path: Path) -> None:
     for run in RUNS:
         found = first_race(RUNS[run], tmp_path, without(BY_NAME[name]), late=0.003)
-        assert found == "", f"in {run}: move it to SHOWN_BY"
+        assert found == "", f"{run} needs this wait: move it to SHOWN_BY"

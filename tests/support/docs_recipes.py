@@ -25,7 +25,7 @@ def recipe(page: str, *changes: tuple[str, str]) -> str:
     assert found is not None
     text = found[1]
     for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
         text = text.replace(old, new)
     return text
 

@@ -135,7 +135,7 @@ def run(how: str, renames: str) -> None:
             assert status in (0, -signal.SIGKILL), status
             step = scene.load()
             old += step == 1
-            assert status != 0 or step == 2, "the save has ended, and what is there is older"
+            assert status != 0 or step == 2, "the save has ended, but the older checkpoint was loaded"
             # Save again in a new process. Without renames, metadata is overwritten in place, so first kill one more
             # save there.
             if renames == "none":
