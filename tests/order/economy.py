@@ -196,7 +196,7 @@ def a_backward_that_comes_to_more_since_others_are_trained_is_heard() -> None:
 
 
 def ranks_that_failed_in_different_passes_are_told_before_they_go_on() -> None:
-    """The ranks have issued the same collectives, but the rank that finished one more pass knows more orders."""
+    """The ranks have issued the same collectives, but the rank that finished one more pass has learned more."""
     world = World(2)
 
     def program(number: int) -> None:

@@ -15,7 +15,7 @@ _When = tuple[int, int]  # step, and number of the micro-batch in it
 
 
 class Refusals:
-    """The passes of one program so far, and the decision whether a deadlock is allowed.
+    """A record of the passes of one program so far, which decides if a deadlock is allowed.
 
     Attributes:
         there: for each rank, its current pass and the kind of it: "forward", "backward", "last backward", "evaluation",

@@ -144,7 +144,7 @@ class World:
         return [said for _, said in rows]  # type: ignore[misc]
 
     def issue(self, number: int, what: tuple[object, ...]) -> Event:
-        """Issue a collective. It completes when every rank has issued it at the same position of its order.
+        """Issue a collective, which completes when every rank has issued it at the same position of its order.
 
         Raises:
             Clash: another rank has issued a different collective there.

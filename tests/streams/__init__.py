@@ -1,9 +1,9 @@
 """A simulator of CUDA streams and memory on the CPU, which checks that waits order every access to memory.
 
 zeropp runs on one rank of torch's fake process group as on a GPU (``card``). The trainings cover each placement, codec
-and kind of offload, and FSDP2 (``runs``). Vector clocks decide for any two accesses to the same bytes whether one ends
-before the other begins (``clocks``), so they detect a missing wait independently of timing. ``seams`` removes single
-waits from zeropp, and tests check that a race is then reported.
+and kind of offload, and FSDP2 (``runs``). Vector clocks determine if two accesses to the same bytes are ordered by
+waits (``clocks``). So a missing wait is detected independently of timing. ``seams`` removes single waits from zeropp,
+and tests check that a race is then reported.
 
 Rules: An operation begins after all operations that its stream received before, and after everything that the launching
 thread has done or waited for. Streams wait for streams and events. Host threads wait for events, for numbers that they

@@ -1,9 +1,9 @@
 """Vector clocks of streams and host threads, and the rules that order accesses to memory.
 
-A *timeline* is a stream or a host thread. A timeline counts its operations. It also stores, for every other timeline,
-the number of that timeline's operations that end before its own next operation begins. An operation of a stream begins
-after all operations that the stream received before, and after everything that the launching thread has done or waited
-for.
+A *timeline* is a stream or a host thread. A timeline counts its operations. A timeline also stores, for every other
+timeline, the number of that timeline's operations that end before its own next operation begins. An operation of a
+stream begins after all operations that the stream received before, and after everything that the launching thread has
+done or waited for.
 """
 
 from __future__ import annotations

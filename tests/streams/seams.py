@@ -41,7 +41,7 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Seam:
-    """One such call.
+    """A call in zeropp that orders timelines, and that tests can remove.
 
     Attributes:
         module: path of the file in the repository.

@@ -190,7 +190,7 @@ class BackwardByHand(Module):
 class Manual(Module):
     """A module with manual optimization, clipping and scheduling.
 
-    It steps on two of three batches. The first of these steps uses the gradients of two batches.
+    The module steps on two of three batches. The first of these steps uses the gradients of two batches.
     """
 
     def __init__(self) -> None:

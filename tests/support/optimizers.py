@@ -14,7 +14,7 @@ __all__ = ["OPTIMIZERS", "Lion"]
 class Lion(torch.optim.Optimizer):
     """An optimizer that steps by the sign of the momentum, in plain tensor operations.
 
-    zeropp has no entry for this class, so zeropp finds out by a trial step whether the class steps element by element.
+    zeropp has no entry for this class, so zeropp checks by trial steps that the class steps element by element.
     """
 
     def __init__(

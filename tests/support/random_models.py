@@ -21,7 +21,7 @@ __all__ = ["WIDTH", "WORDS", "Node", "Root", "Spec", "draw_spec", "grow", "kinds
 WIDTH, WORDS, LEAST, MOST = 6, 11, 2, 8  # LEAST and MOST: number of leaves of a model
 Spec = tuple[Any, ...]
 
-SHARED = ("again", "tied", "outside")  # an earlier module; a layer with an earlier weight; an earlier weight alone
+SHARED = ("again", "tied", "outside")  # an earlier module; a layer with an earlier weight; only an earlier weight
 LEAVES = (
     "linear", "linear", "bare", "norm", "raw", "scalar", "gru", "conv", "attention", "embedding", "average", "in place",
     "pieces", "function", "unused", "detached", "hooked", "mixed", *SHARED,
