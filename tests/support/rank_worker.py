@@ -1,4 +1,4 @@
-"""The process of one rank of the pool. The process waits for a call, runs the call in its own process group, and reports.
+"""The process of one rank of the pool, which waits for a call, runs the call in its own process group, and reports.
 
 Messages are pickles on one duplex pipe. The parent sends a `Call`. The rank sends `begun` when it has imported all
 modules for the call, and then `ok` or `fail`. The parent sends `release` when all ranks have answered, or at once to a
