@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on as if nothing had happened, on the same ranks or on others."""
+"""Training resumes from a checkpoint bit for bit on the same ranks, and with equal weights and states on others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def same_states(found: list[Went], expected: list[Went]) -> list[str]:
     return [name for name in right if left[name].keys() != right[name].keys() or same(left[name], right[name])]
 
 
-# These carry errors of gradients, and bases of differences of weights.
+# (configuration, way of saving) that run by default. Their checkpoints have carried gradient errors (LoCo) and cached
+# weights that delta4 computes differences to.
 CHOSEN = {("hpz loco bf16", "at once"), ("hpz delta4", "asynchronous")}
 WAYS = [
     pytest.param(name, way, marks=() if (name, way) in CHOSEN else pytest.mark.campaign)
@@ -36,7 +37,10 @@ WAYS = [
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_the_same_ranks_go_on_to_the_bit(name: str, way: str, tmp_path: Path) -> None:
-    """Weights, states, losses, random numbers; errors that are carried and bases of differences with them."""
+    """Weights, states, losses and random numbers are equal.
+
+    So are carried gradient errors and the bases of differences, because losses would differ otherwise.
+    """
     before = run_ranks(4, saves, tmp_path / "here", name, asynchronous=way == "asynchronous", local_world_size=2)
     after = run_ranks(4, goes_on, tmp_path / "here", name, local_world_size=2)
     for old, new in zip(before, after, strict=True):
@@ -51,7 +55,10 @@ ELSEWHERE = [(4, 2, "hpz delta4"), (1, 1, "stage 3"), (2, 1, "stage 2 bf16"), (3
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Went]]:
-    """Saved by two nodes of two ranks, with everything that is lossy."""
+    """A checkpoint of two nodes with two ranks each, and the ranks' results.
+
+    The run has quantized gradients, LoCo and bf16.
+    """
     path = tmp_path_factory.mktemp("checkpoint") / "here"
     return path, run_ranks(4, saves, path, "hpz loco bf16", local_world_size=2)
 
@@ -61,7 +68,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Went
 @pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
 @pytest.mark.parametrize(("world", "local", "name"), ELSEWHERE)
 def test_other_ranks_and_placements(world: int, local: int, name: str, elsewhere: tuple[Path, list[Went]]) -> None:
-    """Weights and states to the bit, and the losses of a run that was given them by hand."""
+    """Weights and states are equal bit for bit.
+
+    Losses equal those of a new run that starts with these weights and states.
+    """
     path, before = elsewhere
     after = run_ranks(world, goes_on, path, name, local_world_size=local)
     assert same(after[0].state, before[0].state) == [] and same_states(after, before) == []
@@ -73,7 +83,10 @@ def test_other_ranks_and_placements(world: int, local: int, name: str, elsewhere
 @pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
 @pytest.mark.parametrize(("world", "name"), [(4, "frozen codes hpz"), (1, "frozen"), (3, "frozen codes")])
 def test_codes_of_frozen_weights(world: int, name: str, tmp_path: Path) -> None:
-    """They go to codes as they are, and are decoded where values are wanted."""
+    """Frozen quantized weights stay equal.
+
+    Codes are copied into codes, and decoded if the new run has plain weights.
+    """
     before = run_ranks(4, saves, tmp_path / "here", "frozen codes", local_world_size=2)
     after = run_ranks(world, goes_on, tmp_path / "here", name, local_world_size=2 if world == 4 else world)
     assert same(after[0].state, before[0].state) == [] and same_states(after, before) == []
@@ -109,18 +122,22 @@ def losses_of_plain_torch(state: dict[str, Tensor], states: dict[str, Any]) -> l
 
 
 def test_goes_on_like_plain_torch(elsewhere: tuple[Path, list[Went]]) -> None:
-    """In float32, where nothing is lossy but the order of sums: 1e-6."""
+    """Losses equal those of plain torch within 1e-6 in float32, because only the order of sums differs."""
     path, before = elsewhere
     after = run_ranks(2, goes_on, path, "stage 3", local_world_size=2)
     mean = [sum(pair) / 2 for pair in zip(*(rank.losses for rank in after), strict=True)]
     assert mean == pytest.approx(losses_of_plain_torch(before[0].state, states_of(before)), rel=1e-6)
-    # Ranks that did not save have random numbers of their own: no rank draws another's, or any drawn before.
+    # A run with another number of ranks seeds its generators anew. No number may be drawn twice, on any rank or before
+    # the save.
     drawn = [number for rank in after for number in rank.drawn]
     assert len(set(drawn)) == len(drawn) and not set(drawn) & {number for rank in before for number in rank.drawn}
 
 
 def test_each_rank_reads_its_own_part(elsewhere: tuple[Path, list[Went]]) -> None:
-    """And no more of what all have together than stretches of a megabyte that two share."""
+    """A rank reads less than half of the checkpoint.
+
+    It reads its own part and, to verify checksums, whole megabytes at the edges of that part.
+    """
     path, _ = elsewhere
     there = sum(each.stat().st_size for each in path.iterdir())
     for rank in run_ranks(4, goes_on, path, "stage 3", verify="none", local_world_size=2):

@@ -1,4 +1,4 @@
-"""Averages of the weights in a checkpoint: on any ranks, of what was frozen, of weights that are loaded later."""
+"""Averages of weights in a checkpoint: on other ranks, for frozen parameters, and for weights that are loaded later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_average(path: Path, name: str, saves: bool, steps: int = 3) -> tuple[di
 @pytest.mark.every(8)
 @pytest.mark.parametrize(("world", "local", "name"), [(2, 2, "stage 1"), (4, 4, "hpz loco bf16"), (1, 1, "stage 3")])
 def test_averages_of_the_weights(world: int, local: int, name: str, tmp_path: Path) -> None:
-    """In any layout, to the bit: they are spread as weights are."""
+    """Averages are restored bit for bit on other ranks and placements, because they are sharded like weights."""
     before = run_ranks(4, with_average, tmp_path, "hpz loco bf16", True, local_world_size=2)[0]
     after = run_ranks(world, with_average, tmp_path, name, False, 1, local_world_size=local)[0]
     assert after[1:] == before[1:] == (0.9, 3)
@@ -41,7 +41,10 @@ def test_averages_of_the_weights(world: int, local: int, name: str, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:.*_extra_state")
 def test_averages_of_parameters_that_were_frozen(tmp_path: Path) -> None:
-    """Begin with their weights; what was no average is refused before anything changes."""
+    """The average of a parameter that was frozen at the save starts with its weights.
+
+    An entry that is no average is refused.
+    """
     with_average(tmp_path / "here", "frozen", True)
     state, *_ = with_average(tmp_path / "here", "stage 3", False)
     model, optimizer = wrap("stage 3")
@@ -57,7 +60,7 @@ def test_averages_of_parameters_that_were_frozen(tmp_path: Path) -> None:
 
 
 def test_an_average_that_is_made_after_weights_were_loaded(tmp_path: Path) -> None:
-    """It begins with them, as that of a model which was built with values."""
+    """An average of a model built on meta starts with the loaded weights, like that of a model built with values."""
     pairs = [small()]
     checkpoint.export(tmp_path, pairs[0][0])
     with torch.device("meta"):
@@ -78,7 +81,7 @@ def test_an_average_that_is_made_after_weights_were_loaded(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("given", [False, True])
 def test_an_average_of_weights_that_are_loaded_later(given: bool, tmp_path: Path) -> None:
-    """It begins with the first update, or is loaded."""
+    """An average made before weights are loaded starts at its first update, unless an average is loaded into it."""
     there = small()
     average = zeropp.ema(there[0], 0.5)
     step(there)

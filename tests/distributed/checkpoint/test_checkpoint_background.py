@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Asynchronous checkpoints, which a thread writes while training goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeropp.checkpoint import saving
 
 
 class Gate:
-    """Lets writing to disk begin when it is told to, or fail."""
+    """A context in which os.pwrite waits until ``opened`` is set, and then writes or raises ``error``."""
 
     def __init__(self, error: OSError | None = None) -> None:
         self.opened = threading.Event()
@@ -39,7 +39,8 @@ class Gate:
         def write(*arguments: Any) -> int:
             assert self.opened.wait(60)
             if self.error is not None:
-                raise OSError(*self.error.args)  # a new one: this one, kept, would keep all frames that it passes
+                # A new error each time: its traceback keeps all frames alive, and so the objects of the test.
+                raise OSError(*self.error.args)
             return self._write(*arguments)
 
         os.pwrite = write
@@ -54,14 +55,15 @@ class Gate:
 
 
 def trains_meanwhile(path: Path) -> None:
-    """What is saved is what there was at the call, whatever becomes of the weights before it is written."""
+    """Train during an asynchronous save. The checkpoint has the weights at the time of the call."""
     model, optimizer = wrap("hpz loco bf16")
     train(model, optimizer, range(2))
     before = zeropp.full_state(model)
     write_files = saving.write_files
 
     def write_later(*arguments: Any) -> Any:
-        # Before the thread looks at a value: it copies small ones together, and would have old ones at the disk.
+        # Wait before the thread reads any value. The thread copies small tensors before it writes them, so a wait in
+        # os.pwrite alone would come after the copy and hide values that are read too late.
         assert gate.opened.wait(60)
         return write_files(*arguments)
 
@@ -86,7 +88,14 @@ def test_training_goes_on_meanwhile(tmp_path: Path) -> None:
 
 
 def fails_on_one(path: Path, hears: str) -> str:
-    """A write that failed is an error of the next save, or of wait(), on every rank; then all is well again."""
+    """Let the write of rank 1 fail, and return the error of the next call on this rank.
+
+    The error is raised once on every rank, and later saves and loads succeed.
+
+    Args:
+        path: folder of the checkpoint.
+        hears: next call: "wait" or "save".
+    """
     model, optimizer = wrap("stage 3")
     train(model, optimizer, range(1))
     checkpoint.save(path, model, optimizer)
@@ -99,7 +108,7 @@ def fails_on_one(path: Path, hears: str) -> str:
     with pytest.raises(checkpoint.CheckpointError) as caught:
         checkpoint.wait() if hears == "wait" else checkpoint.save(path, model, optimizer)
     os.pwrite = write
-    # Told once.
+    # The error must be raised once only.
     checkpoint.wait()
     train(model, optimizer, range(1, 2))
     checkpoint.save(path, model, optimizer, asynchronous=True)
@@ -117,7 +126,12 @@ def test_a_failed_write_is_an_error(hears: str, tmp_path: Path) -> None:
 
 
 def saves_often(root: Path) -> dict[str, int]:
-    """Twenty saves: threads, descriptors, memory and groups after the second and after the last."""
+    """Save twenty times.
+
+    Returns:
+        Numbers of threads, open files, process groups and tensors after the third save and after the last; number of
+        files in the root; and the newest step.
+    """
     model, optimizer = wrap("stage 3")
     series = checkpoint.Series(root, keep=2)
     found: dict[str, int] = {}
@@ -127,7 +141,7 @@ def saves_often(root: Path) -> dict[str, int]:
         if step in (3, 20):
             checkpoint.wait()
             gc.collect()
-            time.sleep(0.2)  # threads that are done have a moment to end
+            time.sleep(0.2)  # finished threads need a moment to end
             found[f"threads {step}"] = threading.active_count()
             found[f"files {step}"] = len(os.listdir("/proc/self/fd"))
             found[f"groups {step}"] = len(dist.distributed_c10d._world.pg_map)
@@ -140,14 +154,14 @@ def saves_often(root: Path) -> dict[str, int]:
 def test_twenty_saves_leak_nothing(tmp_path: Path) -> None:
     for found in run_ranks(2, saves_often, tmp_path):
         for kind in ("threads", "files", "groups", "tensors"):
-            # What an earlier test has left may go meanwhile.
+            # Fewer than before is fine, because objects of an earlier test may be freed in the meantime.
             assert found[f"{kind} 3"] >= found[f"{kind} 20"], found
-        # Two checkpoints and the name of the newest.
+        # Three entries: two checkpoints and the file "latest".
         assert found["left"] == 3 and found["latest"] == 20
 
 
 def closes_meanwhile(path: Path) -> bool:
-    """Closing waits for what is being written."""
+    """Close the optimizer during a save. Return True if the checkpoint is complete afterwards."""
     model, optimizer = wrap("stage 3")
     with Gate() as gate:
         checkpoint.save(path, model, optimizer, asynchronous=True)
@@ -161,7 +175,15 @@ def test_closing_waits(tmp_path: Path) -> None:
 
 
 def drops_meanwhile(path: Path, fails: bool) -> tuple[str, bool]:
-    """What waiting raises where model and optimizer are dropped while they are written; whether all is freed then."""
+    """Drop model and optimizer during an asynchronous save.
+
+    Args:
+        path: folder of the checkpoint.
+        fails: True to let the write fail.
+
+    Returns:
+        The error of wait() ("" if there is none), and True if the engine's process groups are freed afterwards.
+    """
     model, optimizer = wrap("stage 3")
     engine, comm = weakref.ref(optimizer.engine), weakref.ref(optimizer.engine.comm)
     gate = Gate(OSError(errno.EIO, "the disk is broken") if fails else None)
@@ -177,13 +199,13 @@ def drops_meanwhile(path: Path, fails: bool) -> tuple[str, bool]:
         except checkpoint.CheckpointError as error:
             told = str(error)
     assert (path / "metadata.json").exists() is not fails
-    checkpoint.wait()  # told once
+    checkpoint.wait()  # the error must be raised once only
 
     def is_freed() -> bool:
         gc.collect()
         return comm() is None
 
-    # The thread that has written holds it until it ends.
+    # The writing thread holds a reference until it ends.
     return told, wait_until(is_freed) and not saving._unfinished
 
 
@@ -194,15 +216,19 @@ def test_an_engine_that_is_dropped_is_written(fails: bool, tmp_path: Path) -> No
 
 
 def impatient(seconds: float) -> tuple[Model, zeropp.ZeroOptimizer]:
-    """A model whose ranks do not wait long for each other."""
+    """Return a model and optimizer with ``seconds`` as hang_timeout."""
     model = Model()
     config = {**CONFIGS["stage 3"], "zeropp": {"unit_min_blocks": 0, "hang_timeout": seconds}}
-    dist.barrier()  # they may have begun further apart
+    dist.barrier()  # ranks may start further apart than hang_timeout
     return model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
 
 
 def meets_others(folder: Path) -> float:
-    """Seconds until a rank that is lost is noticed; a disk that takes longer than that is waited for."""
+    """Wait longer than hang_timeout for a slow disk, which is no error, and then for a rank that does not come.
+
+    Returns:
+        Seconds until the missing rank is reported; on rank 0.
+    """
     model, optimizer = impatient(1)
     second = dist.get_rank() == 1
     with Gate() as gate:
@@ -238,7 +264,11 @@ def test_a_slow_disk_is_waited_for_and_a_lost_rank_is_not(tmp_path: Path) -> Non
 
 
 def closes_after_a_loss(path: Path) -> bool:
-    """Training has lost rank 1, which still writes, to a disk that takes no end; rank 0 closes all the same."""
+    """Close rank 0's optimizer after the ranks have lost each other, while rank 1's write does not end.
+
+    Returns:
+        True if the checkpoint exists.
+    """
     model, optimizer = impatient(2)
     second = dist.get_rank() == 1
     with Gate() as gate:
@@ -247,7 +277,7 @@ def closes_after_a_loss(path: Path) -> bool:
             gate.opened.set()
         checkpoint.save(path, model, optimizer, asynchronous=True)
         if not second:
-            optimizer.engine.comm.abort()  # as when a pass waits in vain
+            optimizer.engine.comm.abort()  # Abort, as a pass does when it waits in vain for another rank.
             optimizer.close()
             saving._AFTER_LOSS = 30.0
         dist.barrier()
@@ -262,7 +292,10 @@ def test_closing_after_a_loss_does_not_wait_for_other_disks(tmp_path: Path) -> N
 
 
 def test_an_error_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The program ends without wait(), while it is written or later; what is asked for is told once."""
+    """An error that nobody has waited for is logged at the end of the program.
+
+    An error that wait() has raised is not.
+    """
     model, optimizer = wrap("stage 3")
     for asks in (True, False):
         caplog.clear()
@@ -295,7 +328,7 @@ def test_an_error_that_nobody_asks_for_is_logged_at_the_end_of_a_program(tmp_pat
 
 
 def ends_at_once(path: Path) -> float:
-    """Only the copy is waited for."""
+    """Return the seconds for which an asynchronous save blocks. Only the copy to host memory may block."""
     model, optimizer = wrap("stage 3")
     with Gate() as gate:
         start = time.monotonic()
@@ -310,7 +343,7 @@ def test_the_call_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 
 
 def test_copies_are_waited_for_on_the_device_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``torch.cuda.set_device`` another one is current on all ranks but the first."""
+    """Copies are awaited on the device of each tensor. Without ``torch.cuda.set_device`` another device is current."""
     events: list[object] = []
 
     def part(device: str) -> Any:

@@ -1,4 +1,4 @@
-"""Never a broken one: jobs that are killed, disks that fail, files that are damaged, foreign or cut short."""
+"""A complete checkpoint survives killed jobs and failing disks, and damaged or foreign files are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeropp.checkpoint.metadata import Checksums
 Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
 
 
-# Of file systems that rename files, and of others.
+# Kind of save, and file systems to simulate: "renames" supports rename, "none" does not.
 CUT_OFF = [
     ("in place", ("renames",)),
     ("an export", ("renames",)),
@@ -39,7 +39,11 @@ CUT_OFF = [
 
 @pytest.mark.parametrize(("how", "renames"), CUT_OFF)
 def test_killed_at_every_call_that_changes_the_disk(how: str, renames: tuple[str, ...]) -> None:
-    """What is there loads, the next save succeeds, and nothing of the first is left; an export may be gone."""
+    """After a kill at any call, the older or the new checkpoint loads.
+
+    The next save leaves no files of the killed save. An export may be missing after the kill, because it is not
+    replaced atomically.
+    """
     command = [sys.executable, "-m", "tests.support.saves_killed_at_calls", how, *renames]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *(each for each in sys.path if each)])
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
@@ -76,7 +80,10 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def test_a_disk_that_fails_at_any_call(
     code: int, trained: Pair, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says what went wrong, what was there before loads, and saving again succeeds."""
+    """A failed system call gives an error with its reason.
+
+    The earlier or the new checkpoint loads, and the next save succeeds.
+    """
     model, optimizer = trained
     before = weights(model)
     train(model, optimizer, [7])
@@ -97,7 +104,7 @@ def test_a_disk_that_fails_at_any_call(
             return instead
 
         with monkeypatch.context() as patch:
-            # Not those by which what was there before is deleted: by then the new one is complete.
+            # Calls that delete the earlier checkpoint are left out, because the new checkpoint is complete by then.
             for name in (name for name in CALLS if name not in ("unlink", "rmdir")):
                 patch.setattr(os, name, counted(getattr(os, name)))
             try:
@@ -108,7 +115,7 @@ def test_a_disk_that_fails_at_any_call(
                 assert os.strerror(code) in str(error) and "saving again is possible" in str(error)
         other = wrap("stage 3")
         checkpoint.load(saved, *other)
-        # Some need not succeed: a folder may be there already, and space need not be reserved.
+        # Some calls may fail without an error of the save: mkdir of an existing folder, or posix_fallocate.
         assert same(weights(other[0]), before if failed else after)
         failures += failed
         if made <= number:
@@ -121,7 +128,15 @@ def test_a_disk_that_fails_at_any_call(
 
 
 def of_two(path: Path, failing: bool) -> str:
-    """Saves on two ranks, the second of which cannot write."""
+    """Save on two ranks while rank 1 cannot write, load, and save again.
+
+    Args:
+        path: folder of the checkpoint.
+        failing: True to let rank 1's writes fail.
+
+    Returns:
+        The error on this rank; "" if there is none.
+    """
     import torch.distributed as dist
 
     model, optimizer = wrap("stage 3")
@@ -146,7 +161,7 @@ def of_two(path: Path, failing: bool) -> str:
 
 
 def test_one_rank_s_disk_fails(tmp_path: Path) -> None:
-    """Every rank hears of it, with the rank, and all go on."""
+    """Every rank raises an error that names the failed rank, and later saves succeed."""
     for told in run_ranks(2, of_two, tmp_path / "here", True):
         assert "failed on rank 1: OSError: [Errno 5] the disk is broken" in told
     assert run_ranks(2, of_two, tmp_path / "there", False) == ["", ""]
@@ -168,7 +183,7 @@ def test_a_full_disk(small_disk: Path, trained: Pair) -> None:
 
 
 def test_every_flipped_byte_is_found(trained: Pair, saved: Path) -> None:
-    """Anywhere in any file, headers and the metadata included; nothing else changes the outcome."""
+    """One flipped bit in any byte of any file is an error if all is verified, in headers and metadata, too."""
     model, optimizer = trained
     chosen = random.Random(0)
     files = sorted(saved.iterdir())
@@ -197,7 +212,10 @@ def test_damage_names_what_it_has_hit(trained: Pair, saved: Path) -> None:
 
 
 def test_damage_in_what_nobody_reads_is_found_if_all_is_verified(tmp_path: Path) -> None:
-    """A load of the model alone passes over the optimizer's states, megabytes further on in the file."""
+    """Loading the model alone reads no optimizer state, which is megabytes behind the weights in the file.
+
+    So verify="all" must read more than the load needs.
+    """
     model = torch.nn.Linear(700, 700)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, make_config())
     model(torch.ones(1, 700)).sum().backward()
@@ -213,7 +231,7 @@ def test_damage_in_what_nobody_reads_is_found_if_all_is_verified(tmp_path: Path)
 
 
 def rewrite(saved: Path, **changes: Any) -> None:
-    """The metadata with other entries, and a checksum that is right."""
+    """Replace entries of the metadata, and write the matching checksum."""
     path = saved / "metadata.json"
     found = json.loads(path.read_bytes())["checkpoint"]
     found.update(changes)
@@ -270,7 +288,7 @@ def of(saved: Path) -> Any:
 
 
 def overlapping(saved: Path) -> None:
-    """As many elements as there should be, the first half of them twice."""
+    """Replace a tensor's box by its first half twice. The number of elements is right, but the boxes overlap."""
     tensors = of(saved)["tensors"]
     (box,) = tensors["model.head.weight"]["boxes"]
     rows = box["sizes"][0] // 2
@@ -322,7 +340,7 @@ def test_a_later_format_is_refused_before_anything_else(trained: Pair, saved: Pa
 
 
 def test_latest_that_is_damaged_or_ahead(trained: Pair, tmp_path: Path) -> None:
-    """The newest that is complete is taken, with a warning."""
+    """A series takes the newest complete checkpoint and warns if "latest" is damaged or names no complete one."""
     series = checkpoint.Series(tmp_path, keep=2)
     for step in (1, 2, 3):
         series.save(step, *trained)
@@ -342,7 +360,10 @@ def test_latest_that_is_damaged_or_ahead(trained: Pair, tmp_path: Path) -> None:
 
 
 def test_what_cut_off_jobs_have_left_goes(trained: Pair, tmp_path: Path) -> None:
-    """Folders with files of tensors and no metadata, of any step; nothing else."""
+    """A series deletes step folders with tensor files but without metadata, of any step.
+
+    Other files and folders stay.
+    """
     (tmp_path / "step-00000050").mkdir()
     (tmp_path / "step-00000050" / "rank-00000-01234567-00000.safetensors").write_text("half")
     (tmp_path / "step-00000051").mkdir()

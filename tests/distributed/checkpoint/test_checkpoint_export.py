@@ -1,4 +1,4 @@
-"""Into and out of safetensors files: read straight into shards, and written for transformers and others."""
+"""Safetensors files are read straight into shards, and exports are read by transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exports(path: Path, kind: str, layout: str, limit: int) -> Tensor:
     model = make(kind, 1)
     sharded(model)
     checkpoint.export(path, model, layout=layout, file_nbytes=limit)  # type: ignore[arg-type]
-    # Again, over what is there.
+    # The second export replaces the first.
     checkpoint.export(path, model, layout=layout, file_nbytes=limit)  # type: ignore[arg-type]
     return logits(model)
 
@@ -44,7 +44,7 @@ def exports(path: Path, kind: str, layout: str, limit: int) -> Tensor:
 @pytest.mark.every(32)
 @pytest.mark.parametrize(("kind", "layout", "limit"), [*((k, "hf", 20_000) for k in MODELS), ("llama", "single", 1)])
 def test_from_pretrained_reads_an_export(kind: str, layout: str, limit: int, tmp_path: Path) -> None:
-    """With the same logits; several files have an index, and all ranks write."""
+    """transformers reads an export and computes the same logits. Several files have an index, and all ranks write."""
     found = run_ranks(2, exports, tmp_path / "there", kind, layout, limit)
     names = sorted(each.name for each in (tmp_path / "there").iterdir())
     make(kind, 1).save_pretrained(tmp_path / "theirs")
@@ -82,12 +82,13 @@ def test_what_transformers_saved_is_read_into_shards(kind: str, world: int, tmp_
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     ranks = run_ranks(world, reads, tmp_path, kind, local_world_size=world)
     assert all(torch.equal(found, logits(model)) and missing == [] for found, _, missing in ranks)
-    # Experts lie side by side; what attention has in one tensor is split.
+    # Stacked experts are read as boxes of the files, without a conversion. nomic's fused attention weight must be split
+    # by transformers' conversion.
     assert any(converted for _, converted, _ in ranks) == (kind == "nomic")
 
 
 class Large(nn.Module):
-    """Two matrices of 16 MB, so that a page more or less does not count."""
+    """A model of two 16 MB matrices. They are so large that a page more or less hardly changes the bytes read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ def exports_as(path: Path, dtype: torch.dtype | None, top: dict[str, object]) ->
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
 def test_dtypes(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Main weights, rounded once; by default to what the model computes in."""
+    """An export has the main weights rounded once to the given dtype; by default to the compute dtype."""
     state = run_ranks(2, exports_as, tmp_path / "there", dtype, {"bf16": {"enabled": True}})[0]
     found = load_file(tmp_path / "there" / "model.safetensors")
     assert found.keys() == state.keys()
@@ -158,7 +159,7 @@ def fails_on_one(path: Path) -> str:
         checkpoint.export(path, model, layout="hf", file_nbytes=20_000)
     except (CheckpointError, OSError) as error:
         os.pwrite = write
-        dist.barrier()  # rank 0 removes what was written
+        dist.barrier()  # rank 0 removes the files of the failed export before the barrier
         assert sorted(each.name for each in path.iterdir()) == before
         train(model, optimizer, range(1))
         checkpoint.export(path, model)
@@ -224,7 +225,7 @@ def test_files_of_another_model(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_from_a_pretrained_file(tmp_path: Path) -> None:
-    """Weights of a file and fresh states train like a model that began with them."""
+    """Training from a safetensors file has the losses of a model that is built with the file's weights."""
     state = {name: value.contiguous() for name, value in Model().state_dict().items()}
     save_file({name: value + 0.01 for name, value in state.items()}, tmp_path / "model.safetensors")
     plain, losses = run_ranks(2, two_ways, tmp_path / "model.safetensors")[0]

@@ -1,4 +1,4 @@
-"""``load_foreign``: weights and optimizer states of other programs' files, straight into the shards."""
+"""``load_foreign`` reads weights and optimizer states from the files of other programs straight into shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeropp.checkpoint.boxes import CheckpointError
 
 def saved(path: Path, how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     state: dict[str, Any] = dict(model.state_dict())
-    # As it is stored for a product from the other side, and as a view of a larger row.
+    # Two layouts that torch.save keeps: a transposed matrix, and a view into a larger tensor.
     state["head.weight"] = state["head.weight"].t().contiguous().t()
     row = torch.zeros(500)
     row[100:400] = state["head.bias"]
@@ -60,7 +60,10 @@ def saved(path: Path, how: str, model: nn.Module, optimizer: torch.optim.Optimiz
     [("nested", 3, "stage 3"), ("prefix", 2, "hpz loco bf16"), ("folder", 2, "stage 1"), ("dcp", 2, "stage 3")],
 )
 def test_plain_torch(how: str, world: int, name: str, tmp_path: Path) -> None:
-    """Nested with numbered states, with a prefix, in several files, and by DCP of one process; transposed, too."""
+    """Files of plain torch load: nested with numbered states, prefixed, in several files, and from DCP in one process.
+
+    Some tensors are transposed or views.
+    """
     model, optimizer = plain()
     place, states = saved(tmp_path, how, model, optimizer), how in ("nested", "dcp")
     local = world if world == 3 else 2
@@ -77,7 +80,10 @@ def test_training_goes_on_as_plain_torch_s(tmp_path: Path) -> None:
 
 
 def test_the_model_twice(tmp_path: Path) -> None:
-    """Under a usual name it is taken, with a warning; where none says which is meant, prefix has to."""
+    """If a file has the model twice, a usual name is taken with a warning.
+
+    Without a usual name, ``prefix`` must choose.
+    """
     model, _ = wrap("stage 3")
     state, other = ({name: value + add for name, value in Model().state_dict().items()} for add in (1, 2))
 
@@ -99,7 +105,7 @@ def test_the_model_twice(tmp_path: Path) -> None:
 
 
 def test_groups_that_list_names(tmp_path: Path) -> None:
-    """In another order and other groups than here, with a learning rate that is a tensor."""
+    """States load by parameter name, from other groups in another order, and a tensor as learning rate loads, too."""
     model, optimizer = plain()
     named = torch.optim.AdamW(list(model.named_parameters())[::-1], lr=torch.tensor(0.25))
     named.state.update(optimizer.state)
@@ -112,7 +118,7 @@ def test_groups_that_list_names(tmp_path: Path) -> None:
 
 
 def saves_titan(path: Path) -> dict[str, torch.Tensor]:
-    """As torchtitan does: names of weights at the top, states flattened under "optimizer"."""
+    """Save a checkpoint like torchtitan: names of weights at the top, flattened states under "optimizer"."""
     model = Shardable()
     for block in model.blocks:
         fully_shard(block)
@@ -133,7 +139,10 @@ def test_torchtitan_s_names(tmp_path: Path) -> None:
 
 
 def test_fsdp2_goes_on_here(tmp_path: Path) -> None:
-    """With its weights, states and settings; to the rounding of sums, whose order differs."""
+    """Training goes on from FSDP2's weights, states and settings.
+
+    Losses agree to 1e-5, because the order of sums differs.
+    """
     before = run_ranks(2, fsdp2_saves, tmp_path)
     after = run_ranks(2, reads, tmp_path, "stage 3", True, None, Shardable, local_world_size=2)
     for losses, rank in zip(before, after, strict=True):
@@ -148,7 +157,7 @@ def saves_state(path: Path) -> Went:
 
 
 def test_what_was_saved_by_torch_of_zeropp(tmp_path: Path) -> None:
-    """Boxes of any shape, under a prefix of their own, with a convolution in channels_last."""
+    """A DCP checkpoint of zeropp's own state loads, with boxes of any shape, a prefix, and a channels_last weight."""
     before = run_ranks(4, saves_state, tmp_path, local_world_size=2)
     after = run_ranks(2, reads, tmp_path, "stage 1", True, local_world_size=2)
     assert all(torch.equal(after[0].state[name], value) for name, value in before[0].state.items())
@@ -159,7 +168,7 @@ def test_what_was_saved_by_torch_of_zeropp(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
-    """That is, its share of the weights."""
+    """A rank reads its share of the weights, a quarter with four ranks, and at most 2 % more."""
     model = Large()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
@@ -173,7 +182,10 @@ def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_crafted_pickle_runs_nothing(tmp_path: Path) -> None:
-    """In each format and each of its files: an error on every rank that names the file and what it would have run."""
+    """A pickle that would run code is refused in every file of every format.
+
+    The error on every rank names the file and the refused function.
+    """
     mark, (model, optimizer) = tmp_path / "mark", plain()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save({**state, "more": Evil(mark)}, tmp_path / "model.pt")
@@ -193,7 +205,13 @@ def test_a_crafted_pickle_runs_nothing(tmp_path: Path) -> None:
 
 
 def _put_in_place(folder: Path, name: str, mark: Path) -> None:
-    """Put a crafted file in the place of one item of a folder of DCP."""
+    """Replace one item of a DCP folder by a crafted pickle.
+
+    Args:
+        folder: DCP checkpoint.
+        name: name of the item.
+        mark: file that the pickle would create if it ran.
+    """
     metadata = FileSystemReader(folder).read_metadata()
     item = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
     torch.save(Evil(mark), folder / "crafted")
@@ -203,7 +221,7 @@ def _put_in_place(folder: Path, name: str, mark: Path) -> None:
     with path.open("ab") as file:
         file.write(data)
     item.offset, item.length = begin, len(data)
-    # As torch's writer does it.
+    # Pickled, as torch's writer stores the metadata.
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -217,7 +235,7 @@ def compressed(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_that_cannot_be_read_so(tmp_path: Path) -> None:
-    """The error says what is there and what was expected."""
+    """The error for an unreadable file names the path, the contents and the expected contents."""
     model, optimizer = wrap("stage 3")
     state = Model().state_dict()
 

@@ -1,4 +1,4 @@
-"""Saves that are interrupted: by SIGTERM, by a folder that vanishes, by a disk that has become read-only.
+"""Saves that are interrupted by SIGTERM, by a folder that vanishes, or by a disk that becomes read-only.
 
 Ranks that a signal ends are in test_checkpoint_killed.py.
 """
@@ -26,11 +26,11 @@ from zeropp import checkpoint
 
 
 class Ended(BaseException):
-    """What a handler of SIGTERM raises."""
+    """The exception that the test's SIGTERM handler raises."""
 
 
 def in_mid_save(act: Callable[[], object]) -> Callable[[], None]:
-    """Have ``act`` done once, when the first block is about to be written; returns what takes that back."""
+    """Call ``act`` once, before the first block is written. Return a function that restores os.pwrite."""
     write, done = os.pwrite, []
 
     def instead(*arguments: Any) -> int:
@@ -48,7 +48,16 @@ def in_mid_save(act: Callable[[], object]) -> Callable[[], None]:
 
 
 def interrupted(root: Path, act: Callable[[], object] | None, handler: bool = False) -> str:
-    """Saves step 1, fails to save step 2, loads what is there, and saves step 2; what the failed save said."""
+    """Save step 1, fail to save step 2, load step 1, and save step 2 again.
+
+    Args:
+        root: folder of the series.
+        act: function that is called during the failing save; None to write normally on this rank.
+        handler: True to install a SIGTERM handler that raises.
+
+    Returns:
+        The error of the failed save on this rank.
+    """
     if handler:
 
         def raises(*_: object) -> None:
@@ -83,7 +92,7 @@ def interrupted(root: Path, act: Callable[[], object] | None, handler: bool = Fa
 
 
 def vanishing(root: Path) -> str:
-    """The folder that is written to goes away."""
+    """Delete the folder that is being written to, and return the error of the save."""
 
     def act() -> None:
         shutil.rmtree(root / "step-00000002")
@@ -136,7 +145,7 @@ def test_a_read_only_disk(disk: Path) -> None:
 
 
 def by_signal(root: Path) -> str:
-    """SIGTERM comes to one rank, whose handler raises, while it writes."""
+    """Send SIGTERM to rank 1 while it writes, and return the error of the save on this rank."""
     act = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if dist.get_rank() == 1 else None
     kept = signal.getsignal(signal.SIGTERM)
     try:
@@ -146,14 +155,17 @@ def by_signal(root: Path) -> str:
 
 
 def test_sigterm_with_a_handler_that_raises(tmp_path: Path) -> None:
-    """The rank gets what its handler has raised, and the other ranks hear of it."""
+    """Rank 1 raises its handler's exception, and rank 0 raises an error that names rank 1 and the exception."""
     first, second = run_ranks(2, by_signal, tmp_path)
     assert "failed on rank 1: Ended" in first and second.startswith("Ended")
 
 
 @pytest.mark.parametrize("remedy", ["step", "zero_grad"])
 def test_gradients_that_wait_for_a_step(remedy: str, tmp_path: Path) -> None:
-    """They would be lost: refused, with what to do, which does."""
+    """A save between backward and step() is refused, because the gradients would be lost.
+
+    Both remedies in the message work.
+    """
     model, optimizer = wrap("stage 3")
     optimizer.backward(model(tokens(0, 0)))
     with pytest.raises(checkpoint.CheckpointError, match=r"of 1 micro-batches .* save after step\(\), or discard them"):

@@ -1,4 +1,4 @@
-"""Keys of the configuration that say how weights are loaded and saved."""
+"""Configuration keys for loading and saving weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rounds(path: Path, stage: int, keep: bool) -> tuple[dict[str, Tensor], dict[
     model, optimizer = wrapped(stage, load_from_fp32_weights=keep)
     checkpoint.load(path, model, optimizer)
     after = zeropp.full_state(model)
-    # What is not in a file is as it was.
+    # Weights that are not in the file must stay unchanged.
     model, optimizer = wrapped(stage, load_from_fp32_weights=keep)
     first = zeropp.full_state(model)
     if dist.get_rank() == 0:
@@ -51,7 +51,7 @@ def rounds(path: Path, stage: int, keep: bool) -> tuple[dict[str, Tensor], dict[
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("stage", "keep"), [(3, True), (1, False), (3, False)])
 def test_main_weights_of_a_checkpoint(stage: int, keep: bool, tmp_path: Path) -> None:
-    """In full, or rounded to what is computed with."""
+    """Main weights of a checkpoint are loaded in full, or rounded to bf16 with load_from_fp32_weights=False."""
     for before, after in run_ranks(2, rounds, tmp_path / "here", stage, keep):
         assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
         assert all(torch.equal(after[n], v if keep else v.bfloat16().float()) for n, v in before.items())
@@ -75,7 +75,10 @@ def saves_whole(path: Path, stage: int, gather: bool) -> tuple[bool, bool, dict[
 @pytest.mark.filterwarnings("ignore:.* was not written")
 @pytest.mark.parametrize(("stage", "gather"), [(3, True), (3, False), (2, False)])
 def test_whole_weights_in_16_bits(stage: int, gather: bool, tmp_path: Path) -> None:
-    """In stage 3 where the key allows it, and else nothing is written and the first rank says why; export does it."""
+    """save_16bit_model writes in stages below 3, and in stage 3 only if the key allows it.
+
+    Otherwise rank 0 warns, and nothing is written. export writes in any case.
+    """
     ranks = run_ranks(2, saves_whole, tmp_path, stage, gather)
     writes = stage < 3 or gather
     assert [rank[:2] for rank in ranks] == [(writes, writes)] * 2
@@ -123,7 +126,7 @@ def loads_in_turns(path: Path, turns: bool, fails: int | None) -> tuple[list[tup
 
 
 def test_ranks_of_a_node_read_in_turn(tmp_path: Path) -> None:
-    """The second ranks of both nodes begin when both first ones have ended."""
+    """pipeline_loading_checkpoint: the second rank of each node reads after both first ranks have finished."""
     order, told = run_ranks(4, loads_in_turns, tmp_path / "here", True, None, local_world_size=2)[0]
     assert told == "" and {rank for rank, _ in order[:4]} == {0, 2} and {rank for rank, _ in order[4:]} == {1, 3}
 

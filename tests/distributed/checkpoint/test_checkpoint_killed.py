@@ -1,4 +1,4 @@
-"""Jobs that are killed at random moments of saving: what is there loads to the bit, and saving goes on."""
+"""After a kill at a random moment of saving, a checkpoint loads bit for bit, and the next save succeeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = [
 
 @pytest.mark.parametrize(("runs", "moments"), CASES)
 def test_killed_at_random_moments(runs: int, moments: int, tmp_path: Path) -> None:
-    """One rank or all; a rank that is left comes to an error by itself."""
+    """One rank or both are killed. A surviving rank must raise an error by itself."""
     command = [sys.executable, "-m", "tests.support.saves_killed_at_random", str(tmp_path), str(runs), str(moments)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *(each for each in sys.path if each)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

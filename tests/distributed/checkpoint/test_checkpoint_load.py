@@ -1,4 +1,4 @@
-"""Loading: in few reads, and what one rank's own code refuses is an error of all."""
+"""Loading takes few reads, and an error of one rank's own objects is an error on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeropp.checkpoint import tensor_reader
 
 
 def small_ones(count: int) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
-    """A model of many small parameters, each with a count of steps of its own."""
+    """A model of many small parameters, each of which has its own step count in the optimizer's state."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
     config = {"zero_optimization": {"stage": 3}}
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, config)
@@ -42,14 +42,14 @@ def test_many_small_tensors_are_read_at_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tensor_reader, "read_blocks", counted)
     other, state = small_ones(100)
     found = checkpoint.load(tmp_path / "here", other, state)
-    # One for what is wanted, one for what is left to verify.
+    # One call reads the tensors, and one reads the remaining bytes to verify them.
     assert len(calls) <= 2 and found.nbytes_read <= nbytes
     steps = {int(each["step"]) for each in state.inner.state.values()}
     assert steps == {1} and len({id(each["step"]) for each in state.inner.state.values()}) == 200
 
 
 class Fussy:
-    """An object, or an optimizer's method, that refuses a state where it is told to."""
+    """An object whose load_state_dict raises if ``refusing`` is True."""
 
     def __init__(self, refusing: bool) -> None:
         self.refusing = refusing
@@ -63,7 +63,7 @@ class Fussy:
 
 
 class Wary(Model):
-    """A model with a state of its own."""
+    """A model with extra state, which set_extra_state refuses if ``refusing`` is True."""
 
     refusing = False
 
@@ -77,7 +77,7 @@ class Wary(Model):
 def by_a_set(path: Path) -> None:
     model, optimizer = wrap("stage 3")
     checkpoint.save(path, model, optimizer)
-    # Sets of strings have another order in each process.
+    # A set of strings has a different order in each process, because Python randomizes hashes.
     for only in ({"model", "optimizer", "random"}, {"model", "random"}, {"extra", "optimizer", "model"}):
         checkpoint.load(path, model, optimizer, only=only)
 
@@ -87,7 +87,15 @@ def test_kinds_are_named_by_a_set(tmp_path: Path) -> None:
 
 
 def refuses(path: Path, where: str) -> str:
-    """One rank refuses a part of what is loaded; every rank raises, and a load that nobody refuses succeeds."""
+    """Let rank 1 refuse a part of a checkpoint. Every rank raises; a second load, in which no rank refuses, succeeds.
+
+    Args:
+        path: folder of the checkpoint.
+        where: part that rank 1 refuses: a key of BLAMED.
+
+    Returns:
+        The error on this rank.
+    """
     model, optimizer = wrap("stage 3", Wary)
     train(model, optimizer, range(1))
     extra = {"sampler": Fussy(False)}

@@ -1,4 +1,4 @@
-"""Ranks that lose each other over a checkpoint, or come to it after other errors: nothing complete is lost by that."""
+"""Ranks that lose each other during a checkpoint, or fail at different calls: no complete checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ TIMEOUT = 1.0
 
 
 def impatient() -> tuple[Model, zeropp.ZeroOptimizer]:
-    """A model whose ranks do not wait long for each other."""
+    """Return a model and optimizer with a short hang_timeout of TIMEOUT seconds."""
     torch.manual_seed(0)
     model = Model()
     config = {**CONFIGS["stage 3"], "zeropp": {"unit_min_blocks": 0, "hang_timeout": TIMEOUT}}
-    dist.barrier()  # they may have begun further apart
+    dist.barrier()  # ranks may start further apart than hang_timeout
     return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, config)
 
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Have a function replaced by what ``make`` makes of it."""
+    """Replace an attribute by ``make(attribute)`` inside the context.
+
+    Args:
+        owner: object or module that has the attribute.
+        name: name of the attribute.
+        make: function that makes the replacement from the original.
+    """
     function = getattr(owner, name)
     setattr(owner, name, make(function))
     try:
@@ -52,7 +58,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def late(seconds: float) -> Callable[[Any], Any]:
-    """Something that takes longer than it does."""
+    """Return a decorator that makes a function sleep for ``seconds`` before it runs."""
 
     def make(function: Any) -> Any:
         def instead(*arguments: Any, **named: Any) -> Any:
@@ -65,7 +71,11 @@ def late(seconds: float) -> Callable[[Any], Any]:
 
 
 def loses_at_the_end(path: Path) -> str:
-    """Rank 1 goes when all is written; rank 0, on a slow disk, is about to complete it."""
+    """Let rank 1 disappear when all files are written, while rank 0 on a slow disk completes the checkpoint.
+
+    Returns:
+        The error of rank 0; "" on rank 1.
+    """
     model, optimizer = impatient()
     checkpoint.save(path, model, optimizer, file_nbytes=1 << 16)
     train(model, optimizer, [0])
@@ -102,17 +112,24 @@ def loses_at_the_end(path: Path) -> str:
 
 
 def test_a_rank_that_goes_while_another_completes(tmp_path: Path) -> None:
-    """What has its name stays whole: it is removed neither while it gets it nor afterwards."""
+    """A checkpoint whose metadata is in place is not deleted when rank 0 learns that rank 1 is gone."""
     told, _ = run_ranks(2, loses_at_the_end, tmp_path / "there")
     assert "some rank has failed, ended or not come to completing" in told
     found = Metadata.read(tmp_path / "there")
     assert all((tmp_path / "there" / file.name).stat().st_size == file.nbytes for file in found.files)
-    checkpoint.consolidate(tmp_path / "there", tmp_path / "out")  # verifies every byte
+    checkpoint.consolidate(tmp_path / "there", tmp_path / "out")  # consolidate verifies every byte
     assert "It is complete all the same" in told
 
 
 def one_by_one(root: Path) -> list[str]:
-    """Errors of saves that only some ranks have had, or asked for, and whether all go on together."""
+    """Let saves fail that only one rank has had an error in, or has waited for, and go on after each.
+
+    Args:
+        root: folder for the checkpoints.
+
+    Returns:
+        The error of each save on this rank; "" if there is none.
+    """
     model, optimizer = impatient()
     second, told = dist.get_rank() == 1, []
 
@@ -134,7 +151,7 @@ def one_by_one(root: Path) -> list[str]:
         told.append(told_by(save))
     train(model, optimizer, [0])
 
-    # Rank 1's disk fails, and rank 0 alone has asked.
+    # Rank 1's disk fails, and only rank 0 calls wait() before the next save.
     def broken(*_: object) -> Any:
         raise OSError("the disk is broken")
 
@@ -145,7 +162,7 @@ def one_by_one(root: Path) -> list[str]:
         told_by(checkpoint.wait)
     told.append(told_by(save))
     train(model, optimizer, [1])
-    # Rank 1's thread was late once.
+    # Rank 1's thread is late once.
     save()
     checkpoint.wait()
     with replaced(saving, "gather_rows", late(2.5 * TIMEOUT) if second else lambda function: function):
@@ -154,7 +171,7 @@ def one_by_one(root: Path) -> list[str]:
     dist.barrier()
     save()
     checkpoint.wait()
-    # Its group is destroyed under it, as at the end of a program.
+    # The group of the writing threads is destroyed during a save, as at the end of a program.
     with replaced(os, "pwrite", late(0.2)):
         checkpoint.save(root / "last", model, optimizer, asynchronous=True)
         dist.destroy_process_group(saving.backgrounds[optimizer.engine]._sync._group)
@@ -166,7 +183,7 @@ def one_by_one(root: Path) -> list[str]:
 
 @pytest.mark.campaign
 def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
-    """Every rank has them at the same call, and later saves are none the worse."""
+    """Every rank raises the error at the same call, and later saves succeed."""
     first, second = run_ranks(2, one_by_one, tmp_path)
     assert first[0].startswith("CheckpointError: copying") and "rank 1: MemoryError" in first[0]
     assert second[0] == "MemoryError: no memory"
@@ -177,7 +194,7 @@ def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", some([True, False], 2))
 def test_a_handler_that_waits_too(fails: bool, tmp_path: Path) -> None:
-    """It is told in the place of the wait that it interrupts."""
+    """A signal handler that calls wait() gets the error, and the wait() that it interrupts returns without one."""
     model, told = torch.nn.Linear(8, 8), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -209,7 +226,10 @@ def test_a_handler_that_waits_too(fails: bool, tmp_path: Path) -> None:
 
 
 def test_threads_end_before_their_caller_goes_on() -> None:
-    """Also where a signal's handler raises: they write to descriptors that are about to be closed."""
+    """in_threads waits for its threads even if a signal handler raises.
+
+    Otherwise a thread could write to a file descriptor that the caller has closed.
+    """
     done: list[int] = []
 
     def work(numbers: Iterator[int]) -> None:
@@ -233,12 +253,20 @@ def test_threads_end_before_their_caller_goes_on() -> None:
 
 
 def same(function: Any) -> Any:
-    """Nothing is replaced."""
+    """Return the function unchanged."""
     return function
 
 
 def goes_on(root: Path, how: str) -> str:
-    """What the call before has said, where the next one goes on with the other rank."""
+    """Let rank 0 take longer than hang_timeout in one call, and call save and load afterwards.
+
+    Args:
+        root: folder for the checkpoints.
+        how: slow work: "removing" the files of a failed save, or "looking" for the newest checkpoint.
+
+    Returns:
+        The error of the slow call on this rank; "" if there is none.
+    """
     model, optimizer = impatient()
     first, told, series = dist.get_rank() == 0, "", checkpoint.Series(root / "series")
     expected = zeropp.full_state(model)
@@ -272,7 +300,7 @@ def goes_on(root: Path, how: str) -> str:
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("how", "words"), [("removing", "the disk is broken"), ("looking", "")])
 def test_what_takes_longer_than_ranks_wait(how: str, words: str, tmp_path: Path) -> None:
-    """Removing what a failed save has left, and looking for the newest."""
+    """Rank 0 may remove files of a failed save, or look for the newest checkpoint, for longer than hang_timeout."""
     for told in run_ranks(2, goes_on, tmp_path, how):
         assert words in told and told.startswith("CheckpointError" if words else "")
 
@@ -308,13 +336,19 @@ def at_other_places() -> str:
 
 
 def test_objects_and_numbers_do_not_meet() -> None:
-    """Messages of other sizes would end the process: gloo does not report them."""
+    """Exchanges of objects and of numbers must not match each other.
+
+    Messages of different sizes would end the process, because gloo does not report them.
+    """
     for told in run_ranks(2, at_other_places):
         assert "comparing objects" in told and "comparing numbers" in told
 
 
 def test_wait_tells_all_errors(tmp_path: Path) -> None:
-    """Also those of an engine that was closed before; and a process that was forked waits for nobody's threads."""
+    """wait() raises the errors of all saves, also of an engine that is closed.
+
+    A forked process does not wait for its parent's threads.
+    """
     pairs = []
     for _ in range(2):
         model = torch.nn.Linear(8, 8)

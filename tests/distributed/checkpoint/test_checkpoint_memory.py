@@ -1,4 +1,4 @@
-"""Weights of files into shards: each rank reads its part and no more, and its memory holds no more than that."""
+"""Loading safetensors into shards: each rank reads its share only, and its memory stays within that share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
 
 WORLD = 2
-_WIDTH = 4096  # units of 33 MB
-_STACKS = 4 * 8 << 20  # of the threads that read
+_WIDTH = 4096  # width of a weight matrix, which is a unit of 33 MB in bf16
+_STACKS = 4 * 8 << 20  # bytes: stacks of 8 MiB of the four threads that read
 
 
 class Deep(nn.Module):
-    """Square matrices in a row, of any values."""
+    """A stack of square matrices in bf16, with uninitialized values."""
 
     def __init__(self, layers: int, width: int, device: str) -> None:
         super().__init__()
@@ -39,7 +39,17 @@ class Deep(nn.Module):
 
 
 def fills(folder: Path, layers: int, width: int, each: int) -> int:
-    """Files in bf16 with so many layers each; returns bytes of values."""
+    """Write safetensors files of bf16 weights with the value ``n + 1`` in layer n.
+
+    Args:
+        folder: folder of the files.
+        layers: number of layers.
+        width: width of a matrix.
+        each: layers per file.
+
+    Returns:
+        Bytes of all weights.
+    """
     nbytes = 0
     for begin in range(0, layers, each):
         numbers = range(begin, min(begin + each, layers))
@@ -51,7 +61,7 @@ def fills(folder: Path, layers: int, width: int, each: int) -> int:
 
 @contextmanager
 def limited(nbytes: int) -> Iterator[None]:
-    """Nothing can be allocated beyond so many bytes in all."""
+    """Limit the memory of this process to ``nbytes`` in all (RLIMIT_DATA)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, hard))
     try:
@@ -61,7 +71,17 @@ def limited(nbytes: int) -> Iterator[None]:
 
 
 def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, bool]:
-    """Bytes read, bytes in use at most beyond those before the model, and whether values are right."""
+    """Load safetensors files into a sharded model within a memory limit.
+
+    Args:
+        folder: folder of the files.
+        layers: number of layers.
+        width: width of a matrix.
+        slack: bytes that the load may take beyond the memory in use before it.
+
+    Returns:
+        Bytes read, the peak of additional memory since before the model was built, and True if all values are right.
+    """
     first = dist.get_rank() == 0
     gc.collect()
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -70,8 +90,8 @@ def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, 
         model = Deep(layers, width, "cpu" if first else "meta")
         optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, config, device="cpu")
         if first:
-            peak.nbytes = 0  # it has built it all
-        # What threads may write to is their stacks, too.
+            peak.nbytes = 0  # Rank 0 has built the whole model on the CPU, which must not count as memory of the load.
+        # RLIMIT_DATA counts the stacks of threads, too.
         with limited(status("VmData") + slack + _STACKS):
             found = checkpoint.load_safetensors(model, folder, progress=False)
     right = [bool((part.parameter == int(part.name.split(".")[1]) + 1).all()) for part in optimizer.slices.all]
@@ -79,7 +99,16 @@ def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, 
 
 
 def check(folder: Path, layers: int, slack: int, timeout: float = 60) -> None:
-    """Main weights and gradients of a share in float32, two units in bf16, and some slack."""
+    """Check bytes read and peak memory of each rank.
+
+    Expected memory: main weights and gradients of a share in float32, plus slack and two units in bf16.
+
+    Args:
+        folder: folder for the files.
+        layers: number of layers.
+        slack: additional bytes allowed.
+        timeout: seconds for the ranks.
+    """
     nbytes = fills(folder, layers, _WIDTH, max(layers // 3, 1))
     share, slack = 2 * (2 * nbytes // WORLD), slack + 2 * (2 * _WIDTH * _WIDTH)
     for read, most, right in run_ranks(WORLD, loads, folder, layers, _WIDTH, slack, timeout=timeout):
@@ -88,7 +117,7 @@ def check(folder: Path, layers: int, slack: int, timeout: float = 60) -> None:
 
 
 def test_a_rank_has_no_more_than_its_share(tmp_path: Path) -> None:
-    """0.1 B parameters, under a hard limit: the whole file, which has 200 MB, would be beyond it."""
+    """The model has 0.1 B parameters. The whole file of 200 MB would exceed the hard limit on memory."""
     check(tmp_path, layers=6, slack=80_000_000)
 
 

@@ -1,4 +1,4 @@
-"""Any model, at any layout, and back at any other: weights, buffers and optimizer states to the bit."""
+"""A checkpoint of any model and placement loads in any other: weights, buffers and states equal bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.rank_pool import run_ranks
 from zeropp import checkpoint
 
 States = dict[str, dict[str, Any]]
-# By ranks, and how many of them are a node.
+# Configurations by (number of ranks, ranks per node).
 LAYOUTS = {
     (1, 1): ["stage 0", "stage 3"],
     (2, 1): ["stage 1", "stage 2 bf16", "stage 3 small kept", "one unit"],
@@ -69,7 +69,14 @@ def loaded(root: Path, layout: Layout, seeds: list[int]) -> list[tuple[dict[str,
 
 
 def whole(ranks: list[dict[str, tuple[int, dict[str, Any]]]]) -> States:
-    """States put together from every rank's slices, in the order of memory."""
+    """Join the optimizer states of all ranks' slices.
+
+    Args:
+        ranks: for each rank, (first element of its slice, states of the slice) by parameter name.
+
+    Returns:
+        By parameter name, each state as a flat tensor in memory order, or the step count as it is.
+    """
     pieces: dict[str, dict[str, dict[int, Any]]] = {}
     for rank in ranks:
         for name, (start, state) in rank.items():
@@ -85,7 +92,7 @@ def whole(ranks: list[dict[str, tuple[int, dict[str, Any]]]]) -> States:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Names of what is not the same, as it would be in the dtype that it has here."""
+    """Return the names of values that differ, compared in the dtype of ``found``."""
     assert found.keys() == expected.keys()
     return [n for n, value in found.items() if not torch.equal(value, expected[n].to(value.dtype))]
 
@@ -105,7 +112,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     ],
 )
 def test_any_model_moves_to_any_layout(before: Layout, after: Layout, seeds: range, tmp_path: Path) -> None:
-    """Any dtype, order of dimensions, tied, frozen, without dimensions, without elements."""
+    """Random models have any dtype and order of dimensions, and tied, frozen, zero-dimensional and empty parameters."""
     old = run_ranks(before[0], saved, tmp_path, before, list(seeds), local_world_size=before[1], timeout=900)
     new = run_ranks(after[0], loaded, tmp_path, after, list(seeds), local_world_size=after[1], timeout=900)
     for number, seed in enumerate(seeds):

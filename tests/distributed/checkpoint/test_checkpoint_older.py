@@ -1,4 +1,4 @@
-"""Checkpoints that commit e90cce9 wrote, in each placement: they load to the bit, on their own ranks and on others."""
+"""Checkpoints written by commit e90cce9 in each placement load bit for bit, on the same ranks and on others."""
 
 from __future__ import annotations
 
@@ -40,13 +40,19 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_memory(value: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The elements of a tensor in the order that a parameter of these strides has in memory."""
+    """Return a tensor's elements as a flat tensor, in the memory order of a parameter with the given strides."""
     found = torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
     return found.as_strided((value.numel(),), (1,))
 
 
 def wrong_states(optimizer: zeropp.ZeroOptimizer, model: torch.nn.Module, there: dict[str, Tensor]) -> list[str]:
-    """States of this rank's slices that are not the saved ones."""
+    """Return the names of this rank's optimizer states that differ from the saved ones.
+
+    Args:
+        optimizer: optimizer whose states were loaded.
+        model: its model.
+        there: tensors of the checkpoint by name.
+    """
     strides, found, seen = {n: p.stride() for n, p in model.named_parameters()}, [], 0
     for part in (part for part in optimizer.slices.all if part.unit >= 0):
         for key, value in optimizer.inner.state[part.parameter].items():
@@ -60,10 +66,16 @@ def wrong_states(optimizer: zeropp.ZeroOptimizer, model: torch.nn.Module, there:
 
 
 def wrong_weights(found: dict[str, Tensor], there: dict[str, Tensor], first: dict[str, Tensor]) -> list[str]:
-    """Weights and buffers that are not the saved ones."""
+    """Return the names of weights and buffers that differ from the saved ones.
+
+    Args:
+        found: full_state after the load.
+        there: tensors of the checkpoint by name.
+        first: initial state dict, with values of parameters that the checkpoint does not have.
+    """
     wrong = []
     for key, value in found.items():
-        # A tied weight has one name there.
+        # The checkpoint has a tied weight under one name only.
         name = key.replace("head.weight", "table.weight")
         saved = there.get(f"model.{name}", first[name])
         if f"zeropp.codes.{name}" in there:
@@ -82,13 +94,23 @@ def wrong_extra(found: dict[str, Any], holder: Holder, rank: int) -> list[str]:
 
 
 def wrong_values(path: Path, other: Path) -> list[str]:
-    """Values of a job that two checkpoints do not have in common."""
+    """Return the names of the values of a job, such as loss_scale, that differ between two checkpoints."""
     one, two = (json.loads((each / "metadata.json").read_bytes())["checkpoint"]["values"] for each in (path, other))
     return [name for name in VALUES if one[name] != two[name]]
 
 
 def load(root: Path, names: list[str], again: Path, config: str | None) -> dict[str, list[str]]:
-    """Everything that is not as it was saved, by checkpoint, once this rank has loaded each of them."""
+    """Load each checkpoint, and compare everything that was loaded with the saved values.
+
+    Args:
+        root: folder of the checkpoints.
+        names: checkpoints to load: keys of CONFIGS.
+        again: folder in which each checkpoint is saved again, if ``config`` is None.
+        config: configuration to load with; None for the one of each checkpoint.
+
+    Returns:
+        Names of wrong values for each checkpoint.
+    """
     rank, wrong, first = dist.get_rank(), {}, Model().state_dict()
     for name in names:
         there = tensors_of(root / name)
@@ -117,7 +139,10 @@ def load(root: Path, names: list[str], again: Path, config: str | None) -> dict[
 
 @pytest.mark.parametrize("world", sorted(set(WORLDS.values())))
 def test_on_the_ranks_that_wrote_them(world: int, older: Path, tmp_path: Path) -> None:
-    """Weights, states, values and random numbers; and what is saved again has every tensor of the first, no other."""
+    """Weights, states, values and random numbers are equal.
+
+    A checkpoint that is saved again has exactly the tensors of the first.
+    """
     names = [name for name in CONFIGS if WORLDS[name] == world]
     for wrong in run_ranks(world, load, older, names, tmp_path, None, local_world_size=2):
         assert wrong == {name: [] for name in names}
@@ -126,6 +151,6 @@ def test_on_the_ranks_that_wrote_them(world: int, older: Path, tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore:the checkpoint was saved by", "ignore:carried errors of quantized gradients")
 @pytest.mark.filterwarnings("ignore:ranks had different extra states")
 def test_on_others(older: Path, tmp_path: Path) -> None:
-    """Three ranks in stage 3: weights and states to the bit, and the first rank's values."""
+    """On three ranks in stage 3, weights and states are equal bit for bit. Every rank gets rank 0's extra values."""
     for wrong in run_ranks(3, load, older, list(CONFIGS), tmp_path, "2 stage 3"):
         assert wrong == {name: [] for name in CONFIGS}

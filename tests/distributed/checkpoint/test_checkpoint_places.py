@@ -1,4 +1,4 @@
-"""Where checkpoints and exports are put: what is replaced and what is not, links, mount points, what a series keeps."""
+"""Target folders of checkpoints and exports: replaced and foreign folders, links, mount points, and series."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def a_dataset(folder: Path, trained: Pair) -> None:
-    """Someone else's: its description has the name that ours has."""
+    """Make a folder of another program that has a metadata.json, too."""
     folder.mkdir()
     (folder / "metadata.json").write_text('{"rows": 10}')
     (folder / "rows.bin").write_bytes(b"rows")
@@ -49,7 +49,7 @@ def a_description_alone(folder: Path, trained: Pair) -> None:
 
 
 def consolidated(folder: Path, trained: Pair) -> None:
-    """A checkpoint that has an export in it."""
+    """Make a checkpoint with an export inside."""
     checkpoint.save(folder, *trained)
     checkpoint.consolidate(folder, folder / "out")
 
@@ -86,7 +86,10 @@ def test_what_comes_in_while_it_is_written_stays(
 
 
 def test_a_damaged_checkpoint_is_replaced(trained: Pair, tmp_path: Path) -> None:
-    """And what a network's file system keeps of files that are still open is in nobody's way."""
+    """A checkpoint with damaged metadata is replaced.
+
+    ``.nfs`` files, which NFS keeps while a file is open, are no obstacle.
+    """
     folder = tmp_path / "there"
     checkpoint.save(folder, *trained)
     text = (folder / "metadata.json").read_bytes()
@@ -97,7 +100,10 @@ def test_a_damaged_checkpoint_is_replaced(trained: Pair, tmp_path: Path) -> None
 
 
 def test_export_replaces_its_own_alone(trained: Pair, tmp_path: Path) -> None:
-    """Neither a tokenizer beside an export of ours, nor weights of another program that look like one."""
+    """An export replaces an earlier export only if the folder has no other files.
+
+    A folder with foreign weights is refused, even if it looks like an export.
+    """
     model, optimizer = trained
     checkpoint.save(tmp_path / "here", model, optimizer)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -122,7 +128,7 @@ def test_export_replaces_its_own_alone(trained: Pair, tmp_path: Path) -> None:
 
 
 def test_links_are_followed(trained: Pair, tmp_path: Path) -> None:
-    """To a folder, and to one that is not there yet; they stay links."""
+    """A target may be a link to a folder, also to one that does not exist yet. The link stays a link."""
     model, optimizer = trained
     link, disk = tmp_path / "link", tmp_path / "disk"
     disk.mkdir()
@@ -157,7 +163,7 @@ def test_the_working_directory_stays(trained: Pair, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("how", ["disk", "bound"])
 def test_mount_points(how: str, trained: Pair, tmp_path: Path) -> None:
-    """A disk of its own, and a folder of the same disk."""
+    """A target may be a mount point: of another disk, or of a folder of the same disk."""
     place, source = tmp_path / "a point", tmp_path / "source"
     for each in (place, source):
         each.mkdir()
@@ -181,7 +187,7 @@ def test_mount_points(how: str, trained: Pair, tmp_path: Path) -> None:
 
 
 def test_exports_that_fail(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave nothing, and what was there before; the error says so."""
+    """A failed export leaves no files, keeps the earlier export, and says so in the error."""
     checkpoint.save(tmp_path / "here", *trained)
     checkpoint.export(tmp_path / "there", trained[0])
     before = contents(tmp_path)
@@ -199,7 +205,10 @@ def test_exports_that_fail(trained: Pair, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_series_that_goes_back(trained: Pair, tmp_path: Path) -> None:
-    """The steps that it has left go first, then the earliest; what others have put into their folders stays."""
+    """After a series is resumed at an earlier step, the later steps are deleted first, then the earliest ones.
+
+    Files of other programs in these folders stay.
+    """
     series = checkpoint.Series(tmp_path, keep=2)
     left = []
     for step in (200, 300, 250, 260):

@@ -1,4 +1,4 @@
-"""Bars: on the first rank, for what takes longer than some seconds, if tqdm is there and the user wants them."""
+"""Progress bars appear on rank 0 for work that takes longer than a few seconds, if tqdm is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ pytest.importorskip("tqdm", reason="tqdm is not installed")
 
 
 def tells(root: Path, seconds: float, **how: bool) -> dict[str, str]:
-    """What each call writes to the standard error where bars begin after so many seconds."""
+    """Return the output of each call to standard error.
+
+    Args:
+        root: folder for the files.
+        seconds: seconds after which a bar appears.
+        how: arguments of each call, such as ``progress=False``.
+    """
     model, optimizer = wrap("stage 3")
     train(model, optimizer, range(1))
     found: dict[str, str] = {}
@@ -43,13 +49,13 @@ def tells(root: Path, seconds: float, **how: bool) -> dict[str, str]:
             told("writing whole", checkpoint.consolidate, root / "here", root / "whole")
     finally:
         bars.AFTER = kept
-    # That thread would stay for good.
+    # tqdm's monitor thread would never end.
     assert not [each for each in threading.enumerate() if "tqdm" in type(each).__name__.lower()]
     return found
 
 
 def test_a_bar_on_the_first_rank(tmp_path: Path) -> None:
-    """To its end, for all that saves, loads or exports."""
+    """Every call that saves, loads or exports shows a bar that reaches 100 %."""
     first, second = run_ranks(2, tells, tmp_path, 0.0)
     for name, text in first.items():
         assert name in text and "100%" in text, (name, text)

@@ -1,4 +1,4 @@
-"""Nothing is lost or left out in silence: other savers' folders, averages, states that only one side has."""
+"""Nothing is lost or ignored without an error or a warning: folders of other savers, averages, and one-sided states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXTRA = "_extra_state"
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Writing waits for it."""
+    """An event that must be set before os.pwrite writes."""
     opened, write = threading.Event(), os.pwrite
 
     def waits(*arguments: Any) -> int:
@@ -40,7 +40,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_series_leaves_what_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what its own jobs have left goes, and nothing that is under way in this process."""
+    """A series deletes unfinished checkpoints named by a series only, and none that this process is writing."""
     actor, critic = small(), small()
     for name in ("step-00000001-hf", "step-6", "step-00000007"):
         (tmp_path / name).mkdir()
@@ -79,7 +79,7 @@ def test_two_models_and_one_path(tmp_path: Path, gate: threading.Event) -> None:
 def test_a_program_that_goes_to_another_directory(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path is where it was meant, also for what is completed later."""
+    """A relative path refers to the working directory at the time of the call, also if the save completes later."""
     pair = small()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -115,7 +115,7 @@ def test_files_that_go_before_they_have_their_name(tmp_path: Path, monkeypatch: 
 
 
 def test_an_engine_that_is_closed_has_its_error_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, by wait()."""
+    """wait() raises the error of a closed engine's save once."""
     pair = small()
 
     def full(*_: Any) -> int:
@@ -130,7 +130,7 @@ def test_an_engine_that_is_closed_has_its_error_told(tmp_path: Path, monkeypatch
 
 
 class Counting(nn.Linear):
-    """A module with a state of its own."""
+    """A module with extra state."""
 
     def get_extra_state(self) -> int:
         return 7
@@ -163,7 +163,10 @@ def test_models_that_differ(
     saved: Callable[[], nn.Module], loaded: Callable[[], nn.Module], words: str, unexpected: list[str],
     missing: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Named, and refused unless that is asked for; before anything changes."""
+    """A load between different models is refused with the names of the differences, before anything changes.
+
+    strict=False permits it.
+    """
     before, here = small(saved()), small(loaded())
     step(before)
     checkpoint.save(tmp_path / "here", *before)
@@ -192,7 +195,7 @@ def test_states_that_are_wanted_and_not_there(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
-    """Found before anything changes."""
+    """A missing file is found before anything changes."""
     pair = small()
     checkpoint.save(tmp_path / "here", *pair)
     next((tmp_path / "here").glob("*.safetensors")).unlink()
@@ -201,7 +204,7 @@ def test_a_file_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_inference_mode(tmp_path: Path) -> None:
-    """Training goes on after a load inside it."""
+    """A load inside inference mode leaves a model that can be trained."""
     pair = small()
     step(pair)
     checkpoint.save(tmp_path / "here", *pair)
@@ -211,7 +214,7 @@ def test_inference_mode(tmp_path: Path) -> None:
 
 
 def test_numpy_s_generators(tmp_path: Path) -> None:
-    """Each kind is restored; where it is another than here, it begins anew."""
+    """numpy's generator is restored if it is of the same kind; otherwise it is seeded anew, with a warning."""
     pair, kept = small(), numpy.random.get_bit_generator()
     try:
         numpy.random.set_bit_generator(numpy.random.PCG64(5))
@@ -227,7 +230,7 @@ def test_numpy_s_generators(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_never_loaded(tmp_path: Path) -> None:
-    """NaN would take the place of a good checkpoint."""
+    """A save of weights without values is refused, because NaN would replace a good checkpoint."""
     with torch.device("meta"):
         model = Model()
     zeropp.zero.materialize(model)
@@ -274,7 +277,10 @@ def test_a_series_waits_for_what_it_is_about_to_load(tmp_path: Path, gate: threa
 
 @pytest.mark.parametrize("how", ["pt", "safetensors"])
 def test_others_files_of_a_model_that_was_not_tied(how: str, tmp_path: Path) -> None:
-    """Most programs write what is tied under all names; other values would be lost."""
+    """Most programs store a tied weight under every name.
+
+    Different values under two names are refused, because one of them would be lost.
+    """
     plain, pair = Tied(False), small(Tied(True))
     path = tmp_path / f"there.{how}"
 
@@ -293,7 +299,7 @@ def test_others_files_of_a_model_that_was_not_tied(how: str, tmp_path: Path) -> 
     assert torch.equal(zeropp.full_state(pair[0])["b.weight"], plain.a.weight)
     plain.b.weight.data.copy_(plain.a.weight.data)
     load()
-    plain.b.weight = nn.Parameter(plain.a.weight.bfloat16())  # only rounded
+    plain.b.weight = nn.Parameter(plain.a.weight.bfloat16())  # equal up to rounding to bf16
     load()
     plain.b.weight = nn.Parameter(torch.cat([plain.a.weight.detach(), torch.zeros(2, 4)]))
     with pytest.raises(
@@ -304,7 +310,16 @@ def test_others_files_of_a_model_that_was_not_tied(how: str, tmp_path: Path) -> 
 
 
 def unfreezes(path: Path, name: str, saves: bool) -> tuple[list[float], dict[str, Any], list[str]]:
-    """Resumes where parameters that were frozen are trained, and the model was made with them frozen."""
+    """Resume a model that is wrapped with frozen parameters and then unfrozen.
+
+    Args:
+        path: folder of the checkpoint.
+        name: configuration of the run that saves.
+        saves: True to train and save; False to wrap a frozen model, unfreeze it and load.
+
+    Returns:
+        Losses of the next steps, averaged weights, and names of parameters without loaded states.
+    """
     model, optimizer = wrap(name if saves else "frozen")
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -322,7 +337,7 @@ def unfreezes(path: Path, name: str, saves: bool) -> tuple[list[float], dict[str
 
 
 def test_parameters_that_are_unfrozen_before_a_load(tmp_path: Path) -> None:
-    """Have their states, and averages."""
+    """Parameters that are unfrozen before a load get their optimizer states and averages."""
     before = run_ranks(2, unfreezes, tmp_path / "here", "stage 3", True)
     after = run_ranks(2, unfreezes, tmp_path / "here", "stage 3", False)
     for (losses, averages, _), (own, found, fresh) in zip(before, after, strict=True):
@@ -343,7 +358,7 @@ def frozen_here(path: Path, saves: bool) -> list[str]:
 
 
 def test_states_of_parameters_that_are_frozen_here(tmp_path: Path) -> None:
-    """Are not loaded, which a warning says."""
+    """States of parameters that are frozen in the loading model are not loaded; rank 0 warns about them."""
     run_ranks(2, frozen_here, tmp_path / "here", True)
     told = run_ranks(2, frozen_here, tmp_path / "here", False)
     assert ["which are frozen here: they are not loaded" in "".join(each) for each in told] == [True, False]

@@ -1,4 +1,4 @@
-"""Disks that take one rank longer than ``hang_timeout`` beyond another, and what happens while ranks wait for them."""
+"""A disk that delays one rank beyond ``hang_timeout``, and signals and losses while other ranks wait for that rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ TIMEOUT = 1.5
 
 
 class Ended(BaseException):
-    """What a handler of SIGTERM raises."""
+    """The exception that the test's SIGTERM handler raises."""
 
 
 def impatient(pipeline: bool = False) -> tuple[Model, zeropp.ZeroOptimizer]:
-    """A model whose ranks do not wait long for each other."""
+    """Return a model and optimizer with a short hang_timeout of TIMEOUT seconds.
+
+    Args:
+        pipeline: value of pipeline_loading_checkpoint.
+    """
     torch.manual_seed(0)
     model = Model()
     zero = {
@@ -42,13 +46,19 @@ def impatient(pipeline: bool = False) -> tuple[Model, zeropp.ZeroOptimizer]:
     }
     extension = {"unit_min_blocks": 0, "hang_timeout": TIMEOUT, "warn_after": 0.5, "local_world_size": 2}
     config = {"zero_optimization": zero, "zeropp": extension}
-    dist.barrier()  # they may have begun further apart
+    dist.barrier()  # ranks may start further apart than hang_timeout
     return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, config)
 
 
 @contextmanager
 def before(owner: Any, name: str, act: Callable[[], object] | None) -> Iterator[None]:
-    """Have something done, once, when a function is about to be called."""
+    """Call ``act`` once, before the next call of a function.
+
+    Args:
+        owner: object or module that has the function.
+        name: name of the function.
+        act: function to call; None for no call.
+    """
     function, acts = getattr(owner, name), [act] if act is not None else []
 
     def instead(*arguments: Any) -> Any:
@@ -61,7 +71,7 @@ def before(owner: Any, name: str, act: Callable[[], object] | None) -> Iterator[
         yield
     finally:
         setattr(owner, name, function)
-        assert not acts  # it was called
+        assert not acts  # the function must have been called
 
 
 def slow() -> None:
@@ -69,7 +79,16 @@ def slow() -> None:
 
 
 def one_is_slow(root: Path, action: str) -> tuple[list[str], bool]:
-    """What rank 0 logged, and whether all was as it should be."""
+    """Save, load or export while one rank's disk takes 2 * TIMEOUT seconds.
+
+    Args:
+        root: folder for the files.
+        action: "save", "export", "sixteen bit" (save_16bit_model), or "in turns" (load with
+            pipeline_loading_checkpoint).
+
+    Returns:
+        Messages that this rank logged, and True if all weights are right afterwards.
+    """
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -83,12 +102,12 @@ def one_is_slow(root: Path, action: str) -> tuple[list[str], bool]:
         with torch.no_grad(), zeropp.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             for parameter in model.parameters():
                 parameter.zero_()
-    # Rank 0 alone writes a 16-bit model.
+    # A 16-bit model is written by rank 0 alone, so rank 0 must be the slow one.
     with before(os, name, slow if second != (action == "sixteen bit") else None):
         if action == "save":
             checkpoint.save(root / "there", model, optimizer)
         elif action == "export":
-            # Small files, so that each rank has some.
+            # Files so small that each rank writes some.
             checkpoint.export(root / "out", model, file_nbytes=1 << 12)
         elif action == "sixteen bit":
             assert checkpoint.save_16bit_model(root, model, "all.bin")
@@ -109,7 +128,7 @@ RARE = [pytest.param(action, marks=pytest.mark.campaign) for action in ("export"
 @pytest.mark.campaign
 @pytest.mark.parametrize("action", ["save", "in turns", *RARE])
 def test_a_slow_disk_is_waited_for(action: str, tmp_path: Path) -> None:
-    """And named, where others wait for long."""
+    """Ranks wait for a slow disk beyond hang_timeout, and their warning names the slow rank."""
     results = run_ranks(2, one_is_slow, tmp_path, action)
     assert all(right for _, right in results)
     waits, other = (1, 0) if action == "sixteen bit" else (0, 1)
@@ -118,7 +137,15 @@ def test_a_slow_disk_is_waited_for(action: str, tmp_path: Path) -> None:
 
 
 def signalled(root: Path, where: str) -> str:
-    """SIGTERM comes to a rank that waits for the other's disk, and its handler raises."""
+    """Send SIGTERM, with a handler that raises, to the rank that waits for the other rank's disk.
+
+    Args:
+        root: folder of the checkpoint.
+        where: work of the slow rank: "writing", "completing" or "loading".
+
+    Returns:
+        The error on this rank.
+    """
     kept = signal.getsignal(signal.SIGTERM)
 
     def raises(*_: object) -> None:
@@ -130,11 +157,11 @@ def signalled(root: Path, where: str) -> str:
     checkpoint.save(root / "there", model, optimizer)
     rank, numbers = dist.get_rank(), [0, 0]
     dist.all_gather_object(numbers, os.getpid())
-    # Rank 0 alone completes a checkpoint.
+    # Only rank 0 completes a checkpoint, so only rank 0 can be slow in it.
     slow_one = 0 if where == "completing" else 1
 
     def act() -> None:
-        time.sleep(0.5)  # the other one is done by then
+        time.sleep(0.5)  # the other rank has finished its own work by then
         os.kill(numbers[1 - slow_one], signal.SIGTERM)
         slow()
 
@@ -152,7 +179,7 @@ def signalled(root: Path, where: str) -> str:
         told = f"{type(error).__name__}: {error}"
     finally:
         signal.signal(signal.SIGTERM, kept)
-    # Both go on with each other.
+    # Both ranks can go on together.
     checkpoint.load(root / "there", model, optimizer)
     found = zeropp.full_state(model)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -170,7 +197,7 @@ def signalled(root: Path, where: str) -> str:
     ],
 )
 def test_a_signal_while_a_rank_waits(where: str, words: str, tmp_path: Path) -> None:
-    """The rank gets what its handler has raised; the other one hears of it once its own work is done."""
+    """The waiting rank raises its handler's exception. The other rank raises an error when its own work is done."""
     told = run_ranks(2, signalled, tmp_path, where)
     waits = 1 if where == "completing" else 0
     assert told[waits].startswith("Ended")
@@ -179,7 +206,11 @@ def test_a_signal_while_a_rank_waits(where: str, words: str, tmp_path: Path) -> 
 
 
 def loses(root: Path) -> float:
-    """Seconds until rank 0 hears that rank 1 takes no part any more, and the words."""
+    """Let rank 1 stop answering during a save.
+
+    Returns:
+        Seconds until the error.
+    """
     model, optimizer = impatient()
     gone, second = threading.Event(), dist.get_rank() == 1
     start = time.monotonic()
@@ -202,5 +233,8 @@ def loses(root: Path) -> float:
 
 @pytest.mark.campaign
 def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
-    """Within ``hang_timeout``, and what the ranks take to hear each other's accounts of it."""
+    """A rank that no longer answers is reported soon after ``hang_timeout``.
+
+    Reading the ranks' statuses takes a few seconds more.
+    """
     assert run_ranks(2, loses, tmp_path)[0] < TIMEOUT + 5

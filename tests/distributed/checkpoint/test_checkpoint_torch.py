@@ -1,4 +1,4 @@
-"""``zeropp.checkpoint.state``: torch.distributed.checkpoint saves and loads it, and FSDP2 and single processes."""
+"""torch.distributed.checkpoint saves and loads ``zeropp.checkpoint.state``. FSDP2 and single processes read it, too."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def loads_by_torch(path: Path, name: str, how: str, trained: int, make: type[Mod
     ],
 )
 def test_torch_saves_and_loads(saved: str, how: str, world: int, loaded: str, trained: int, tmp_path: Path) -> None:
-    """Bit for bit, on other ranks and placements; where the optimizer has never stepped, too."""
+    """Weights and states load bit for bit on other ranks and placements, also before the optimizer's first step."""
     before = run_ranks(4, saves_by_torch, tmp_path / "here", saved, how, local_world_size=2)
     loaded = "stage 3" if world == 3 else loaded
     local = 1 if world == 3 else 2
@@ -87,7 +87,7 @@ def test_torch_saves_and_loads(saved: str, how: str, world: int, loaded: str, tr
 
 
 class WithNothing(Model):
-    """A parameter without elements, too."""
+    """A model with a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def fsdp2_loads(path: Path, ours: bool = False) -> list[float]:
 
 
 def test_fsdp2_goes_on(tmp_path: Path) -> None:
-    """With weights, states and settings; to the rounding of sums, whose order differs."""
+    """FSDP2 resumes with weights, states and settings. Losses agree to 1e-5, because the order of sums differs."""
     before = run_ranks(2, saves_by_torch, tmp_path / "here", "stage 3", "plain", Shardable, local_world_size=2)
     for rank, losses in zip(before, run_ranks(2, fsdp2_loads, tmp_path / "here"), strict=True):
         assert losses == pytest.approx(rank.losses, rel=1e-5)
@@ -130,7 +130,7 @@ def saves(path: Path, name: str, make: type[Model]) -> Went:
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Read by torch's planner from zeropp's own files."""
+    """FSDP2 resumes from zeropp's own files, which ``checkpoint.Reader`` gives to torch's planner."""
     before = run_ranks(4, saves, tmp_path / "here", "hpz loco bf16", Shardable, local_world_size=2)
     right = run_ranks(2, saves, tmp_path / "there", "stage 3", Shardable, local_world_size=2)
     for rank, losses in zip(right, run_ranks(2, fsdp2_loads, tmp_path / "there", True), strict=True):
@@ -139,7 +139,12 @@ def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def check_weights(path: Path, state: dict[str, Tensor]) -> None:
-    """See that one process reads a checkpoint of several ranks to the bit."""
+    """Check that one process reads the weights of a checkpoint bit for bit.
+
+    Args:
+        path: folder of the checkpoint.
+        state: expected weights by name.
+    """
     single = {name: torch.empty_like(value) for name, value in state.items()}
     dcp.load({"model": single}, storage_reader=checkpoint.Reader(path))
     assert all(torch.equal(single[name], value) for name, value in state.items())
@@ -151,7 +156,7 @@ def test_a_single_process_reads_what_several_ranks_have_saved(tmp_path: Path) ->
 
 
 class Odd(WithNothing):
-    """Parameters under two names, too."""
+    """A model that also has a module under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +165,7 @@ class Odd(WithNothing):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_single_process_reads_a_checkpoint(tmp_path: Path) -> None:
-    """All names of tied parameters, tensors in codes and of no elements, states, numbers and settings."""
+    """One process reads every name of a tied parameter, quantized and empty tensors, states and settings."""
     model, optimizer = wrap("frozen codes", Odd)
     train(model, optimizer, range(3))
     checkpoint.save(tmp_path / "here", model, optimizer)
@@ -202,7 +207,7 @@ def test_zeropp_goes_on_from_fsdp2(tmp_path: Path) -> None:
 
 
 def test_one_file_for_a_single_process(tmp_path: Path) -> None:
-    """What torch's own converter makes of it, a plain model and optimizer take."""
+    """A plain model and optimizer load the file that torch's own converter makes."""
     before = run_ranks(2, saves_by_torch, tmp_path / "here", "stage 3", "plain", local_world_size=2)
     dcp_to_torch_save(tmp_path / "here", tmp_path / "file.pt")
     found: dict[str, Any] = torch.load(tmp_path / "file.pt", weights_only=True)
@@ -218,7 +223,10 @@ def test_one_file_for_a_single_process(tmp_path: Path) -> None:
 
 
 def test_torch_s_own_state_dict_of_the_optimizer_is_refused_by_torch() -> None:
-    """It looks for the model's parameters in the groups, which have slices: docs/checkpoints.md has what to use."""
+    """torch's get_optimizer_state_dict raises a KeyError, because parameter groups have slices and not parameters.
+
+    docs/checkpoints.md names the alternative.
+    """
     model, optimizer = wrap("stage 3")
     train(model, optimizer, range(1))
     before = zeropp.full_state(model)

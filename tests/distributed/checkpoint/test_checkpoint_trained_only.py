@@ -1,4 +1,4 @@
-"""Checkpoints without frozen parameters: small, resumed bit for bit, and never taken for whole ones."""
+"""Checkpoints without frozen parameters are smaller, resume bit for bit, and are never taken for complete ones."""
 
 from __future__ import annotations
 

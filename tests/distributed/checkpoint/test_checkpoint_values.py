@@ -1,4 +1,4 @@
-"""What is no weight comes back as it was: values without elements, states of other dtypes, tensors among settings."""
+"""Values other than weights are restored exactly: empty tensors, states of other dtypes, and tensors in settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeropp.checkpoint.metadata import Metadata
 
 
 class Told(nn.Linear):
-    """Has a state that is an empty tensor."""
+    """A layer whose extra state has an empty tensor."""
 
     def get_extra_state(self) -> Any:
         return {"empty": torch.empty(0, 3)}
@@ -30,7 +30,7 @@ class Told(nn.Linear):
 
 
 class Odd(torch.optim.Optimizer):
-    """States of other dtypes than the parameter's, and of none."""
+    """An optimizer with states of other dtypes than the parameter's, and with states that are no tensors."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -106,7 +106,7 @@ def test_a_dtype_that_files_have_not_is_refused_before_anything_is_written(tmp_p
 
 
 def test_sums_of_another_width_and_values_that_are_missing(tmp_path: Path) -> None:
-    """Found before anything changes."""
+    """Wrong checksums and missing tensors are found before anything changes."""
     model, optimizer = built(adamw)
     checkpoint.save(tmp_path / "here", model, optimizer)
     good = Metadata.read(tmp_path / "here")
@@ -135,14 +135,15 @@ def test_states_keep_dtypes_of_their_own(tmp_path: Path) -> None:
         for key in ("m", "count", "mask", "number", "single"):
             assert right[key].dtype == left[key].dtype and torch.equal(right[key], left[key]), key
     numbers = [loaded.inner.state[part.parameter]["single"] for part in loaded.slices.all]
-    assert len({number.data_ptr() for number in numbers}) == len(numbers)  # steps count in place
+    # One tensor per parameter, because optimizers increment step counts in place.
+    assert len({number.data_ptr() for number in numbers}) == len(numbers)
     optimizer.inner.state[optimizer.slices.all[0].parameter]["pair"] = torch.zeros(2)
     with pytest.raises(checkpoint.CheckpointError, match="expected one element for each of the parameter's"):
         checkpoint.save(tmp_path / "pair", model, optimizer)
 
 
 def test_groups_with_equal_tensors_become_one(tmp_path: Path) -> None:
-    """And with others they do not."""
+    """Two saved groups load into one if their settings, tensors included, are equal. Otherwise the load is refused."""
 
     def two(second: float) -> Callable[[Any], torch.optim.Optimizer]:
         return lambda model: torch.optim.AdamW(

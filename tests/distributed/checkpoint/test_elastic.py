@@ -1,7 +1,7 @@
-"""A job under torchrun on two hosts: one is killed, the other goes on alone, and then both.
+"""An elastic torchrun job on two hosts goes on alone after one host is killed, and on both when the host returns.
 
-Hosts are network namespaces; the second is killed with all its processes, while its rank is in the middle of a step or
-of a save, or has its link cut before, so that nobody is told.
+Hosts are network namespaces. All processes of the second host are killed while its rank is in a step or in a save. In
+some cases its link is cut first, so that the other host receives no sign of the end.
 """
 
 from __future__ import annotations
@@ -34,12 +34,19 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "zeropp": {"hang_timeout": 12},
 }
-# What torchrun waits for: signs of life of a host, and more hosts once there are enough.
+# torchrun's times in seconds: for signs of life of a host, and for further hosts once the minimum is reached.
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
 
 
 class Host:
-    """A node on which an agent of torchrun runs, or not."""
+    """A node on which an agent of torchrun can be started and killed.
+
+    Args:
+        node: network namespace of the host.
+        head: node that serves the rendezvous.
+        arguments: arguments of the training program.
+        folder: working directory and folder of the log.
+    """
 
     def __init__(self, node: Node, head: Node, arguments: list[str], folder: Path) -> None:
         self.node, self.head, self.arguments, self.folder = node, head, arguments, folder
@@ -59,7 +66,7 @@ class Host:
             self.agent = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log)
 
     def kill(self) -> None:
-        """End all that runs on it at once."""
+        """Kill all processes in the host's network namespace."""
         while pids := subprocess.run(
             ["ip", "netns", "pids", self.node.name], capture_output=True, text=True, check=True
         ).stdout.split():
@@ -150,7 +157,12 @@ def records_of(metrics: Path) -> list[dict]:
 
 
 def check(found: list[dict], before: int) -> None:
-    """What was trained on how many ranks, from the start at which there were two."""
+    """Check which steps were trained on how many ranks, from the last start on two ranks before the kill.
+
+    Args:
+        found: metrics records of the run.
+        before: number of starts before the host was killed.
+    """
     parts: list[tuple[int, list[int]]] = []
     for record in found:
         if record["event"] == "start":
