@@ -1,6 +1,7 @@
-"""Engines of one process use the same communicators, which begin with a rehearsal and end together.
+"""Engines of one process share communicators, rehearse them while wrapping, and destroy them together.
 
-Over the staged backend, with work done in the program's order, as streams of a card do it without offload.
+The tests use the staged backend with ``overlap_comm=False``, so that work runs in the order of the program, as on CUDA
+streams without offload.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ ORDERED: dict[str, Any] = {"overlap_comm": False, "hang_timeout": 20}
 def wrapped(
     seed: int, change: Callable[[nn.Module], object] = lambda model: None, **settings: Any
 ) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
-    """A small model, changed before it is wrapped, and its optimizer."""
+    """Return a small wrapped model and its optimizer.
+
+    Args:
+        seed: seed of the weights.
+        change: function that changes the model before it is wrapped.
+        settings: configuration, see ``make_config``.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     change(model)
@@ -44,7 +51,7 @@ def wrapped(
 
 
 def step(model: nn.Module, optimizer: zeropp.ZeroOptimizer, number: int) -> float:
-    """The loss of one step."""
+    """Take one optimizer step, and return its loss."""
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     loss = model(torch.randn(4, 64, generator=generator)).square().mean()
     optimizer.backward(loss)
@@ -54,12 +61,22 @@ def step(model: nn.Module, optimizer: zeropp.ZeroOptimizer, number: int) -> floa
 
 
 def groups(optimizer: zeropp.ZeroOptimizer) -> set[str]:
-    """Names of an engine's communicators."""
+    """Return the names of an engine's communicators."""
     return {each.name for each in optimizer.engine.comm.communicators}
 
 
 def several(settings: dict[str, Any], local: int) -> tuple[list[int], int, list[float], list[float], list[bool]]:
-    """Actor, critic and reference: communicators made; those of the plan; losses together and alone; what is left."""
+    """Train an actor and a critic, first one after the other, then together, with a third model for inference.
+
+    Args:
+        settings: configuration of all engines.
+        local: ranks per node.
+
+    Returns:
+        Two counts of communicators made (held by the process, named by the engines), the count that zeropp.plan.memory
+        gives, losses of the models trained together, losses of the models trained one after the other, and four
+        booleans that are True if closed engines leave no communicator.
+    """
     held = communicators._held
     alone: list[float] = []
     for seed in (1, 2):
@@ -94,9 +111,10 @@ def several(settings: dict[str, Any], local: int) -> tuple[list[int], int, list[
 @pytest.mark.parametrize(
     ("world", "local", "settings", "count", "alone"),
     [
-        # Gathers and refreshes have one, reductions and small sums the other.
+        # Gathers and refreshes share one communicator, reductions and small sums the other.
         pytest.param(2, 2, {}, 2, 0, marks=pytest.mark.campaign),
-        # Two links, two directions. Small sums go over the user's group, which a plan cannot know.
+        # Gathers and reductions have one communicator each within a node, and one each between nodes. Small sums use
+        # the user's group. The plan counts one more communicator, because it does not see the user's group.
         (4, 2, {"zero_hpz_partition_size": 2}, 4, 1),
         pytest.param(2, 2, {"share_communicators": False}, 2, 0, marks=pytest.mark.campaign),
     ],
@@ -112,14 +130,19 @@ def test_engines_share_communicators(world: int, local: int, settings: dict[str,
 
 
 def dropped() -> tuple[bool, bool, bool]:
-    """Engines that are dropped and not closed, by rank 0 earlier than by rank 1; whether their communicators go on."""
+    """Drop engines without close(), on rank 0 before rank 1.
+
+    Returns:
+        True if a new engine reuses the communicators that rank 1 still uses; True if no communicator has a user after
+        the last engine is dropped; True if the next engine has new communicators and the old ones are gone.
+    """
     first, optimizer = wrapped(1)
     before = groups(optimizer)
     keep = (first, optimizer) if dist.get_rank() else None
     del first, optimizer
     gc.collect()
     other, second = wrapped(2)
-    reused = groups(second) == before  # rank 1 still uses them
+    reused = groups(second) == before  # expected True, because rank 1 still uses these communicators
     del keep
     gc.collect()
     step(other, second, 0)
@@ -136,7 +159,7 @@ def test_dropped_engines_leave_no_communicators() -> None:
 
 
 def crossed() -> str:
-    """The error of ranks that use two engines of one shape in opposite orders."""
+    """Use two engines of equal shapes in opposite orders on the two ranks, and return the error."""
     engines = [wrapped(1), wrapped(2)]
     for model, optimizer in engines:
         step(model, optimizer, 0)
@@ -147,13 +170,16 @@ def crossed() -> str:
 
 
 def test_engines_in_another_order_on_another_rank_are_noticed() -> None:
-    """Their gathers would go to each other's buffers, of the same size."""
+    """Ranks that use two engines in different orders get an error at the next step.
+
+    Without the check, each engine's gathers would fill the other engine's buffers, which have the same sizes.
+    """
     for text in run_ranks(2, over, crossed, init=False):
         assert "comparing what was gathered and reduced" in text
 
 
 def lost_together() -> list[str]:
-    """Errors of two engines that share communicators, after the ranks of one lost each other."""
+    """Let rank 1 stay away from a step of one engine, and return the errors that rank 0 gets in both engines."""
     (model, first), (other, second) = wrapped(1, hang_timeout=2), wrapped(2, hang_timeout=2)
     errors, store = [], dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -179,11 +205,18 @@ def test_a_loss_reaches_every_engine_that_shares() -> None:
 
 
 def ended_and_begun_again(folder: str) -> int:
-    """How many communicators an engine has after torch.distributed was ended, begun again, and the old one closed."""
+    """Destroy and reinitialize torch.distributed while an engine exists, and close that engine afterwards.
+
+    Args:
+        folder: folder for the stores of the two process groups.
+
+    Returns:
+        Number of communicators that this rank has after a step of the second engine.
+    """
     staged.register()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for number in range(2):
-        # Stores of their own: a launcher's keeps the addresses of the first time.
+        # One store for each process group, because the launcher's store still has the addresses of the first group.
         store = dist.FileStore(f"{folder}/{number}", world)
         dist.init_process_group(staged.NAME, store=store, rank=rank, world_size=world)
         model, optimizer = wrapped(number)
@@ -199,12 +232,16 @@ def ended_and_begun_again(folder: str) -> int:
 
 
 def test_an_engine_outlives_torch_distributed(tmp_path: Path) -> None:
-    """Its close() neither fails nor touches the groups of the next one."""
+    """close() of the first engine neither raises nor touches the process groups of the second engine."""
     assert run_ranks(2, ended_and_begun_again, str(tmp_path), init=False) == [2, 2]
 
 
 def closed_alone() -> tuple[str, float]:
-    """Rank 0 fails in its own code and closes as it leaves; both ranks' errors, and seconds until then."""
+    """Raise an error on rank 0, which closes its optimizer, while rank 1 goes on training.
+
+    Returns:
+        The error of this rank, and seconds until the error.
+    """
     model, optimizer = wrapped(1)
     step(model, optimizer, 0)
     begun = time.monotonic()
@@ -227,7 +264,13 @@ def test_closing_alone_ends_and_hides_nothing() -> None:
 
 
 def rehearsed(settings: dict[str, Any]) -> tuple[Counter[str], Counter[str], int, int]:
-    """Collectives of hops while wrapping and in all, by name; rows counted while wrapping; messages too large."""
+    """Count the collectives of hops while a model is wrapped and in two steps.
+
+    Returns:
+        Collectives during wrapping, by kind and hop; all collectives, by kind and hop; ledger rows of gathers and
+        reductions after wrapping; and the number of collectives in training that are larger than every earlier one of
+        their kind.
+    """
     seen: Counter[str] = Counter()
     largest: dict[str, int] = {}
     late = 0
@@ -277,7 +320,12 @@ def test_everything_runs_once_while_wrapping(settings: dict[str, Any]) -> None:
 
 
 def unfrozen() -> list[str]:
-    """Collectives of a model that is unfrozen after it was wrapped, and of its first backward."""
+    """Unfreeze a model after it is wrapped.
+
+    Returns:
+        Kinds of all-to-all collectives in the order of issue, with "wrapped" after the model is unfrozen and "backward"
+        before the backward.
+    """
     seen: list[str] = []
 
     def noted(self: Hop, *args: Any, **kwargs: Any) -> object:
@@ -301,7 +349,7 @@ def test_unfreezing_rehearses_new_communicators() -> None:
 
 
 def broken() -> str:
-    """The error of a hop between nodes that cannot connect, on every rank."""
+    """Wrap a model while the all-gather between nodes fails on every rank, and return the error."""
 
     def fails(self: Hop, *args: Any, **kwargs: Any) -> object:
         if self.spec.link == "cross":

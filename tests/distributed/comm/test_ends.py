@@ -1,6 +1,7 @@
-"""A rank that is killed, stopped or raises ends all others, with an error that says so, soon after ``hang_timeout``.
+"""After a rank is killed, stopped or raises, all other ranks end with an error soon after ``hang_timeout``.
 
-The ranks are programs of their own, and rank 0's process keeps the job's store: :mod:`tests.support.failing_rank_job`.
+The ranks are programs without torchrun, and rank 0's process keeps the job's store: see
+:mod:`tests.support.failing_rank_job`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.support.failing_rank_job import WHAT, WHERE
 
 ROOT = Path(__file__).resolve().parents[3]
 HANG_TIMEOUT = 3.0
-GRACE = 5.0  # seconds to say why, and to end
+GRACE = 5.0  # seconds that a rank may take to report the error and to end
 STARTING = 90.0
 
 
@@ -36,7 +37,13 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(folder: Path, world: int, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One process for each rank; what they write is in ``folder``."""
+    """Start one process per rank, and kill the processes at the end.
+
+    Args:
+        folder: folder for the files ``out<rank>`` and ``err<rank>`` with the output of each process.
+        world: number of ranks.
+        arguments: arguments of the program.
+    """
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     env.update(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(world // 2))
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
@@ -57,7 +64,18 @@ def started(folder: Path, world: int, *arguments: str) -> Iterator[list[subproce
 
 
 def ends(world: int, what: str, where: str, victim: int, folder: Path) -> dict[int, tuple[float, str]]:
-    """After how many seconds each of the other ranks has ended, and what it said."""
+    """Run the program until all ranks but the victim have ended.
+
+    Args:
+        world: number of ranks.
+        what: end of the victim, a key of WHAT: "killed", "stopped" or "raises".
+        where: place in the program at which the victim ends, an entry of WHERE.
+        victim: rank that ends.
+        folder: folder for the output of the processes.
+
+    Returns:
+        For each other rank, the seconds from the victim's end to the rank's end, and the rank's standard error.
+    """
     ended: dict[int, float] = {}
     with started(folder, world, what, where, str(victim), str(HANG_TIMEOUT)) as processes:
         limit, begun = time.monotonic() + STARTING, 0.0
@@ -78,7 +96,8 @@ def ends(world: int, what: str, where: str, victim: int, folder: Path) -> dict[i
 
 
 def check(world: int, what: str, where: str, victim: int) -> None:
-    # While a model is wrapped ranks tell each other of what one of them raises; later they find that it is gone.
+    # While a model is wrapped, ranks exchange errors, so the message names the victim's error. Later the ranks only
+    # find that the victim is missing.
     told = f"failed on rank {victim}: " if (what, where) == ("raises", "wrapping") else "no longer in step"
     with tempfile.TemporaryDirectory() as folder:
         for rank, (seconds, text) in ends(world, what, where, victim, Path(folder)).items():

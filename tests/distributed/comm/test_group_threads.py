@@ -1,4 +1,7 @@
-"""Each process group is driven by one thread, or ranks would give it collectives in different orders."""
+"""Each process group is used by one thread only.
+
+With two threads, ranks could issue its collectives in different orders.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from zeropp.comm.hops import Hop
 QUANTIZED: dict[str, object] = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
 TWICE: dict[str, object] = {"gradient_accumulation_steps": 2}
 ACCUMULATED: dict[str, object] = {**TWICE, "defer_cross_reduction": True}
-# Ranks, ranks per node, settings.
+# By name: number of ranks, ranks per node, settings.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
     "2x2 stage 3": (4, 2, ACCUMULATED),
     "2x2 hpz, quantized": (4, 2, {**ACCUMULATED, **QUANTIZED, "zero_hpz_partition_size": 2}),
@@ -33,9 +36,13 @@ PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
 
 
 def threads_of_groups(settings: dict[str, object], local: int) -> tuple[list[int], int]:
-    """(threads that have used each group, threads in all) over two steps of two backwards each.
+    """Train two steps of two backwards each, and record which thread uses which process group.
 
-    The last block comes in each second backward only: what it sends has nothing held to go with.
+    Only the second backward of each step uses the last block. So a reduction of that block finds no held gradient of an
+    earlier micro-batch to be sent with.
+
+    Returns:
+        Number of threads that used each group, and number of threads that used any group.
     """
     used: defaultdict[object, set[int]] = defaultdict(set)
 

@@ -1,4 +1,7 @@
-"""An exception on one rank reaches the others within seconds; one that all ranks have is nobody's loss."""
+"""An exception on one rank reaches the other ranks within seconds.
+
+An exception on all ranks does not count as a loss.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,26 @@ from tests.support.rank_pool import run_ranks, some
 from zeropp.comm import watch
 from zeropp.comm.hops import Comm, Hop
 
-SOON = 20.0  # seconds; hang_timeout is far more
-# Seconds in which a rank that waits asks several times, and a rank that has stopped would count as lost.
+SOON = 20.0  # seconds in which the error must reach the other ranks; far below hang_timeout
+# Seconds for which a rank is late. In this time a waiting rank asks for failures several times, and would treat a
+# stopped rank as lost.
 SLOW = 6.0
 
 
 @contextlib.contextmanager
 def asking_often() -> Iterator[None]:
-    """Ranks that wait ask the others each second."""
+    """Make waiting ranks ask for failures of other ranks every second instead of every five seconds."""
     with mock.patch.object(watch, "ASKING", 1.0):
         yield
 
 
 class Fails(nn.Module):
-    """Raises in one of its passes, on the ranks that are named."""
+    """A module that raises out-of-memory errors in one of its passes, on the given ranks, while ``armed`` is True.
+
+    Args:
+        where: "forward", "late forward" (at the end of forward), "backward", or any other text for no error in a pass.
+        ranks: ranks that raise.
+    """
 
     def __init__(self, where: str, ranks: list[int]) -> None:
         super().__init__()
@@ -58,7 +67,11 @@ class Fails(nn.Module):
 
 @asking_often()
 def wrapping() -> tuple[str, float]:
-    """The error where memory runs out on rank 1 while it receives values, and seconds until it."""
+    """Wrap a model while rank 1 runs out of memory as it receives broadcast values.
+
+    Returns:
+        The error of this rank, and seconds until the error.
+    """
     original, taken = Comm.broadcast, 0
 
     def short(self: Comm, *args: Any) -> None:
@@ -89,7 +102,13 @@ def test_memory_that_runs_out_while_wrapping() -> None:
 
 
 def await_word(begun: float) -> None:
-    """Live on until another rank has said in the store that it has heard."""
+    """Keep this process alive until another rank has set the key "heard" in the store.
+
+    A process that ends closes its connections, which would end the other ranks' waits in another way.
+
+    Args:
+        begun: time.monotonic() at which the waiting starts to count; it ends after 2 * SOON seconds at the latest.
+    """
     store = dist.distributed_c10d._get_default_store()
     while not store.check(["heard"]) and time.monotonic() - begun < 2 * SOON:
         time.sleep(0.2)
@@ -99,9 +118,18 @@ def await_word(begun: float) -> None:
 def trained(
     where: str, ranks: list[int], settings: dict[str, Any], *, wrapper: bool, pause: float, common: bool = False
 ) -> tuple[list[str], float]:
-    """Errors on this rank, and seconds until the last of them; rank 0 may pause after an error.
+    """Train five steps, with an error in the third.
 
-    With ``common`` all ranks have an error first, and go on.
+    Args:
+        where: pass or step in which the error is raised: see ``Fails``; or "step".
+        ranks: ranks that raise.
+        settings: configuration.
+        wrapper: True to call optimizer.backward(loss), False to call loss.backward().
+        pause: seconds for which rank 0 sleeps after an error.
+        common: True if all ranks raise in the second step, too, and go on.
+
+    Returns:
+        The errors of this rank, and seconds until the last error.
     """
     torch.manual_seed(0)
     model = Fails(where, ranks)
@@ -126,7 +154,8 @@ def trained(
             if "no longer in step" in str(error) or len(model.ranks) == 1:
                 seconds = time.monotonic() - begun
                 if dist.get_rank() in ranks:
-                    # As a program that writes a report, or lets a tracker finish, before it ends.
+                    # The failed rank lives on, like a program that writes a report or waits for a tracker before it
+                    # ends.
                     await_word(begun)
                 dist.distributed_c10d._get_default_store().set("heard", "")
                 return errors, seconds
@@ -143,11 +172,11 @@ HEARD = [("backward", False), ("forward", True), ("forward", False), ("late forw
 @pytest.mark.parametrize(("where", "wrapper"), HEARD)
 def test_others_hear_of_it(where: str, wrapper: bool) -> None:
     settings: dict[str, Any] = {"stage": 3, "prefetch": 0, "reuse": 0}
-    # With an error of all ranks in the step before, of the same kind.
+    # common=True: all ranks have an error of the same kind in the step before. It must not be taken for this one.
     (mine, _), (others, seconds) = run_ranks(2, trained, where, [0], settings, wrapper=wrapper, pause=0.0, common=True)
     assert [text.split(".")[0] for text in mine] == ["CUDA out of memory"] * 2
     assert others.pop(0).startswith("CUDA out of memory")
-    # Of loss.backward() nobody sees the exception.
+    # An exception inside loss.backward() does not pass through zeropp's code, so only the fact of the failure is known.
     seen = wrapper or where != "backward"
     failed = "OutOfMemoryError: CUDA out of memory" if seen else "its backward failed"
     assert len(others) == 1 and f"rank 0 failed: {failed}" in others[0], others
@@ -156,7 +185,14 @@ def test_others_hear_of_it(where: str, wrapper: bool) -> None:
 
 @asking_often()
 def inside(hop: str) -> tuple[str, float]:
-    """The error where memory runs out in a collective of rank 1, which lives on, and seconds until it."""
+    """Let rank 1 run out of memory in a collective, and live on.
+
+    Args:
+        hop: name of the method of ``Hop`` that raises.
+
+    Returns:
+        The error of this rank, and seconds until the error.
+    """
     torch.manual_seed(0)
     model = Fails("", [])
     config = make_config(hang_timeout=120, prefetch=0, reuse=0)
@@ -191,9 +227,9 @@ def test_memory_that_runs_out_in_a_collective(hop: str) -> None:
 
 
 def actor_and_critic() -> tuple[Fails, Fails, zeropp.ZeroOptimizer]:
-    """Two models that have been trained for two steps, so that their orders are learned, and the actor's optimizer.
+    """Return an actor and a critic that have learned their orders in two steps, and the actor's optimizer.
 
-    Rank 0 can fail at the end of the actor's forward.
+    Rank 0 raises at the end of the actor's forward if ``actor.armed`` is True.
     """
     torch.manual_seed(0)
     models, optimizers = (Fails("late forward", [0]), Fails("", [])), []
@@ -209,7 +245,11 @@ def actor_and_critic() -> tuple[Fails, Fails, zeropp.ZeroOptimizer]:
 
 @asking_often()
 def in_another() -> tuple[str, float]:
-    """The error of a rank that waits in the critic where rank 0 has one in the actor, and lives on."""
+    """Let rank 0 fail in the actor's forward and live on, while rank 1 goes on to the critic and waits there.
+
+    Returns:
+        The error of this rank, and seconds until the error.
+    """
     actor, critic, _ = actor_and_critic()
     begun = time.monotonic()
     actor.armed = True
@@ -234,9 +274,14 @@ def test_a_rank_that_waits_in_another_model_hears_of_it() -> None:
 
 @asking_often()
 def going_on(how: str) -> tuple[str, float]:
-    """Errors of ranks of which rank 0 fails in the actor and goes on: with the critic, an evaluation, or a step.
+    """Let rank 0 fail alone and go on with another call, while rank 1 waits in the actor.
 
-    Or it fails in a step, and goes on with the next batch.
+    Args:
+        how: call with which rank 0 goes on: "critic", "evaluation" or "step" after an error in the actor's forward;
+            "next batch" after an error in the optimizer's step.
+
+    Returns:
+        The error of this rank, and seconds until the error.
     """
     actor, critic, optimizer = actor_and_critic()
     begun = time.monotonic()
@@ -267,7 +312,7 @@ def going_on(how: str) -> tuple[str, float]:
 @pytest.mark.campaign
 @pytest.mark.parametrize("how", ["critic", "evaluation", "step", "next batch"])
 def test_a_rank_that_fails_alone_and_goes_on(how: str) -> None:
-    """The others wait for what it does not come to."""
+    """The other rank gets an error, because it waits for collectives that rank 0 will not issue."""
     (own, first), (other, second) = run_ranks(2, going_on, how)
     assert "rank 0 failed: OutOfMemoryError: CUDA out of memory" in other
     assert "no longer in step" in own
@@ -276,7 +321,11 @@ def test_a_rank_that_fails_alone_and_goes_on(how: str) -> None:
 
 @asking_often()
 def exchanging() -> tuple[str, float]:
-    """The error of ranks 0 and 2 in an exchange to which rank 1 does not come: it has lost them, and lives on."""
+    """Let rank 1 lose the other ranks and live on, while ranks 0 and 2 wait for it in an exchange.
+
+    Returns:
+        The error of this rank, and seconds until the error.
+    """
     torch.manual_seed(0)
     model = Fails("", [])
     config = make_config(hang_timeout=120)
@@ -294,7 +343,10 @@ def exchanging() -> tuple[str, float]:
 
 
 def test_a_rank_that_has_lost_the_others_ends_their_exchanges() -> None:
-    """Without an error of its own that could be told."""
+    """Rank 1 has raised no exception that it could report.
+
+    Its closed connections end the exchanges of the other ranks.
+    """
     for number, (text, seconds) in enumerate(run_ranks(3, exchanging)):
         assert "rank 1 was waiting for the gather of unit 'a'" in text
         assert number == 1 or "until its connections were closed" in text
@@ -303,7 +355,14 @@ def test_a_rank_that_has_lost_the_others_ends_their_exchanges() -> None:
 
 @asking_often()
 def interrupted(stage: int) -> tuple[str, float]:
-    """The error of a rank that waits for one whose forward Ctrl-C has ended, and which lives on and recovers."""
+    """Interrupt rank 0's forward by KeyboardInterrupt, and let rank 0 recover while rank 1 waits.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        The error of this rank, and seconds until the error.
+    """
     torch.manual_seed(0)
     model = Fails("forward", [0])
     config = make_config(stage=stage, hang_timeout=120, prefetch=0, reuse=0)
@@ -322,7 +381,10 @@ def interrupted(stage: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("stage", some([1, 3], 2))
 def test_ctrl_c_in_a_forward(stage: int) -> None:
-    """torch calls no hook then. In stage 1 the model's thread itself waits in a collective."""
+    """torch calls no hook after a KeyboardInterrupt.
+
+    In stage 1 the main thread of the other rank waits in a collective.
+    """
     _, (other, seconds) = run_ranks(2, interrupted, stage)
     assert "rank 0 failed: its forward was interrupted" in other
     assert seconds < SOON
@@ -330,7 +392,11 @@ def test_ctrl_c_in_a_forward(stage: int) -> None:
 
 @asking_often()
 def repeated() -> list[float]:
-    """Losses of stage 1 where a forward of rank 0 alone runs out of memory, and is slow when it is repeated."""
+    """Train three steps of stage 1. Rank 0's forward of the second step runs out of memory and is repeated slowly.
+
+    Returns:
+        The losses of the three steps.
+    """
     torch.manual_seed(0)
     model = Fails("forward", [0])
     config = make_config(stage=1, hang_timeout=60)
@@ -360,7 +426,13 @@ def test_a_forward_that_is_repeated_is_no_loss() -> None:
 
 @asking_often()
 def alone() -> list[str]:
-    """Errors of stage 1 where rank 0 evaluates alone for some time, in forwards that a hook ends by an exception."""
+    """Train three steps of stage 1.
+
+    Before the second step, rank 0 alone evaluates for SLOW seconds in forwards that raise.
+
+    Returns:
+        Errors of training.
+    """
     torch.manual_seed(0)
     model = Fails("forward", [0])
     config = make_config(stage=1, hang_timeout=60)
@@ -391,6 +463,6 @@ def test_an_evaluation_on_one_rank_is_no_loss() -> None:
 
 @pytest.mark.parametrize("where", some(["forward", "late forward", "step"], 3))
 def test_an_error_of_all_ranks_is_no_loss(where: str) -> None:
-    """Also if one of them takes long to go on."""
+    """One rank may take long to go on after the error."""
     for errors, _ in run_ranks(2, trained, where, [0, 1], {"stage": 3}, wrapper=True, pause=SLOW):
         assert len(errors) == 1 and errors[0].startswith("CUDA out of memory"), errors

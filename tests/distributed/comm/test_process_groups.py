@@ -1,4 +1,4 @@
-"""Who takes part: the lines of docs/using.md on a plain process group, and nodes where no launcher tells of them."""
+"""The members of a process group, their nodes if no launcher names them, and the backends and sockets in use."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from zeropp.comm.process_groups import HOST, find_members, is_fake, send_to_all
 
 
 def test_the_page_with_torch_s_own_start(tmp_path: Path) -> None:
-    """It names no backend; the fast way over gloo is taken all the same."""
+    """docs/using.md works after init_process_group(), which names no backend: hops still send pairwise over gloo."""
     check_page("torch.distributed.init_process_group()", tmp_path)
 
 
 def wrapped_alone() -> list[str]:
-    """Warnings of an engine that is made where a launcher has set WORLD_SIZE, and nobody joined a group."""
+    """Wrap a model without a process group while WORLD_SIZE is set, and return the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = nn.Linear(64, 64)
@@ -43,7 +43,7 @@ def wrapped_alone() -> list[str]:
 
 
 def test_ranks_that_forgot_to_join_are_warned() -> None:
-    """Each would train a model of its own, and nothing else would say so."""
+    """Without the warning, each rank would train a model of its own unnoticed."""
     for told in run_ranks(2, wrapped_alone, init=False):
         assert any("WORLD_SIZE is 2 and there is no process group" in text for text in told), told
     (told,) = run_ranks(1, wrapped_alone, init=False)
@@ -51,7 +51,16 @@ def test_ranks_that_forgot_to_join_are_warned() -> None:
 
 
 def placed(hosts: list[str], launcher: str | None, claimed: int | None) -> tuple[int, set[str]]:
-    """Ranks per node and classes of links of an engine, with host names and LOCAL_WORLD_SIZE as given."""
+    """Take a step with given host names and LOCAL_WORLD_SIZE.
+
+    Args:
+        hosts: host name of each rank.
+        launcher: value of LOCAL_WORLD_SIZE; None if it is not set.
+        claimed: local_world_size of the configuration; None if it is not given.
+
+    Returns:
+        Ranks per node, and the classes of links ("local", "cross") that carried traffic.
+    """
     os.environ.pop("LOCAL_WORLD_SIZE")
     if launcher is not None:
         os.environ["LOCAL_WORLD_SIZE"] = launcher
@@ -100,7 +109,7 @@ def test_nodes_that_host_names_contradict(name: str) -> None:
 
 
 def adapted(hosts: list[str]) -> set[str]:
-    """Classes of links that the FSDP2 adapter sends over, with host names as given and no launcher."""
+    """Apply the FSDP2 adapter with given host names and no launcher, and return the classes of links that it used."""
     os.environ.pop("LOCAL_WORLD_SIZE")
     model = fully_shard(nn.Linear(64, 64))
     with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
@@ -115,16 +124,23 @@ def test_nodes_of_the_fsdp2_adapter_from_host_names() -> None:
 
 
 def sockets() -> int:
-    """Sockets that this process has open."""
+    """Return the number of open sockets of this process."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own is gone by now
+        with contextlib.suppress(OSError):  # The descriptor of this listing is closed by now.
             found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
     return found
 
 
 def connections(many: int) -> tuple[int, list[int], str]:
-    """Sockets that a group for rows takes if more than ``many`` ranks are many; its rows; what one rank gives all."""
+    """Make a group for rows, gather a row of each rank over it, and broadcast an object.
+
+    Args:
+        many: number of ranks above which only ranks that exchange rows connect.
+
+    Returns:
+        Number of sockets that the group opened, the gathered rows, and the object sent by rank 5.
+    """
     with patch.object(groups, "_MANY", many):
         before, timeout = sockets(), timedelta(seconds=60)
         group = groups.make_group(range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True)
@@ -139,7 +155,10 @@ def connections(many: int) -> tuple[int, list[int], str]:
 
 @pytest.mark.campaign
 def test_of_many_ranks_those_connect_that_send_to_each_other() -> None:
-    """Each of 8 ranks sends to those 1, 2 and 4 places away, over 5 connections, and one socket listens."""
+    """With the lazy connections, each of 8 ranks sends to the ranks 1, 2 and 4 places away.
+
+    This takes 5 connections and one listening socket per rank.
+    """
     for made, *found in run_ranks(8, connections, 7):
         assert found == [list(range(8)), "rank 5"] and made <= 6
     for made, *found in run_ranks(8, connections, 8):
@@ -161,14 +180,23 @@ def test_sockets_of_many_ranks_fit_the_process() -> None:
 
 
 def on_a_card(backends: str) -> tuple[str, str, bool]:
-    """What carries the weights of a model on CUDA, what is said of one on the CPU, and whether a group is shared."""
+    """Find the members of a group for a CUDA model, and wrap a CPU model over the same group.
+
+    Args:
+        backends: argument of init_process_group.
+
+    Returns:
+        Backend for the CUDA model, error message for the CPU model ("" if there is none), and True if the engine would
+        use the user's group.
+    """
     staged.register()
     dist.init_process_group(backends)
     group = dist.group.WORLD
     assert group is not None and not is_fake(group)
     said = ""
     try:
-        # All ranks, each for itself: what it says has gone through an exchange that no device carries.
+        # All ranks must wrap, because they exchange their errors. This exchange uses host memory, and no backend of the
+        # device.
         zeropp.ZeroOptimizer(torch.optim.SGD((model := nn.Linear(4, 4)).parameters(), lr=0.1), model, make_config())
     except ValueError as error:
         said = str(error)
@@ -187,7 +215,11 @@ CARDS = {
 
 @pytest.mark.parametrize("backends", CARDS, ids=str)
 def test_what_carries_a_model_on_a_card(backends: str) -> None:
-    """A backend of the device where the user has one; never gloo, which cannot; and agreement needs none."""
+    """The user's backend for CUDA is used if there is one.
+
+    gloo is never used, because it cannot carry CUDA tensors; then the backend is nccl. The small exchanges work without
+    a CUDA backend.
+    """
     backend, pattern, shared = CARDS[backends]
     for found, said, is_shared in run_ranks(2, on_a_card, backends, init=False):
         assert (found, is_shared) == (backend, shared)
@@ -195,7 +227,11 @@ def test_what_carries_a_model_on_a_card(backends: str) -> None:
 
 
 def wrapped_twice() -> tuple[list[str], int]:
-    """Groups that are left after two engines on one group without host memory, and one engine closed."""
+    """Wrap two models over one group without a CPU backend, and close one engine.
+
+    Returns:
+        Names of the host groups that zeropp has made, and the result of an all-reduce over the user's group.
+    """
     staged.register()
     dist.init_process_group("cpu:staged")
     optimizers = []
@@ -207,7 +243,7 @@ def wrapped_twice() -> tuple[list[str], int]:
     optimizers[0].engine.close()
     names = [name for name in dist.distributed_c10d._world.pg_names.values() if name.startswith("zeropp host")]
     total = torch.ones(1)
-    dist.all_reduce(total)  # the user's group outlives the engine
+    dist.all_reduce(total)  # The user's group must outlive the engine.
     return names, int(total)
 
 
@@ -217,7 +253,7 @@ def test_the_group_of_agreement_is_made_once() -> None:
 
 
 def off_the_network() -> str:
-    """What is said where gloo is told to use an interface that does not exist."""
+    """Wrap a model while GLOO_SOCKET_IFNAME names an interface that does not exist, and return the error."""
     os.environ["GLOO_SOCKET_IFNAME"] = "nonesuch0"
     try:
         with pytest.raises(RuntimeError) as caught:

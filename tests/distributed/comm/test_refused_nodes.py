@@ -1,4 +1,4 @@
-"""Nodes and process groups that cannot be are refused on every rank, and meta tensors where no group exists."""
+"""Impossible node sizes, a group without this rank, and meta tensors are refused on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from tests.support.refused_arguments import Args, attempt, check, plain, sgd
 
 
 def nodes(value: str, everywhere: bool, settings: dict[str, object]) -> tuple[str, str, float]:
-    """LOCAL_WORLD_SIZE is ``value``, on the last rank only unless ``everywhere``."""
+    """Wrap a model with a given LOCAL_WORLD_SIZE.
+
+    Args:
+        value: value of LOCAL_WORLD_SIZE.
+        everywhere: True to set the value on all ranks, False to set it on the last rank only.
+        settings: configuration.
+
+    Returns:
+        Class names, message and seconds of the error.
+    """
     if everywhere or dist.get_rank() == dist.get_world_size() - 1:
         os.environ["LOCAL_WORLD_SIZE"] = value
     return attempt(lambda m, r: plain(m, **settings))
@@ -37,7 +46,10 @@ def test_nodes_that_cannot_be(name: str) -> None:
 
 
 def test_nodes_that_one_rank_sees_differently() -> None:
-    """One rank alone would make other process groups, and everyone would wait for it."""
+    """A LOCAL_WORLD_SIZE that differs on one rank is refused.
+
+    That rank would make other process groups, and hang all ranks.
+    """
     results = run_ranks(4, nodes, "2", False, {}, timeout=40)
     check(results, "ValueError|RuntimeError", "LOCAL_WORLD_SIZE|local_world_size")
 
@@ -54,7 +66,11 @@ def test_a_group_without_this_rank() -> None:
 
 
 def local_only() -> tuple[str, str, float]:
-    """The world is never joined: one rank each, as a program that forgot to start torch.distributed."""
+    """Wrap a meta model in a process that has not started torch.distributed.
+
+    Returns:
+        Class name, message and seconds of the error.
+    """
     start = time.monotonic()
     model = nn.Linear(3, 3, device="meta")
     with pytest.raises(ValueError, match="meta device") as caught:

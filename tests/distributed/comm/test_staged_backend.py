@@ -1,4 +1,4 @@
-"""Backends that have collectives but no cheap sends: the code that runs with NCCL, here over a stand-in."""
+"""Training over a backend with collectives but without cheap sends, as NCCL; the staged backend runs it on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def test_two_nodes() -> None:
     run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, init=False, local_world_size=2)
 
 
-ONE_HOP = ("fp32", "zero++", "both hops", "delta4")  # without a level of nodes; the others in the campaign
+# Settings that run without nodes by default; the others run in the campaign.
+ONE_HOP = ("fp32", "zero++", "both hops", "delta4")
 ROUTES = [(2, "zero++"), *((2, name) for name in SETTINGS if name != "zero++"), *((4, name) for name in ONE_HOP)]
 ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTINGS if name not in ONE_HOP]
 
@@ -30,7 +31,7 @@ ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTING
 @pytest.mark.every(32)
 @pytest.mark.parametrize(("local", "name"), ROUTES)
 def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
-    """For every hop and codec, over one hop and two."""
+    """Weights are equal bit for bit over gloo's sends and over collectives, for each codec, with one or two hops."""
     settings = SETTINGS[name]
     if local == 4:
         settings = {key: value for key, value in settings.items() if key != "zero_hpz_partition_size"}

@@ -1,7 +1,7 @@
-"""A host that is stuck in a launch, beyond Python's reach: the monitor ends it, with the error that says why.
+"""A host that is blocked in a launch, where Python cannot interrupt it: the monitor aborts the collective and raises.
 
-As on a card: work is queued and no event is waited for on the host, whose queue is short here, and a collective that
-misses a rank never ends by itself.
+The test simulates a GPU. Work is queued, the host waits for no event, and the queue is short. A collective that misses
+a rank never ends by itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from zeropp.comm.streams import Event, Stream
 
 HANG_TIMEOUT = 2.0
 GRACE = 5.0
-ERRORS: list[str] = []  # logged
-LOGGED_FIRST: list[bool] = []  # whether that was before each abort
-KEPT: list[object] = []  # gloo's groups wait at their end for what is under way, which the other rank's end ends
+ERRORS: list[str] = []  # messages that were logged as errors
+LOGGED_FIRST: list[bool] = []  # for each abort, True if the error was logged before it
+# References to gloo's groups: a destructor would wait for work in flight until the other rank's process ends.
+KEPT: list[object] = []
 
 
 class DeviceEvent:
-    """Where a host that computes what a card would has to wait for it: without a limit, as a card does."""
+    """An event whose wait on the simulated GPU has no time limit, as on a real GPU."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -49,7 +50,7 @@ class DeviceEvent:
 
 
 class DeviceStream(streams.InlineStream):
-    """A queue of two; what does not fit keeps the host in the launch."""
+    """A queue of two entries. The host is blocked in the launch while the queue is full."""
 
     def __init__(self) -> None:
         self.tasks: queue.Queue[tuple[tuple[Callable[[], object], ...], Event | None, DeviceEvent]]
@@ -63,7 +64,8 @@ class DeviceStream(streams.InlineStream):
             if after is not None:
                 after.wait(0.0)
             for work in works:
-                with contextlib.suppress(RuntimeError):  # aborted: a card goes on with whatever is in its memory
+                # After an abort a GPU goes on with the present contents of its memory.
+                with contextlib.suppress(RuntimeError):
                     work()
             event.over.set()
 
@@ -74,7 +76,7 @@ class DeviceStream(streams.InlineStream):
 
 
 class Endless:
-    """gloo without a timeout, as NCCL's kernels have none; only an abort ends what is under way."""
+    """A gloo group without a timeout, like NCCL's kernels. Only an abort ends its work in flight."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(hours=1))
@@ -111,9 +113,11 @@ class Noting(logging.Handler):
 
 
 def stuck() -> tuple[str, float, bool, list[str], list[bool]]:
-    """The error where another rank stays away, seconds until then, and whether it comes again at once; what was logged.
+    """Let rank 1 stay away from a step, so that rank 0 is blocked in a launch.
 
-    And, for each group that was aborted, whether that was after the log.
+    Returns:
+        The error, seconds until it, True if the next step raises the same error at once, logged errors, and for each
+        aborted group True if the error was logged first.
     """
     staged.register()
     noting = Noting(logging.ERROR)
@@ -154,5 +158,5 @@ def test_a_host_that_is_stuck_in_a_launch() -> None:
     assert "rank 0 was waiting for the gather of unit " in said and "no longer in step" in said
     assert f"hang_timeout, {HANG_TIMEOUT:g} s, was reached" in said and "No weight was changed" in said
     assert HANG_TIMEOUT <= seconds < HANG_TIMEOUT + GRACE and again
-    # An abort may take the process down with it: the log has the error by then.
+    # The error must be logged before an abort, because an abort may end the process.
     assert errors == [f"rank 0: {said}"] and logged_first and all(logged_first)

@@ -1,4 +1,4 @@
-"""Waiting: early warnings, errors that begin with the likely cause, and whose timeout counts."""
+"""Waits for other ranks: early warnings, errors that begin with the likely cause, and the smaller of two timeouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
 
 
 def late(seconds: float, warn_after: float | None) -> tuple[list[str], float]:
-    """What a rank says of waiting for another that computes for long, twice; and how long its first wait took."""
+    """Train two steps in which rank 1 computes for ``seconds`` before its forward.
+
+    Args:
+        seconds: seconds for which rank 1 sleeps.
+        warn_after: seconds of waiting after which a warning is logged; None for no warning.
+
+    Returns:
+        Warnings of this rank about waiting, and seconds for both steps.
+    """
     model, optimizer = wrapped(warn_after=warn_after)
     with logged() as messages:
         start = time.monotonic()
@@ -51,7 +59,7 @@ def late(seconds: float, warn_after: float | None) -> tuple[list[str], float]:
 
 def test_a_rank_that_waits_says_so_once() -> None:
     (said, seconds), (silent, _) = run_ranks(2, late, 1.2, 0.4)
-    assert len(said) == 2 and silent == [] and seconds < 10, said  # once for each of two waits
+    assert len(said) == 2 and silent == [] and seconds < 10, said  # one warning for each of the two waits
     for message in said:
         assert message.startswith("rank 0 has been waiting for 0.4 s, ")
         assert (
@@ -66,7 +74,7 @@ def test_a_wait_that_is_short_or_unwatched_is_not_told() -> None:
 
 
 def wraps_late(seconds: float) -> list[str]:
-    """What a rank says of waiting for another that wraps the model later."""
+    """Wrap a model later on rank 1 than on rank 0, and return this rank's warnings about waiting."""
     with logged() as messages, mock.patch("zeropp.comm.collective._SILENCE", 0.4):
         if dist.get_rank() == 1:
             time.sleep(seconds)
@@ -82,7 +90,11 @@ def test_a_rank_that_waits_to_wrap_says_so() -> None:
 
 
 def both() -> tuple[list[str], str]:
-    """Rank 0 saves alone while rank 1 trains on: what each says in time, and in the end."""
+    """Call state_dict() on rank 0 only, while rank 1 trains on.
+
+    Returns:
+        Messages that this rank logged, and this rank's error at the end.
+    """
     model, optimizer = wrapped(warn_after=0.5, hang_timeout=2)
     with logged() as messages, pytest.raises(RuntimeError) as caught:
         if dist.get_rank() == 0:
@@ -141,7 +153,11 @@ ALONE: dict[str, tuple[Callable[[nn.Module, zeropp.ZeroOptimizer], None], str]] 
 
 
 def alone(name: str) -> str:
-    """The error of rank 1 when rank 0 does something else before it trains on."""
+    """Return the error of this rank after rank 0 makes a call that rank 1 does not make.
+
+    Args:
+        name: key of ALONE, which names rank 0's call.
+    """
     model, optimizer = wrapped(hang_timeout=2, warn_after=None)
     if dist.get_rank() == 0:
         try:
@@ -164,7 +180,7 @@ def test_the_error_begins_with_the_likely_cause(name: str) -> None:
 
 
 def ended() -> str:
-    """The error of a rank that waits for one that has raised an error of its own."""
+    """Return the error of rank 0, which waits for rank 1 after rank 1 has raised an error of its own."""
     model, optimizer = wrapped(hang_timeout=30, warn_after=None)
     if dist.get_rank() == 1:
         raise ValueError("of its own")
@@ -182,13 +198,22 @@ def test_hang_timeout_is_named_only_where_it_was_reached() -> None:
 
 
 def hasty(group_timeout: float | None, hang_timeout: float) -> tuple[str, float]:
-    """The error of a wait, and how long it took, with a timeout of the user's own group."""
+    """Wait for rank 0 with a given timeout of the user's process group.
+
+    Args:
+        group_timeout: timeout of the process group in seconds; None for torch's default.
+        hang_timeout: timeout of the configuration in seconds.
+
+    Returns:
+        The error of rank 1, and seconds until it; ("", 0) on rank 0.
+    """
     given = {} if group_timeout is None else {"timeout": timedelta(seconds=group_timeout)}
     dist.init_process_group("gloo", **given)
     model, optimizer = wrapped(hang_timeout=hang_timeout, warn_after=None)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        store.wait(["told"], timedelta(seconds=30))  # its own timeout is that of the group
+        # The explicit limit replaces the store's own timeout, which is the group's.
+        store.wait(["told"], timedelta(seconds=30))
         return "", 0.0
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
@@ -205,7 +230,7 @@ def test_the_shorter_timeout_counts(group: float | None, own: float) -> None:
     assert "hang_timeout, 1 s, was reached" in message and seconds < 5, (message, seconds)
 
 
-# Errors of collectives: what the ranks were doing when it struck.
+# Errors of collectives: they name the activity of the ranks at the time of the failure.
 
 
 def uses_gradients(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
@@ -259,7 +284,8 @@ INTS, OBJECTS = (Comm, "all_gather_ints"), (Comm, "all_gather_sized")
 FORWARD = "in a forward with gradients"
 EVALUATION = "a forward without gradients, in eval mode"
 Use = Callable[[nn.Module, zeropp.ZeroOptimizer], None]
-# What is done under which settings, the collective that fails, how many of it pass before, and the words.
+# By name: the calls, their settings, the collective that fails, how many such collectives succeed before, and the
+# activity that the error must name.
 STRUCK: dict[str, tuple[Use, dict[str, object], tuple[type, str], int, str]] = {
     "gather": (train, {}, GATHER, 0, f"waiting for the gather of unit 'blocks.0' {FORWARD}"),
     "gather at once": (train, STOPPED, GATHER, 0, f"gathering blocks.0 {FORWARD}"),
@@ -294,12 +320,20 @@ STRUCK: dict[str, tuple[Use, dict[str, object], tuple[type, str], int, str]] = {
 
 
 def struck(names: list[str]) -> dict[str, str]:
-    """The error of each case."""
+    """Let one collective fail in each case.
+
+    Args:
+        names: keys of STRUCK.
+
+    Returns:
+        The error message of each case.
+    """
     found = {}
     for name in names:
         use, settings, (cls, method), passing, _ = STRUCK[name]
         model, optimizer = wrapped(warn_after=None, **settings)
-        optimizer.engine.wait_for_refresh()  # it is under way on a comm stream
+        # A refresh may still run on a comm stream, and must not be counted as a collective of the case.
+        optimizer.engine.wait_for_refresh()
         working, calls = getattr(cls, method), itertools.count()
 
         def fail(*args: Any, working: Any = working, calls: Any = calls, passing: int = passing, **kwargs: Any) -> Any:
@@ -330,7 +364,11 @@ def test_an_error_of_a_collective_says_what_it_was_for(part: int) -> None:
 
 
 def cut_while_stepping() -> tuple[str, bool, str]:
-    """What is said of weights where the wire is cut behind the update, whether any was changed, and before it."""
+    """Let a collective fail after the optimizer's update, and another before it.
+
+    Returns:
+        The first error, True if that step changed weights, and the second error.
+    """
     model, optimizer = wrapped(stage=1, overlap_comm=False)
     before = [buffer.shard.clone() for buffer in optimizer.engine.buffers]
     model(BATCH).square().mean().backward()
