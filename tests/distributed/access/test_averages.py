@@ -1,4 +1,4 @@
-"""Moving averages of weights equal torch's, take in what is unfrozen, and are refused where they cannot be."""
+"""zeropp.ema equals torch's AveragedModel, includes unfrozen parameters, and refuses training while it is applied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from tests.support.rank_pool import run_ranks
 
 
 def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
-    """Weights and a loss with the average applied, before and after a resume; weights afterwards; complaints."""
+    """Train five steps with an average, and apply, save and resume the average.
+
+    Returns:
+        The averaged state dict, the loss with averaged weights, the trained state dict after one more step, and a list
+        of errors.
+    """
     model, wrong = build(RECIPE), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, make_config(**settings))
     average = zeropp.ema(model, decay=0.8)
@@ -25,7 +30,8 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
         optimizer.zero_grad()
         backward(model, step, None)
         optimizer.step()
-        optimizer.engine.wait_for_refresh()  # what the step sends is not the average's
+        # Wait, so that the bytes of the step's own refresh are not counted as bytes of the update.
+        optimizer.engine.wait_for_refresh()
         before = zeropp.comm_report(model).total_bytes
         average.update()
         sent = zeropp.comm_report(model).total_bytes - before
@@ -68,7 +74,8 @@ def test_an_average_equals_torchs(placement: str) -> None:
     model = build(RECIPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8))
-    average.update_parameters(model)  # torch's begins with the first update, ours with the weights there are
+    # torch's average starts at its first update, zeropp's at the weights when ema() is called.
+    average.update_parameters(model)
     for step in range(6):
         optimizer.zero_grad()
         backward(model, step, 4)
@@ -87,7 +94,11 @@ def test_an_average_equals_torchs(placement: str) -> None:
 
 
 def only_saved(settings: dict[str, object]) -> list[int]:
-    """Refreshes sent before, while and after an average is applied and only saved, and by the forward after that."""
+    """Apply an average in order to save it, without a forward inside.
+
+    Returns:
+        Number of refreshes sent before the average is applied, inside, after it is removed, and after the next forward.
+    """
     model = Routed()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
     model(torch.ones(2, 8)).square().mean().backward()
@@ -116,7 +127,12 @@ def test_an_average_that_is_only_saved_renews_nothing_before_the_next_forward(pl
 
 
 def unfrozen() -> list[str]:
-    """An average of a model of which a part is unfrozen later."""
+    """Update an average while a frozen block is unfrozen at step 2.
+
+    Returns:
+        Names of parameters whose average differs from one computed from full_state. A block's average starts with its
+        weights at the first update after unfreezing.
+    """
     model = Routed()
     model.blocks[1].requires_grad_(False)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())

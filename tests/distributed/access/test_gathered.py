@@ -1,4 +1,4 @@
-"""GatheredParameters: whole values to read, and edits that reach the main weights of every rank."""
+"""GatheredParameters returns whole main weights, and edits inside it reach the main weights of every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_lent_parameter_cannot_be_pickled_and_says_what_can() -> None:
 
 
 def edit(model: Stack) -> None:
-    """In every way that users have."""
+    """Edit parameters in each way that users do: in place, through .data, by assigning .data, and by nn.init."""
     with torch.no_grad():
         model.blocks[0].lin.weight.mul_(1.5)
         model.conv.weight[0, 0].fill_(0.25)
@@ -45,14 +45,23 @@ def edit(model: Stack) -> None:
 
 
 def trained_with_edits(settings: dict[str, object], modifier: int | None) -> bool:
-    """Steps with an edit between them, beside plain torch; whether outputs agreed at once."""
+    """Train four steps with an edit before each, on the sharded model and on plain torch.
+
+    Args:
+        settings: placement of the model.
+        modifier: rank whose edits are kept; None if all ranks make the same edits.
+
+    Returns:
+        True if each forward right after an edit equals plain torch's within 1e-9.
+    """
     pair, same = lent(settings), True
     for step in range(4):
         with GatheredParameters(pair.model.parameters(), modifier_rank=modifier):
             if modifier is None or pair.rank == modifier:
                 edit(pair.model)
             elif step % 2:
-                pair.model.conv.bias.data.fill_(99.0)  # of no consequence
+                # An edit on a rank other than modifier_rank, which must be discarded.
+                pair.model.conv.bias.data.fill_(99.0)
         edit(pair.plain)
         same &= torch.allclose(pair.model(data(9, 0)), pair.plain(data(9, 0)), rtol=0, atol=1e-9)
         pair.train()
@@ -69,7 +78,11 @@ def test_edits_are_everyones_and_training_goes_on_from_them(name: str, modifier:
 
 
 def read(settings: dict[str, object]) -> list[str]:
-    """What is not as it should be while the parameters are gathered, and after."""
+    """Gather the model, a list, one parameter and a generator of parameters.
+
+    Returns:
+        Names of requested parameters whose values, strides or type differ from the plain model's.
+    """
     pair = lent(settings, torch.float32)
     model, plain = pair.model, pair.plain
     wrong = []
@@ -90,12 +103,16 @@ def read(settings: dict[str, object]) -> list[str]:
     ids=["fp32", "bf16", "stage 1"],
 )
 def test_values_are_those_of_the_main_weights(settings: dict[str, object]) -> None:
-    """To the bit, in float32 also where the model computes in bfloat16; whatever was asked for and how."""
+    """Gathered values equal the float32 main weights bit for bit, even if the model computes in bfloat16."""
     assert run_ranks(2, read, settings) == [[], []]
 
 
 def precise(_: int) -> tuple[bool, bool]:
-    """Whether untouched weights keep bits that bfloat16 has not, and an edit has all of its own."""
+    """Edit one bias inside GatheredParameters in a bf16 model.
+
+    Returns:
+        True if the weights that were not edited keep their float32 bits, and True if the edited bias is 1/3 in float32.
+    """
     pair = lent({"bf16": {"enabled": True}}, torch.float32)
     model, plain = pair.model, pair.plain
     with GatheredParameters(model, modifier_rank=0), torch.no_grad():
@@ -111,7 +128,11 @@ def test_edits_and_what_is_not_edited_keep_float32_precision() -> None:
 
 
 def averages(settings: dict[str, object]) -> tuple[list[Tensor], list[Tensor]]:
-    """An exponential moving average of the weights on rank 0, beside one of plain torch."""
+    """Compute an exponential moving average of the weights inside GatheredParameters, and the same on plain torch.
+
+    Returns:
+        The average of the sharded model's weights, and the average of the plain model's weights.
+    """
     pair = lent(settings)
     mean = [p.detach().clone().double() for p in pair.plain.parameters()]
     expected = [m.clone() for m in mean]
@@ -134,7 +155,14 @@ def test_a_moving_average_of_weights(name: str) -> None:
 
 
 def gathered_inside(given: str) -> tuple[set[str], set[str]]:
-    """Parameters that are away when the last block is entered, and while they are gathered there."""
+    """Enter GatheredParameters in a hook before the last block of a forward.
+
+    Args:
+        given: "module" gathers the whole model, "parameter" one weight of the first block.
+
+    Returns:
+        Names of the parameters without values before GatheredParameters is entered, and inside it.
+    """
     pair = lent({"reuse": 0, "prefetch": 0})
     model = pair.model
     seen: list[set[str]] = []

@@ -1,4 +1,4 @@
-"""The model inside GatheredParameters: without gradients it runs on what is gathered, each rank for itself."""
+"""A no_grad forward inside GatheredParameters sends nothing, so ranks may run different numbers of forwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from zeropp.zero import GatheredParameters
 
 
 def generated(settings: dict[str, Any]) -> list[str]:
-    """Between the steps of a training, as many forwards as each rank likes; what is wrong with them."""
+    """Run 1 + 3 * rank forwards inside GatheredParameters between training steps.
+
+    Returns:
+        Errors: outputs that differ from plain torch's, forwards that sent bytes, or no gather on entry.
+    """
     pair, wrong = lent(settings), []
     for _ in range(3):
         bytes_before = total(pair.model)
@@ -29,7 +33,7 @@ def generated(settings: dict[str, Any]) -> list[str]:
                     out = pair.model(data(number, pair.rank))
                     same = torch.allclose(out, pair.plain(data(number, pair.rank)), rtol=0, atol=1e-9)
                     wrong += [] if same else [f"forward {number}"]
-            # Of one module of it, too.
+            # A submodule can be called on its own, too.
             with torch.inference_mode():
                 pair.model.blocks[0](torch.randn(2, 16, dtype=torch.float64))
             wrong += [] if total(pair.model) == entered else ["a forward inside has sent something"]

@@ -1,4 +1,4 @@
-"""GatheredParameters where it cannot be: refused by name on every rank, and nothing is changed."""
+"""A wrong use of GatheredParameters raises an error on every rank that names the cause, and changes no weight."""
 
 from __future__ import annotations
 
@@ -90,7 +90,11 @@ REFUSED: dict[str, tuple[Callable[[Stack, Any], None], str]] = {
 
 
 def refuse(name: str) -> list[str]:
-    """What is wrong with the refusal on this rank, and with the model after it."""
+    """Make one refused call, and compare the model with plain torch afterwards.
+
+    Returns:
+        Names of weights that differ, and a text if the output differs.
+    """
     pair = lent({})
     work, message = REFUSED[name]
     wrong = []
