@@ -1,4 +1,4 @@
-"""Settings that must be in place before torch or Triton start, marker rules, and the end of the rank pool."""
+"""Pytest setup: environment variables that torch and Triton read at import, skips by marker, and pool shutdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from importlib.util import find_spec
 
 import pytest
 
-# One thread a process: a pool of ranks shares two cores, and sums keep one order.
+# One thread per process: the rank processes share few cores, and a fixed number of threads fixes the order in which
+# sums add.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
@@ -21,20 +22,21 @@ import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    # Triton binds its interpreter when it is imported, so this cannot wait for a fixture.
+    # Triton reads TRITON_INTERPRET when it is imported, so a fixture would set the variable too late.
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before tests/conftest.py could set TRITON_INTERPRET=1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-with contextlib.suppress(ImportError):  # bench/gpu.sh needs no hypothesis
+with contextlib.suppress(ImportError):  # hypothesis is optional, because bench/gpu.sh runs the GPU tests without it
     import hypothesis
 
-    # Time tells nothing on a machine that does other things too.
+    # No time limit for one example: the duration of a call depends on the load of the machine.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
 
 
-# The core's own tests pass without these packages. The integrations need zeropp.deepspeed, too.
+# Test folders that are not collected if a package is missing. The tests of the core pass without these packages. The
+# integrations need zeropp.deepspeed as well.
 _FOLDERS = {
     "zeropp.deepspeed": ["distributed/deepspeed", "unit/deepspeed", "distributed/integrations"],
     "zeropp.integrations": ["distributed/integrations"],
@@ -43,7 +45,7 @@ collect_ignore = [folder for package, folders in _FOLDERS.items() if find_spec(p
 
 
 def pytest_report_header() -> str:
-    """The versions that a run tests, as its first line; README names those of CI."""
+    """Return the versions of Python and of the tested packages. Pytest prints them at the start of a run."""
     found = [f"tested: Python {platform.python_version()}"]
     for name in ("torch", "triton", "pydantic", "transformers", "lightning"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -51,7 +53,8 @@ def pytest_report_header() -> str:
     return ", ".join(found)
 
 
-# Beginnings of names of tests that tell most of each room in two minutes: `pytest -m fast`.
+# Prefixes of test ids that `pytest -m fast` selects: the most informative tests of every folder, in at most two
+# minutes.
 FAST = (
     "tests/unit/test_house.py::test_dependencies",
     "tests/unit/test_house.py::test_rooms",
@@ -109,22 +112,31 @@ FAST = (
 
 
 def thin_out(items: list[pytest.Item]) -> None:
-    """Leave the rows of tests that are marked ``every(n)`` to the campaign, but one in n."""
+    """Mark most rows of tests that are marked ``every(n)`` as campaign tests; about one row in n stays a default test.
+
+    Args:
+        items: collected tests, in the order of collection.
+    """
     rows: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("every")
         if mark is None or item.get_closest_marker("campaign"):
             continue
         test = item.nodeid.partition("[")[0]
-        # Steps of the golden ratio: each n-th row would have the same value of an argument that takes n of them.
+        # Choose the rows by multiples of the golden ratio. If every n-th row were chosen, a parametrized argument with
+        # n values would have the same value in all chosen rows.
         if rows[test] * 0.6180339887 % 1 * mark.args[0] >= 1:
             item.add_marker(pytest.mark.campaign)
         rows[test] += 1
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+@pytest.hookimpl(tryfirst=True)  # tryfirst: the marks must be set before pytest evaluates -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run; mark what is fast, and what is for the campaign."""
+    """Mark fast and campaign tests, and skip the tests that need a GPU or root where there is none.
+
+    Args:
+        items: collected tests, in the order of collection.
+    """
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
     not_root = pytest.mark.skip(reason="needs root (network namespaces)")
     has_gpu = torch.cuda.is_available()
@@ -141,13 +153,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take modules and test items out of the garbage collector's sight: tests that call it would walk a million."""
+    """Freeze all present objects in the garbage collector.
+
+    A test's gc.collect() would scan a million objects otherwise.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Runs after the last test, also after an interrupt."""
+    """End the processes of the rank pool. Pytest calls this hook after the last test, and also after an interrupt."""
     rank_pool = sys.modules.get("tests.support.rank_pool")
     if rank_pool is not None:
         rank_pool.shutdown()

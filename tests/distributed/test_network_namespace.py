@@ -1,4 +1,4 @@
-"""The private network counts what ranks send, and cleans up after itself."""
+"""The private network of tests counts the bytes that ranks send, and leaves no process or namespace behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank pool does what other tests rely on."""
+"""run_ranks: results, failures, timeouts, captured output, and the state of a rank between two calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def sleep_on(rank: int, seconds: float) -> int:
 
 
 def processes_of(pids: list[int]) -> list[subprocess.Popen[bytes]]:
-    """The pool's processes with these pids. A pid alone says nothing later: the kernel may have given it away again."""
+    """Return the pool's process objects with these pids.
+
+    A test keeps the objects instead of the pids, because the kernel may reuse a pid after its process has ended.
+    """
     by_pid = {worker.process.pid: worker.process for worker in rank_pool._get_pool().workers}
     return [by_pid[pid] for pid in pids]
 
@@ -171,7 +174,7 @@ def test_assertion_shows_values() -> None:
 
 
 class SlowToImport:
-    """An argument that takes five seconds to unpickle, as a module does on a busy machine."""
+    """An argument that takes five seconds to unpickle, like a slow import on a busy machine."""
 
     def __reduce__(self) -> object:
         return time.sleep, (5.0,)
@@ -192,10 +195,10 @@ def test_timeout_kills_and_recovers(world: int) -> None:
     processes = processes_of(before)
     start = time.monotonic()
     with pytest.raises(RankTimeout, match=rf"rank\(s\) \[{world - 1}\] had not finished") as caught:
-        # Long enough for another rank on a busy machine.
+        # Two seconds per rank leave the ranks that do not hang enough time on a busy machine.
         run_ranks(world, sleep_on, world - 1, 600.0, timeout=2 * world)
     assert time.monotonic() - start < 15
-    assert "sleep_on" in caught.value.failures[0].text  # the stack of the rank that hung
+    assert "sleep_on" in caught.value.failures[0].text  # the Python stack of the rank that hung
     after = run_ranks(world, sleep_on, 0, 0.0)
     assert not set(before) & set(after)
     assert [process.poll() for process in processes] == [-signal.SIGKILL] * world
@@ -245,7 +248,7 @@ def test_ranks_with_many_threads_are_replaced() -> None:
 
 def test_functions_that_cannot_be_imported_are_refused() -> None:
     def local() -> None:
-        """Never runs."""
+        """A local function, which other processes cannot import. It is never called."""
 
     for fn in (local, lambda: None):
         with pytest.raises(TypeError, match="top level of a test module"):
@@ -260,7 +263,10 @@ def test_local_world_size_must_divide_world() -> None:
 
 
 def test_shutdown_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a pool of its own: the processes of other tests stay."""
+    """shutdown ends all processes of the pool.
+
+    The test replaces the pool, so that the processes of other tests stay.
+    """
     monkeypatch.setattr(rank_pool, "_pool", None)
     processes = processes_of(run_ranks(1, sleep_on, 0, 0.0))
     rank_pool.shutdown()
