@@ -1,4 +1,4 @@
-"""Descriptions of models, which ranks compare while they wrap: what travels of them, and how differences are told."""
+"""Ranks compare descriptions of their models while wrapping: the bytes sent, and the error if models differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from zeropp.comm import hops, process_groups
 
 
 def received(count: int, odd: dict[int, tuple[str, int]]) -> tuple[int, int, str]:
-    """Bytes of rows that a rank receives while it wraps ``count`` layers, descriptions it is sent, and the error.
+    """Wrap a model of ``count`` layers, and count the data of the comparison.
 
     Args:
-        count: layers.
-        odd: (name, outputs) of the last layer on some ranks.
+        count: number of layers.
+        odd: (name, outputs) of the last layer on ranks where it differs.
+
+    Returns:
+        Bytes of gathered rows, number of whole descriptions sent, and the error message.
     """
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
     name, outputs = odd.get(dist.get_rank(), ("last", 4))
@@ -54,7 +57,7 @@ def test_a_large_model_is_compared_with_no_more_bytes() -> None:
 
 
 def test_of_several_ranks_that_differ_the_first_is_told() -> None:
-    """Every rank gets two whole descriptions, the first rank's and the one that it is compared with."""
+    """Every rank receives two whole descriptions: rank 0's and that of the first rank that differs."""
     odd = {2: ("last", 5), 3: ("end", 4)}
     for _, texts, said in run_ranks(4, received, 60, odd):
         assert texts == 2

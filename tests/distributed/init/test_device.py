@@ -1,4 +1,4 @@
-"""``ZeroOptimizer(..., device=...)``: rank 0 has values, and ranks on the meta device train as if they had them."""
+"""``ZeroOptimizer(..., device=...)`` with values on rank 0 only: ranks on the meta device train as if they had them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.staged_worlds import over
 from tests.support.tensor_memory import storages
 from zeropp.params.unit import FlatBuffer
 
-KEPT: list[object] = []  # what refers to a parameter weakly must live while it does
+KEPT: list[object] = []  # weak references to parameters and buffers, which must exist as long as the parameters
 
 
 class Scaled(nn.Module):
-    """Parameters of several kinds, a tied one, integers, buffers that a state dict has not, and one shared by two."""
+    """A model with parameters of several kinds, a tied one, integers, and a non-persistent buffer of two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Scaled(nn.Module):
         self.register_buffer("times", torch.rand(24), persistent=False)
         self.again = nn.Module()
         self.again.register_buffer("times", self.times, persistent=False)
-        # Elements that overlap: such a parameter has strides that no copy of it has.
+        # Elements that overlap in memory: no copy of such a parameter has its strides.
         self.wide = nn.Parameter(torch.rand(24, 1).expand(24, 3))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Scaled(nn.Module):
 
 
 def build(*, meta: bool) -> Scaled:
-    torch.manual_seed(7 + dist.get_rank())  # rank 0's values become everyone's
+    torch.manual_seed(7 + dist.get_rank())  # rank 0's values are broadcast, so the other ranks' values must not matter
     with torch.device("meta" if meta else "cpu"):
         model = Scaled()
     if not meta:
@@ -79,7 +79,7 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def differences(settings: dict[str, object]) -> list[str]:
-    """What a model without values on ranks above 0 has otherwise than one with values everywhere."""
+    """Return differences between a model with values on rank 0 only and a model with values on every rank."""
     wanted_losses, wanted = train(build(meta=False), settings, None)
     model = build(meta=dist.get_rank() > 0)
     before = dict(model.named_parameters())
@@ -106,13 +106,17 @@ def test_in_nodes_of_two() -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 3", "hpZ, coded both ways"])
 def test_over_a_backend_of_one_device(name: str) -> None:
-    """No group but the model's own device's: what is exchanged while placing must not need the host's."""
+    """Placing the model needs no process group for the CPU if the user's group has only the model's device."""
     for wrong in run_ranks(2, over, differences, PLACED[name], init=False):
         assert wrong == []
 
 
 def recurrent() -> list[str]:
-    """A recurrent layer refers to its weights weakly; its references are to the same parameters afterwards."""
+    """Wrap an LSTM, which keeps weak references to its weights, with values on every rank and on rank 0 only.
+
+    Returns:
+        Names of weights that differ. The weak references must refer to the same parameters afterwards.
+    """
     found: list[dict[str, Tensor]] = []
     for meta in (False, dist.get_rank() > 0):
         torch.manual_seed(1)
@@ -136,7 +140,11 @@ def test_a_recurrent_layer_without_values() -> None:
 
 
 def stateful(kind: str) -> str:
-    """Wrap an optimizer that has, on some ranks, what cannot be stepped from."""
+    """Wrap an optimizer that has states or settings on the meta device, and return the error.
+
+    Args:
+        kind: "state" (states on every rank), "setting" (a tensor as learning rate), or "some" (states on rank 0 only).
+    """
     model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if kind == "setting":
@@ -167,7 +175,12 @@ def test_an_optimizer_without_values_is_refused(kind: str, said: str) -> None:
 
 
 def peak() -> tuple[int, int, int]:
-    """The most bytes alive while wrapping, beyond those before; those that stay; and those of one unit."""
+    """Measure the memory of wrapping.
+
+    Returns:
+        Largest number of bytes alive during wrapping, beyond those before; bytes of a rank's share by
+        zeropp.plan.memory; and bytes of one unit.
+    """
     with torch.device("meta" if dist.get_rank() else "cpu"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     config = make_config()
@@ -192,12 +205,13 @@ def test_no_more_than_a_share_and_one_unit() -> None:
     first, *others = run_ranks(4, peak)
     assert first[0] <= first[1], f"rank 0, whose model goes while its share comes: {first}"
     for most, share, unit in others:
-        # The last unit is there whole beside all shards but its own. 4 KiB for padding and the one NaN.
+        # The last unit is whole while the shards of all other units exist. 4096 bytes are for padding and for the NaN
+        # element behind released parameters.
         assert share <= most <= share + unit + 4096, f"{most} bytes; share {share}, unit {unit}"
 
 
 class Keeping(nn.Module):
-    """A tensor that is no buffer."""
+    """A module with a tensor attribute that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +252,7 @@ def buffer_without_values() -> tuple[nn.Module, object]:
 
 def another_layout() -> tuple[nn.Module, object]:
     model = nn.Linear(3, 5, device="meta" if dist.get_rank() else "cpu")
-    if not dist.get_rank():  # as load_state_dict(assign=True) leaves it
+    if not dist.get_rank():  # as load_state_dict(assign=True) leaves a weight
         model.weight = nn.Parameter(torch.rand(3, 5).t())
     return model, "cpu"
 
@@ -334,11 +348,16 @@ def test_refused_on_every_rank(name: str) -> None:
 
 
 def placed_state(offload: bool) -> dict[str, int]:
-    """Bytes of each value of ``full_state`` on ranks that asked for it on rank 0 only."""
+    """Return the bytes of each value of ``full_state(rank0_only=True)``; an empty dict on rank 1.
+
+    Args:
+        offload: value of ``cpu_offload``.
+    """
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     state = zeropp.full_state(model, rank0_only=True, cpu_offload=offload)
-    assert all(value.device == optimizer.engine.device for value in state.values())  # both are the CPU here
+    # Both devices are the CPU in this test.
+    assert all(value.device == optimizer.engine.device for value in state.values())
     for value in state.values():
         value.zero_()
     whole = zeropp.full_state(model, cpu_offload=offload)

@@ -1,4 +1,4 @@
-"""``zero.Init``: a model that is built in pieces has the values of a plain build, and no rank ever has all of it."""
+"""``zero.Init``: a model built in pieces has the values of a plain build, and no rank ever has the whole model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from zeropp.params.guard import is_guarded
 
 
 def hooks() -> int:
-    """How many of torch's hooks for all modules there are; one more for each replaced method."""
+    """Return the number of torch's global module hooks, plus one for each patched method.
+
+    It is 0 outside of ``zero.Init``.
+    """
     tables = (torch_modules._global_parameter_registration_hooks, torch_modules._global_module_registration_hooks)
     return sum(map(len, tables)) + (nn.Module.apply is not APPLY) + (vars(nn.Parameter)["__new__"] is not NEW)
 
@@ -36,10 +39,19 @@ APPLY, NEW = nn.Module.apply, vars(nn.Parameter)["__new__"]
 
 
 def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[str], int, list[float]]:
-    """What differs from a plain build; parameters in pieces after the block; and losses of three steps less plain's."""
+    """Build a model in ``zero.Init``, wrap it, and train it.
+
+    Args:
+        nbytes: bytes of waiting parameters after which they are cut.
+        small: number of elements up to which a parameter stays whole.
+        config: configuration; None for the default.
+
+    Returns:
+        Names of values that differ from a plain build, number of sharded parameters, and differences of three losses.
+    """
     plain = seeded(Odd)
     with limits(nbytes, small), zero.Init(config_dict_or_path=config):
-        # Another stream of random numbers on each rank, and rank 0's are everyone's.
+        # Each rank has its own random numbers, and rank 0's values are broadcast.
         model = seeded(Odd, 3 + dist.get_rank())
     found = ["hooks are left"] if hooks() else []
     pieces = sum(map(is_guarded, model.parameters()))
@@ -77,20 +89,20 @@ def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[st
     ],
 )
 def test_as_a_plain_build(world: int, nbytes: int, small: int, stage: int, apply: bool) -> None:
-    """Values to the bit, however often what is waiting is cut; then training as plain torch trains it."""
+    """Values equal those of a plain build bit for bit, for any limit on waiting parameters. Losses agree to 1e-3."""
     config = {"zero_optimization": {"stage": stage, "override_module_apply": apply}}
     rows = run_ranks(world, odd, nbytes, small, config)
     for found, pieces, losses in rows:
         assert found == []
         assert (pieces > 10) == (small < 1 << 16)
-        # The model sums over ranks in another order than one process does.
+        # Sums over ranks have another order than in one process.
         assert max(losses) < 1e-3, losses
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("world", [2, 1])
 def test_pieces_in_files(world: int, tmp_path: Path) -> None:
-    """On one rank, too, which has nobody to share the model with; the files go when the model is wrapped."""
+    """Pieces may be in files, also on a single rank. The files are removed when the model is wrapped."""
     block = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
     config = {"zero_optimization": {"stage": 3, "offload_param": block}, "aio": {"block_size": 1024}}
     for found, pieces, losses in run_ranks(world, odd, 1 << 13, 100, config):
@@ -100,7 +112,14 @@ def test_pieces_in_files(world: int, tmp_path: Path) -> None:
 
 
 def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
-    """What is sent while a model is built; names of what was fetched."""
+    """Build a model of 200 small layers and a large one.
+
+    Args:
+        apply: value of ``override_module_apply``.
+
+    Returns:
+        (name, elements) of each collective while building, and descriptions of the exchanges.
+    """
     sent: list[tuple[str, int]] = []
     exchanged: list[str] = []
     plain = {name: getattr(BuildComm, name) for name in ("scatter", "broadcast", "all_gather", "exchange")}
@@ -133,11 +152,12 @@ def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def test_collectives_are_bounded() -> None:
-    """400 parameters of 17 kilobytes travel in a few messages of about the limit, biases in one at the end."""
+    """400 small parameters are sent in a few messages of about the limit, and biases in one message at the end."""
     (sent, exchanged), other = run_ranks(2, collectives, True)
     assert (sent, exchanged) == other
     scatters = [nbytes for name, nbytes in sent if name == "scatter"]
-    # 200 weights of 16 KiB: a megabyte and a bit is cut at a time; then the large one, and it again.
+    # The 200 weights of 16 KiB are cut in groups of just over 1 MiB. The large weight is cut once, and once more after
+    # ``apply``.
     assert len(scatters) <= 7 and sum(scatters) <= 200 * 8192 + 2 * 4 * 350 * 602, scatters
     assert [name for name, _ in sent].count("broadcast") == 1
     assert [name for name, _ in sent].count("all_gather") == 1
@@ -145,13 +165,20 @@ def test_collectives_are_bounded() -> None:
 
 
 def test_override_module_apply() -> None:
-    """With it the function gets weight and bias together; without, what it touches."""
+    """With override_module_apply the function of ``apply`` gets weight and bias together.
+
+    Without it only the parameter that the function uses is gathered.
+    """
     together, alone = (run_ranks(2, fetched, apply)[0] for apply in (True, False))
     assert together == 2 and alone == 1
 
 
 def fetched(apply: bool) -> int:
-    """Parameters that are brought together by a function that sets the weight of a layer."""
+    """Return the number of parameters that are gathered when a function of ``apply`` initializes one weight.
+
+    Args:
+        apply: value of ``override_module_apply``.
+    """
     count = 0
     plain = sharded_build.ShardedBuild.gather
 
@@ -169,9 +196,10 @@ def fetched(apply: bool) -> int:
 
 
 def stayed_whole() -> int:
-    """Weights that were initialised, one by one, and have not been cut again."""
+    """Return the number of weights that are still whole after they were initialized."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(100)  # the backend's threads get the interpreter's lock only where this one waits
+    # Threads of the backend then run Python only while this thread waits, so they release their tensors late.
+    sys.setswitchinterval(100)
     try:
         with limits(0, 0), zero.Init():
             return sum(not is_guarded(nn.Linear(40, 40).weight) for _ in range(10))
@@ -184,7 +212,7 @@ def test_what_was_fetched_is_cut_again_however_slow_the_backend_s_threads_are() 
 
 
 def blocks() -> list[str]:
-    """Nesting, an error inside, ``enabled=False``, ``module=``, ``dtype``: what is wrong."""
+    """Return errors of nested and disabled blocks, of an exception inside, and of the arguments of ``zero.Init``."""
     wrong = []
     with limits(0, 0):
         with zero.Init(), zero.Init():
@@ -210,7 +238,7 @@ def blocks() -> list[str]:
         if dist.get_rank() == 0:
             with zero.Init(data_parallel_group=group):
                 model = nn.Linear(40, 40)
-            # As with others: what runs on one rank runs on many.
+            # A group of one rank shards, too, so that code which runs on one rank runs on many.
             wrong += [] if all(map(is_guarded, model.parameters())) else ["alone"]
     return wrong + (["hooks are left"] if hooks() else [])
 
@@ -220,7 +248,15 @@ def test_blocks() -> None:
 
 
 def wrapped_inside(small: int) -> tuple[float, list[bool]]:
-    """Distance of two models from plain ones, one wrapped inside the block and one after it; True for whole values."""
+    """Wrap one model inside the ``zero.Init`` block and one after it.
+
+    Args:
+        small: number of elements up to which a parameter stays whole.
+
+    Returns:
+        Largest difference of weights from plain training; True for each parameter of the second model that is whole
+        before, inside, and after GatheredParameters.
+    """
     config, models = {"zero_optimization": {"stage": 3}}, []
     plain = [seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), n) for n in range(2)]
 
@@ -232,7 +268,7 @@ def wrapped_inside(small: int) -> tuple[float, list[bool]]:
         with zero.Init(config_dict_or_path=config):
             second = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), 1)
         wrap(first)
-        # A wrapped model may become a part of another, and trains inside the block.
+        # A wrapped model may become part of another module, and can be trained inside the block.
         nn.ModuleList([first])
         train_beside(*models[0], plain[0])
     whole = [not is_guarded(parameter) for parameter in second.parameters()]
@@ -262,14 +298,21 @@ def train_beside(model: nn.Module, optimizer: zeropp.ZeroOptimizer, plain: nn.Mo
 @pytest.mark.every(5)
 @pytest.mark.parametrize(("world", "small"), [(2, 0), (1, 0), (1, 1 << 16)])
 def test_a_model_may_be_wrapped_inside_the_block(world: int, small: int) -> None:
-    """Both ranks have the same batch, so each trains as one does; sums of float32 in another order differ by 1e-6."""
+    """Both ranks have the same batch, so training equals that of one rank.
+
+    float32 sums in another order differ by up to 1e-6.
+    """
     for far, whole in run_ranks(world, wrapped_inside, small):
         assert far < 1e-6
         assert whole == [small > 0] * 4 + [True] * 4 + [small > 0] * 4
 
 
 def lent() -> list[str]:
-    """Values before wrapping: read, edited by rank 1, refused, copied; and what a model without an engine refuses."""
+    """Read, edit and copy values before wrapping, and make calls that need an engine.
+
+    Returns:
+        Errors of values. Calls that must be refused are checked inside.
+    """
     wrong: list[str] = []
     with limits(0, 200):
         with zero.Init():
@@ -331,7 +374,13 @@ def test_mics() -> None:
 
 
 def while_built() -> list[str]:
-    """Values lent inside the block: others' edits do not get in, nor are they cut; a second loan is refused."""
+    """Gather parameters inside the block while the model is still being built.
+
+    Other ranks' edits must be discarded, gathered parameters must not be cut, and a second gather must be refused.
+
+    Returns:
+        Errors of values.
+    """
     wrong = []
     with limits(0, 0), zero.Init():
         model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
@@ -344,7 +393,7 @@ def while_built() -> list[str]:
             with pytest.raises(RuntimeError, match="gathered already"), zero.GatheredParameters(first):
                 pass
         model.append(nn.Linear(30, 30))
-        # As a module is made of another's weight.
+        # Some modules are made from another module's weight.
         copied = nn.Parameter(second)
         wrong += [] if type(copied) is nn.Parameter and copied.eq(21.0).all() else ["nn.Parameter"]
     with zero.GatheredParameters(model.parameters()):
@@ -357,7 +406,10 @@ def test_values_lent_while_building() -> None:
 
 
 def normed() -> list[str]:
-    """torch's parametrizations make parameters of parameters, with whatever has been cut by then."""
+    """Return differences of torch's parametrizations from a plain build.
+
+    They make parameters of parameters that may already be cut.
+    """
 
     def build() -> nn.Module:
         layers = [nn.utils.parametrizations.weight_norm(nn.Linear(30, 30)) for _ in range(2)]
@@ -375,7 +427,7 @@ def test_parametrizations() -> None:
 
 
 def gathered() -> tuple[int, int]:
-    """All-gathers of a loan, and of wrapping, of 96 parameters in pieces."""
+    """Return the number of all-gathers of GatheredParameters, and of wrapping, for 96 sharded parameters."""
     with limits(1 << 14, 0), zero.Init():
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(48)))
     calls: list[int] = []
@@ -400,7 +452,12 @@ def test_gathers_are_joint() -> None:
 
 
 def unkept() -> list[str]:
-    """Edits that nobody keeps leave small parameters as they were; a module of many parameters is cut in between."""
+    """Return errors of edits inside GatheredParameters.
+
+    Different edits are discarded, equal edits of all ranks are kept.
+
+    A module of many parameters must be cut while it is being built.
+    """
     wrong = []
     with limits(1 << 12, 100), zero.Init():
         model = nn.Linear(30, 3)

@@ -1,4 +1,4 @@
-"""``zero.Init`` on ranks that build other models, fail, or go on otherwise than they began: each is told why."""
+"""Every rank raises if ranks build different models in ``zero.Init``, fail, or wrap in another way than they built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from zeropp.params import sharded_build
 
 
 def other(kind: str) -> str:
-    """The error of ranks that build other models, or of which one fails."""
+    """Return the error of ranks that build different models, or of which one fails.
+
+    Args:
+        kind: difference: "shapes", "fails", "touches" (rank 0 uses a weight) or "more" (rank 0 adds a layer).
+    """
     width = 40 + (kind == "shapes") * dist.get_rank()
     try:
         with limits(0, 0), zero.Init():
@@ -50,7 +54,11 @@ def test_ranks_that_differ(kind: str) -> None:
 
 
 def wrapped(kind: str) -> str:
-    """What is said when a model is wrapped otherwise than it was built."""
+    """Return the error of a wrong argument, or of wrapping a model in another way than it was built.
+
+    Args:
+        kind: name of the case.
+    """
     group = dist.new_group([0, 1]) if dist.get_world_size() > 2 else None
     try:
         if kind == "both groups":
@@ -110,7 +118,12 @@ def test_another_group_is_refused() -> None:
 
 
 def fails(kind: str) -> str:
-    """The error of a rank where rank 1 alone fails, in the end of a block, in a loan, in an argument."""
+    """Return the error of this rank after rank 1 alone fails.
+
+    Args:
+        kind: place of the failure: "argument", "end" (of the block), "loan" (inside GatheredParameters) or "calls"
+            (another call).
+    """
     last = dist.get_rank() == 1
     try:
         with limits(1 << 10, 200), contextlib.ExitStack() as stack:
@@ -119,7 +132,7 @@ def fails(kind: str) -> str:
             with zero.Init():
                 model = nn.Sequential(nn.Linear(30, 30))
                 if kind == "end" and last:
-                    # As where there is no memory for a message.
+                    # as if there were no memory for a message
                     stack.enter_context(
                         mock.patch.object(sharded_build, "dense_row", side_effect=ArithmeticError("no more"))
                     )

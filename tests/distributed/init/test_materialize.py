@@ -1,4 +1,4 @@
-"""Models on the meta device: initialised module by module, or loaded; and what transformers builds in ``zero.Init``."""
+"""Models on the meta device are initialized by module or loaded. transformers' models are built in ``zero.Init``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeropp.params.guard import is_guarded
 
 
 class Model(nn.Module):
-    """A recurrent layer, a tied weight, buffers of both kinds, integers."""
+    """A model with a recurrent layer, a tied weight, persistent and non-persistent buffers, and integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def trained(model: nn.Module) -> tuple[dict[str, Tensor], float]:
 
 
 def initialised() -> list[str]:
-    """What a model that is materialised, module by module, has otherwise than one that was initialised so."""
+    """Return differences between a materialized model and a model that is initialized module by module."""
     plain = Model()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -88,7 +88,14 @@ def test_initialised_module_by_module() -> None:
 
 
 def awaits(path: Path) -> tuple[str, str, dict[str, Tensor]]:
-    """Errors of a forward before values are there, and of buffers that nobody would load; the state afterwards."""
+    """Use a model before its values are loaded, and load them.
+
+    Args:
+        path: folder of a safetensors file.
+
+    Returns:
+        The error for a buffer that no file has, the error of an early forward, and full_state after the load.
+    """
     with torch.device("meta"):
         model = Model()
     with pytest.raises(ValueError) as missing:
@@ -111,7 +118,10 @@ def awaits(path: Path) -> tuple[str, str, dict[str, Tensor]]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("world", [2, 1])
 def test_values_are_awaited(world: int, tmp_path: Path) -> None:
-    """A forward before they are loaded is refused by name, and goes on after; on every rank."""
+    """A forward before the values are loaded is refused on every rank, with the parameters' names.
+
+    After the load training works.
+    """
     torch.manual_seed(3)
     state = {name: value for name, value in Model().state_dict().items() if name != "head.weight"}
     save_file(state, str(tmp_path / "model.safetensors"))
@@ -149,7 +159,12 @@ def test_what_is_left_without_values_is_named() -> None:
 
 
 def pretrained(kind: str, path: Path) -> list[str]:
-    """What differs from plain transformers: built inside, loaded inside, and logits of the wrapped model."""
+    """Return differences from plain transformers of a model that is built, and of one that is loaded, in ``zero.Init``.
+
+    Args:
+        kind: key of MODELS.
+        path: folder of the saved model.
+    """
     plain = make(kind, 1)
     with mock.patch.object(sharded_build, "LIMIT_NBYTES", 0), mock.patch.object(sharded_build, "SMALL", 200):
         with zero.Init():
@@ -173,7 +188,11 @@ def test_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def recipe(path: Path) -> bool:
-    """docs/multinode.md's way to load one of transformers' models, each rank its part."""
+    """Load a transformers model as docs/multinode.md shows, so that each rank reads its part.
+
+    Returns:
+        True if the logits equal plain transformers'.
+    """
     plain = make("llama", 1)
     with torch.device("meta"):
         model = make("llama", 2)
@@ -189,7 +208,7 @@ def test_a_model_of_transformers_on_the_meta_device(tmp_path: Path) -> None:
 
 
 class Large(nn.Module):
-    """A list of ``count`` layers of ``width`` x ``width``, float32."""
+    """A list of ``count`` float32 layers of ``width`` x ``width``."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -197,9 +216,18 @@ class Large(nn.Module):
 
 
 def peak(count: int, width: int, way: str, path: Path, limit: int) -> tuple[int, int, int, int]:
-    """Largest anonymous memory, beyond what was there, while a model is built, and until it has its values.
+    """Measure memory while a model is built and gets its values.
 
-    And the bytes that its engine owns, and that were read.
+    Args:
+        count: number of layers.
+        width: width of a layer.
+        way: "Init" (zero.Init) or "load" (materialize and load_safetensors).
+        path: folder of the weights to load.
+        limit: bytes of waiting parameters after which they are cut.
+
+    Returns:
+        Peak bytes beyond those before while the model is built, and until it has its values; bytes that the engine
+        owns; and bytes read.
     """
     nbytes_read = 0
     with Peak() as whole:
@@ -234,17 +262,17 @@ SIZES = [
 @pytest.mark.parametrize("way", some(["Init", "load"], 2))
 @pytest.mark.parametrize(("count", "width", "limit", "megabytes"), SIZES)
 def test_memory(way: str, count: int, width: int, limit: int, megabytes: int, tmp_path: Path) -> None:
-    """What a rank's share takes, two of the largest unit, and so many MB on top.
+    """Memory is bounded by a rank's share, two of the largest unit, and a few megabytes.
 
-    Of 46 million and of 1 billion parameters. While it is built that is the share of the weights, in float32; then the
-    engine's, with gradients. Bytes read are those of the share.
+    The models have 46 million and 1 billion parameters. While the model is built, the share is that of the float32
+    weights; afterwards it is the memory that the engine owns, with gradients. The bytes read are those of the share.
     """
     if way == "load":
         write(tmp_path, count, width)
     unit = 4 * width * width
     share, more = count * unit // 2, 2 * unit + megabytes * 1_000_000
     for building, whole, owned, nbytes_read in run_ranks(2, peak, count, width, way, tmp_path, limit, timeout=600):
-        assert owned <= 2.02 * share  # weights, and their gradients
+        assert owned <= 2.02 * share  # weights and their gradients
         assert building <= (share if way == "Init" else 0) + more, (building, share)
         assert whole <= owned + more, (whole, owned)
         assert way == "Init" or share <= nbytes_read <= 1.02 * share
