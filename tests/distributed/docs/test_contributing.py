@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's recipes, followed in a copy of the tree: a codec, a width, a placement and a key."""
+"""The recipes of CONTRIBUTING.md work in a copy of the tree: a new codec, code width, placement and key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeropp_kernels.wire import GROUPS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-# The tree, copied, and each recipe followed in it.
+# A copy of the tree, and functions that follow each recipe in it.
 
 
 @pytest.fixture
@@ -36,7 +36,12 @@ def tree(tmp_path: Path) -> Path:
 
 
 def python(tree: Path, *arguments: str) -> str:
-    """What Python says, with the copy's packages in place of the installed ones."""
+    """Run Python with the copy's packages on its path, and return its output.
+
+    Args:
+        tree: copy of the tree.
+        arguments: arguments of the interpreter.
+    """
     path = os.pathsep.join(map(str, (tree, tree / "kernels")))
     done = subprocess.run(
         [sys.executable, *arguments], cwd=tree, env={**os.environ, "PYTHONPATH": path}, text=True,
@@ -64,7 +69,7 @@ def insert_key(tree: Path, name: str, field: str) -> None:
     )
 
 
-# A codec: values cut to the upper half of their float32, the sign, exponent and seven bits.
+# A codec that keeps the upper half of a float32: the sign, the exponent and seven bits.
 
 CUT_CODEC = '''@dataclass(frozen=True)
 class CutCodec(PlainCodec):
@@ -99,13 +104,13 @@ def follow_codec(tree: Path) -> None:
     choices = tree / "zeropp/setup/choices.py"
     replace(choices, "import BlockCodec, dtype_name", "import BlockCodec, CutCodec, dtype_name")
     insert(choices, "        weights=BlockCodec(8)", "        cut=extension.cut_gradients,\n")
-    # Weights in it are a value of a key that there is.
+    # For weights, the codec is a new value of an existing key.
     replace(choices, "weights=BlockCodec(8) if", 'weights=CutCodec() if codec == "cut16" else BlockCodec(8) if')
     insert_key(tree, "cut_gradients", '    cut_gradients: bool = False\n    """Cuts gradients."""\n\n')
     replace(tree / "zeropp/config/blocks.py", 'Literal["int8", ', 'Literal["int8", "cut16", ')
 
 
-# A placement that no configuration asks for: stage 1 within pairs of ranks, which are replicas of each other.
+# A placement that no configuration gives: stage 1 within pairs of ranks, and the pairs are replicas of each other.
 
 
 def follow_placement(tree: Path) -> None:
@@ -114,7 +119,7 @@ def follow_placement(tree: Path) -> None:
     insert_key(tree, "replicated_pairs", '    replicated_pairs: bool = False\n    """Pairs of ranks."""\n\n')
 
 
-# A width: codes of two bits, -1, 0 and 1, four to a byte. Plain torch alone, as ranks on CPUs run it.
+# A width of two bits: codes -1, 0 and 1, four to a byte. Only the plain torch version is made, which CPU ranks use.
 
 TWO_BITS_IN = """    if bits == 2:
         quarters = work.to(torch.int8).view(rows, 4, group // 4).bitwise_and_(3)
@@ -139,7 +144,10 @@ def follow_width(tree: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_codec_a_width_and_a_placement_by_their_recipes(tree: Path) -> None:
-    """No other file changes than the recipes name; :mod:`tests.support.contributing_checks` trains with the results."""
+    """Following the recipes changes only the files that they name.
+
+    The copy trains: see :mod:`tests.support.contributing_checks`.
+    """
     follow_codec(tree)
     follow_width(tree)
     follow_placement(tree)
@@ -149,10 +157,11 @@ def test_a_codec_a_width_and_a_placement_by_their_recipes(tree: Path) -> None:
 def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
     config = zeropp.load_config(make_config(zero_hpz_partition_size=2))
     mode = choose_mode(config, 4, 2)
-    assert choose_mode(config, 4, 2) == mode and mode.cached == 2  # a value: no state, no process
+    # Equal results: a placement is a value without a state or processes.
+    assert choose_mode(config, 4, 2) == mode and mode.cached == 2
 
 
-# A key: a setting of zeropp's own.
+# A new configuration key of zeropp.
 
 
 WRITES_AND_LOADS = """
@@ -188,7 +197,7 @@ def test_a_key_by_its_recipe(tree: Path) -> None:
 
 @functools.cache
 def names_read() -> set[str]:
-    """Attributes that the code outside of the configuration reads."""
+    """Return the names of all attributes that code outside of the configuration reads."""
     found = set()
     for path in (ROOT / "zeropp").rglob("*.py"):
         if "config" not in path.relative_to(ROOT).parts[:2]:
@@ -198,7 +207,10 @@ def names_read() -> set[str]:
 
 @pytest.mark.parametrize("model", [ExtensionConfig, ZeroConfig])
 def test_a_key(model: type[ExtensionConfig | ZeroConfig]) -> None:
-    """It has a docstring, an entry, a row in the reference; and if it has an effect, somebody reads it."""
+    """A key has a docstring, an entry in SUPPORT, and a row in the reference.
+
+    A key that has an effect is read by some code.
+    """
     reference, read = (ROOT / "docs" / "configuration.md").read_text(), names_read()
     assert SUPPORT[model].keys() == model.model_fields.keys()
     for name, field in model.model_fields.items():
@@ -208,7 +220,7 @@ def test_a_key(model: type[ExtensionConfig | ZeroConfig]) -> None:
             assert name in read, f"{name} is said to have an effect, and nobody reads it"
 
 
-# A width of codes: what tells one from another is in few files.
+# Code that depends on the width of codes must be in few files, which the recipe names.
 
 _BITS, _TOLD = r"(?:bits|BITS|source_bits)\b", r"(==|!=|//|%|<=?|>=?)"
 _WIDTH = re.compile(
@@ -219,7 +231,7 @@ _WIDTH = re.compile(
 
 def test_a_configuration_has_every_width() -> None:
     widths = {width for part in get_args(Bits) for width in get_args(part)}
-    assert widths == {16, 32, *GROUPS}  # plain values, and codes
+    assert widths == {16, 32, *GROUPS}  # widths of plain values, and of codes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The first recipes of docs/checkpoints.md and fsdp2.md, on two ranks and with a model of the reader's."""
+"""The first recipes of docs/checkpoints.md and docs/fsdp2.md run on two ranks with a model of the reader's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from tests.support.rank_pool import run_ranks
 
 
 def saved(folder: str) -> tuple[int, int, list[int], bool]:
-    """Save, resume and save; the first step of either run, the steps that are kept, and True if weights came back."""
+    """Run the recipe twice: it trains and saves, and then resumes.
+
+    Args:
+        folder: working directory.
+
+    Returns:
+        First step of each run, steps of the kept checkpoints, and True if the second run has the first one's weights.
+    """
     os.chdir(folder)
     text = recipe("checkpoints.md", ("1001", "41"), ("step % 100", "step % 10"))
 

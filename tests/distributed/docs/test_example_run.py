@@ -1,4 +1,4 @@
-"""The example as its users start it: torchrun on two ranks, alone, and stopped by Ctrl-C."""
+"""The example scripts as users start them: with torchrun on two ranks, on one rank, and stopped by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 
 def command(ranks: int, metrics: Path, *flags: str) -> list[str]:
-    """The example on ``ranks`` ranks, trained on its own sources; one rank runs without torchrun."""
+    """Return the command of the example, which trains on the example's own sources.
+
+    Args:
+        ranks: number of ranks; one rank runs without torchrun.
+        metrics: file for the metrics.
+        flags: further flags.
+    """
     launcher: Sequence[str] = ()
     if ranks > 1:
         with closing(socket.socket()) as probe:
@@ -60,7 +66,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def started(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, so that nothing of it can outlive the test."""
+    """Start a process in its own session, and end it at the end of the context."""
     process = subprocess.Popen(
         arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -69,7 +75,7 @@ def started(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun passes it on to its ranks, which have sessions of their own
+            process.terminate()  # torchrun forwards the signal to its ranks, which have their own sessions
             try:
                 process.communicate(timeout=20)
             except subprocess.TimeoutExpired:
@@ -85,19 +91,19 @@ def run(arguments: list[str], folder: Path, timeout: float = 100) -> str:
 
 
 def running_with(argument: Path) -> list[int]:
-    """Process ids whose command line has this argument."""
+    """Return the ids of processes whose command line has this argument."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if str(argument).encode() in entry.read_bytes():
                 found.append(int(entry.parent.name))
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended in the meantime
     return found
 
 
 def printed(metrics: Path, flags: list[str]) -> str:
-    """What it prints on this rank."""
+    """Return the output of the example on this rank."""
     with redirect_stdout(io.StringIO()) as text:
         assert trains(metrics, flags) == 0
     return text.getvalue()
@@ -142,7 +148,7 @@ layers = [torch.nn.Linear(width, width) for _ in range(4)]
 @pytest.mark.campaign
 @pytest.mark.parametrize(("width", "times"), [(400, 1), (16, 5), (400, 5)])
 def test_ten_lines_end_well(width: int, times: int, tmp_path: Path) -> None:
-    """The first block of docs/using.md as it stands: nothing is closed, and gathers may be under way at the end."""
+    """The first block of docs/using.md exits without errors, even if it closes nothing and gathers are in flight."""
     block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "using.md").read_text(), re.DOTALL)
     assert block is not None
     usage = block.group(1).replace("model = Model()", "model = Model(*layers)")
@@ -163,12 +169,12 @@ FSDP2_FLAGS = ["--layers=2", "--d-model=32", "--heads=2", "--seq-len=16", "--ste
 
 
 def losses_in(output: str) -> list[float]:
-    """Those that the FSDP2 example has printed."""
+    """Return the losses in the output of the FSDP2 example."""
     return [float(each) for each in re.findall(r"^step \d+: loss ([0-9.]+)$", output, re.MULTILINE)]
 
 
 def usual_fsdp2() -> str:
-    """What it prints without quantization."""
+    """Return the output of the FSDP2 example without quantization."""
     with redirect_stdout(io.StringIO()) as printed, own_signals():
         assert train_fsdp2.main([*FSDP2_FLAGS, f"--data={DATA}", "--plain"]) == 0
     return printed.getvalue()
@@ -176,7 +182,7 @@ def usual_fsdp2() -> str:
 
 @pytest.mark.campaign
 def test_the_fsdp2_example(tmp_path: Path) -> None:
-    """Quantized it learns like FSDP2 as it is, and says what it has sent."""
+    """With quantization the losses agree with FSDP2's to 2 %, and the output lists the bytes sent."""
     plain_output, _ = run_ranks(2, usual_fsdp2, init=False)
     launch = [*command(2, tmp_path / "unused")[:5], str(FSDP2_SCRIPT), *FSDP2_FLAGS, f"--data={DATA}"]
     output = run([*launch, "--ranks-per-node=1", "--feedback=cross"], tmp_path)
@@ -192,12 +198,15 @@ def test_the_fsdp2_example(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_a_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    """From the newest checkpoint, with the same windows in as many more micro-steps; and is refused where none fit."""
+    """A killed run resumes with fewer ranks from the newest checkpoint.
+
+    A step keeps its windows of text, in more micro-batches. A batch size that does not divide the step is refused.
+    """
     flags = ("--steps=12", "--save-every=2", "--sample=0", f"--checkpoint={tmp_path / 'run'}")
     whole, first, second = (tmp_path / f"{name}.jsonl" for name in ("whole", "first", "second"))
     assert run_ranks(2, trains, whole, ["--steps=12", "--sample=0", "--batch=4"], init=False) == [0, 0]
     with started(command(2, first, *flags, "--batch=4"), tmp_path) as process:
-        # Not for its files: until it is named, the run goes on from the one before.
+        # Wait for the name in ``latest``, not for the files: before that, a resumed run would use the older checkpoint.
         run, until = tmp_path / "run", time.monotonic() + 60
         while not ((run / "latest").exists() and (Series(run).latest() or 0) >= 4) and time.monotonic() < until:
             time.sleep(0.01)
@@ -225,7 +234,11 @@ def test_the_last_step_is_saved_and_runs_are_not_mixed(tmp_path: Path) -> None:
 
 
 def waits_in_vain() -> tuple[int, float]:
-    """What the first rank says, and after how many seconds the second gives up waiting for it."""
+    """Let rank 1 wait for rank 0, which does not come.
+
+    Returns:
+        The value received from rank 0, and seconds until the wait ends.
+    """
     with own_signals(), start_job(plain=False, patience=1) as job:
         first, start = job.first(7 + job.rank), time.monotonic()
         if job.rank == 0:
@@ -265,7 +278,7 @@ def test_ctrl_c_leaves_cleanly(ranks: int, tmp_path: Path) -> None:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=25)
-    # torchrun ends with a code of its own after a signal.
+    # torchrun has its own exit code after a signal.
     assert process.returncode == 130 if ranks == 1 else process.returncode != 0, output
     assert "stopped on request" in output
     stopped, last = records(metrics, "interrupted"), records(metrics, "train")[-1]

@@ -1,7 +1,7 @@
-"""README's commands and code blocks, each of which is run, and compared with what README says that it replaces.
+"""README's commands and code blocks run, and train like the code that they replace.
 
-tests/unit/test_readme_figures.py has its figures; tests/distributed/deepspeed and tests/distributed/integrations have
-tests of the blocks about DeepSpeed and Lightning.
+tests/unit/test_readme_figures.py checks README's figures. tests/distributed/deepspeed and
+tests/distributed/integrations test the blocks about DeepSpeed and Lightning.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_the_first_diff_adds_five_lines() -> None:
 
 
 def sent_between_nodes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Counter[str]:
-    """Bytes that this rank has sent so far, by kind and codec, once nothing is on its way."""
+    """Return the bytes that this rank has sent between nodes so far, by kind and codec. Refreshes are waited for."""
     optimizer.engine.wait_for_refresh()
     found: Counter[str] = Counter()
     for row in zeropp.comm_report(model).rows:
@@ -63,8 +63,15 @@ def sent_between_nodes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Cou
 
 
 def bytes_by_codec(config: dict[str, Any]) -> tuple[float, dict[str, float], list[float]]:
-    """Train with a configuration; parameters, bytes that this rank sends between nodes in a step, and losses."""
-    config["zero_optimization"]["zero_hpz_partition_size"] //= 4  # two ranks a node, where README has eight
+    """Train with a configuration.
+
+    Args:
+        config: configuration from README.
+
+    Returns:
+        Number of parameters, bytes that this rank sends between nodes per step by kind and codec, and losses.
+    """
+    config["zero_optimization"]["zero_hpz_partition_size"] //= 4  # The test has two ranks per node, README has eight.
     model, losses, data = Model(), Losses(), Data()
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model, config)
     index = dist.get_rank()
@@ -88,13 +95,18 @@ def test_the_configuration_sends_int8_weights_and_int4_gradients_between_nodes()
     assert config["bf16"] == {"enabled": True} and config["gradient_clipping"] == 1.0
     for numel, sent, losses in run_ranks(4, bytes_by_codec, config, local_world_size=2):
         assert set(sent) == {"reduce int4", "refresh int8"}
-        # A node sends 0.76 of M (n-1)/n by the ledger, which is a byte a parameter here; a rank sends half of it.
+        # A node sends 0.76 bytes per parameter: 0.76 of M (n - 1) / n, with M = 2 bytes per parameter and n = 2 nodes.
+        # A rank sends half of that.
         assert 0.74 < 2 * sum(sent.values()) / numel < 0.79
         assert losses[-1] < losses[0]
 
 
 def fsdp2_losses(shard: str) -> list[float]:
-    """Train with lines of README that shard a model; losses of this rank."""
+    """Train a model that is sharded by lines of README, and return this rank's losses.
+
+    Args:
+        shard: lines that shard the model and make the optimizer.
+    """
     policy = MixedPrecisionPolicy()
     given: dict[str, Any] = {"model": Model(), "policy": policy, "fully_shard": fully_shard, "zeropp": zeropp}
     given |= {"torch": torch, "config": {"zero_optimization": {"stage": 3}}}
@@ -120,7 +132,10 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
 
 
 def test_zeropp_alone_is_imported_for_that_line() -> None:
-    """``import zeropp`` gives ``zeropp.fsdp2``, and loads only what trains; names of DeepSpeed's say where they are."""
+    """``import zeropp`` gives access to ``zeropp.fsdp2``, but loads only modules for training.
+
+    DeepSpeed's names raise an error that says where they are.
+    """
     program = (
         "import sys, zeropp; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"
         "late = ('sympy', 'torch.distributed.tensor', 'zeropp.checkpoint', 'zeropp.fsdp2', 'zeropp.training')\n"
@@ -143,9 +158,13 @@ def test_without_fully_shard_zeropp_trains_the_same() -> None:
 
 
 def accumulated(config: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Weights after three steps of two micro-batches and one of a single one, in the loop that FSDP2 has.
+    """Train three steps of two micro-batches and one step of a single micro-batch, in the loop of FSDP2.
 
-    Plain torch without config.
+    Args:
+        config: configuration; None for plain torch in one process.
+
+    Returns:
+        Weights at the end; an empty dict on ranks other than 0.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if config is not None else (1, 0)
     model, data, rows = Model(), Data(), 8 // world
@@ -165,7 +184,10 @@ def accumulated(config: dict[str, Any] | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("config", some([{"gradient_accumulation_steps": 2}, {}], 2), ids=str)
 def test_a_loop_that_accumulates_stays(config: dict[str, Any]) -> None:
-    """As the table says of ``set_requires_gradient_sync``: without it, and with or without the key."""
+    """As README's table says, a loop that accumulates needs no ``set_requires_gradient_sync``.
+
+    The key gradient_accumulation_steps is optional.
+    """
     expected = accumulated(None)
     first, second = run_ranks(2, accumulated, config)
     assert second == {}
@@ -174,7 +196,7 @@ def test_a_loop_that_accumulates_stays(config: dict[str, Any]) -> None:
 
 
 def test_the_keys_of_the_table_are_accepted() -> None:
-    """Those marked * beside the stage, the others at the top."""
+    """Keys marked * in the table are accepted in the zero_optimization block, the other keys at the top level."""
     rows = re.findall(r"^\| .* \| (.*) \|$", TEXT.split("| in FSDP2 |")[1].split("##")[0], re.MULTILINE)
     inner: dict[str, Any] = {}
     outer: dict[str, Any] = {}
@@ -190,7 +212,10 @@ def test_the_keys_of_the_table_are_accepted() -> None:
 
 @pytest.mark.campaign
 def test_the_training_command(tmp_path: Path) -> None:
-    """But for the virtual environment, which the test command has made in the same words."""
+    """README's training command runs.
+
+    Its virtual environment is left out, because the test command makes the same one.
+    """
     setup, train = block(TRAIN, "sh").split(" '.[examples]' && ")
     assert setup == INSTALL
     small = ("--layers=2", "--d-model=64", "--heads=2", "--steps=4", "--log-every=1", "--sample=0", "--data=LICENSE")
@@ -203,7 +228,7 @@ INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt 
 
 
 def test_the_test_command_is_what_ci_runs() -> None:
-    """CI takes it from README, and so shows that it works."""
+    """The test command of README is the one that CI runs, so CI shows that it works."""
     said = subprocess.run(["bash", str(ROOT / ".ci" / "run"), "--show"], capture_output=True, text=True, check=True)
     assert said.stdout == block(TESTS, "sh") == f"{INSTALL} '.[dev]' && .venv/bin/pytest -n 2 --dist worksteal\n"
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
