@@ -1,6 +1,7 @@
-"""``zeropp.deepspeed.checkpointing``: gradients are those of plain torch without checkpoints, wherever inputs lie.
+"""``zeropp.deepspeed.checkpointing`` gives the gradients of plain torch without activation checkpoints.
 
-On the CPU everything is in the host's memory; `moved` has inputs taken for a GPU's, so that they are copied there.
+On the CPU all inputs are in host memory. `moved` makes checkpointing treat them as tensors of a GPU, so that it copies
+them to the host.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def moved(way: dict[str, Any]) -> Iterator[None]:
 
 
 class Layers(nn.Module):
-    """Segments that take all kinds of arguments, in each other, with dropout, a frozen block and a loss of all."""
+    """A model of nested checkpointed segments.
+
+    They have tensor, string, None and keyword arguments, dropout and frozen weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class Layers(nn.Module):
         a, how, b = self.run(self.outer, x, mask, how="a word", bias=x.sum(0))
         assert how == "a word"
         c, _, _ = self.run(self.outer, a, None, how="", bias=b)
-        # A parameter as an argument, whose values are gone until it is used again.
+        # A parameter is passed as an argument. Its values are released before backward uses it again.
         d = self.run(lambda value, weight: functional.linear(value, weight), b, self.scale.weight)
         result: Tensor = self.last(c) + d * self.scale(b)
         return result
@@ -76,7 +80,7 @@ def data(step: int, rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    # Masks of dropout follow from it.
+    # The seed determines the dropout masks.
     torch.manual_seed(100 * step + rank)
     loss: Tensor = model(data(step, rank)).square().mean()
     return loss
@@ -88,7 +92,15 @@ def built() -> Layers:
 
 
 def trained(way: str, stage: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights after three steps on two ranks, and losses without gradients after each."""
+    """Train three steps with checkpointed segments on this rank's batches.
+
+    Args:
+        way: arguments of ``configure``: a key of WAYS.
+        stage: ZeRO stage.
+
+    Returns:
+        Weights, and the loss without gradients after each step.
+    """
     model, rank = built(), torch.distributed.get_rank()
     model.recompute = True
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
@@ -121,14 +133,17 @@ def plain() -> tuple[dict[str, Tensor], list[float]]:
     [*((way, 3) for way in WAYS), pytest.param("host", 1, marks=pytest.mark.campaign)],
 )
 def test_segments_train_as_plain_torch_without_them(way: str, stage: int) -> None:
-    """To the bit: dividing by two ranks is exact, and a sum of two is the same in either order."""
+    """Weights and losses are equal bit for bit.
+
+    Dividing by two ranks is exact, and a sum of two numbers does not depend on their order.
+    """
     weights, losses = plain()
     for found, again in run_ranks(2, trained, way, stage):
         assert worst(found, weights) == 0 and again == losses
 
 
 def test_inputs_leave_and_come_back() -> None:
-    """Nobody holds what a segment was given, once its forward is over."""
+    """With checkpoint_in_cpu, no reference to a segment's input remains on the device after the forward."""
     with moved(WAYS["host"]):
         leaf = torch.randn(4, WIDTH, requires_grad=True)
         gone = []
@@ -144,7 +159,11 @@ def test_inputs_leave_and_come_back() -> None:
 
 
 def test_only_activations_of_outer_segments_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not parameters, nor the inputs of what is nested, which the outer one's recomputation has at hand."""
+    """Only activations that enter outer segments are copied to the host.
+
+    Parameters are not copied, nor the inputs of nested segments, because recomputing the outer segment gives these
+    inputs again.
+    """
     copied: list[torch.Size] = []
 
     class Watched(checkpointing._OnHost):
@@ -168,7 +187,7 @@ def test_only_activations_of_outer_segments_are_moved(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("way", ["plain", "host"])
 def test_an_input_edited_before_backward(way: str) -> None:
-    """What was moved has the values of the forward; what stays where it is, is found out."""
+    """backward raises an error if an input that is not copied to the host, here a mask, is edited after the forward."""
     with moved(WAYS[way]):
         leaf, mask = torch.randn(2, WIDTH, requires_grad=True), torch.ones(WIDTH)
         x = leaf * 1
@@ -213,7 +232,7 @@ def test_configured_by_arguments_and_files(tmp_path: Path) -> None:
         assert checkpointing._process.block.profile and not checkpointing._process.block.cpu_checkpointing
         with pytest.raises(ValueError, match="model-parallel size of 2"):
             configure(Mpu(2))
-        # What was refused has changed nothing.
+        # A refused call changes no setting.
         assert checkpointing._process.block.profile
     finally:
         configure(None)

@@ -1,4 +1,4 @@
-"""What parameters and modules carry by DeepSpeed's names, used as scripts use it."""
+"""DeepSpeed's attributes of parameters and modules, such as ``ds_id`` and ``ds_tensor``, as scripts use them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeropp.zero import GatheredParameters, ZeroParamStatus, register_external_p
 
 
 def whole_of(parameter: nn.Parameter) -> Tensor:
-    """The helper that stands in many training scripts."""
+    """Return a parameter's whole values on the CPU, as a helper function found in many training scripts does."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().cpu().clone()
     needs = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
@@ -72,7 +72,7 @@ def carried(settings: dict[str, Any]) -> list[tuple[Any, ...]]:
         part = parameter.ds_tensor
         assert part.numel() == part.ds_numel == parameter.partition_numel() == part.data.numel()
         assert part.device.type == "cpu" and part.status == ZeroParamStatus.AVAILABLE
-        # To the host and back, as between phases.
+        # Scripts move parts to the host and back between phases.
         part.data = part.data.to("cpu", copy=True)
         with pytest.raises(RuntimeError, match="other values than it has"):
             part.data = part.data + 1 if part.ds_numel else torch.ones(1)
@@ -82,7 +82,10 @@ def carried(settings: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("settings", some([{"persist": 100}, {}], 2), ids=str)
 def test_parts_of_all_ranks_are_the_whole(settings: dict[str, Any]) -> None:
-    """By their sizes; a part is in the order of memory, which channels_last has of its own."""
+    """The sizes of the ranks' parts add up to the parameter.
+
+    Parts are in memory order, which differs for channels_last weights.
+    """
     plain = [p for p in Stack().parameters() if p.is_floating_point()]
     for row in zip(*run_ranks(2, carried, settings), strict=True):
         assert row[0][1:3] == row[1][1:3]
@@ -153,7 +156,17 @@ class Built(nn.Module):
 
 
 def built(stage: int, small: int) -> dict[str, Any]:
-    """What a script finds between ``zero.Init`` and wrapping, and what of it is the same, or there, after it."""
+    """Build a model in ``zero.Init``, read DeepSpeed's attributes, and wrap the model.
+
+    Args:
+        stage: ZeRO stage of the wrapped model.
+        small: number of elements up to which a parameter stays whole.
+
+    Returns:
+        "far": largest difference from a plain build; "statuses": names of ``ds_status``; "parts": this rank's part of
+        each parameter; "left": DeepSpeed's attributes of one weight after wrapping; "kept": True if ``ds_id`` is
+        unchanged, or the stage is below 3.
+    """
     torch.manual_seed(dist.get_rank())
     with limits(small, small), zeropp.zero.Init():
         model = Built()
@@ -190,7 +203,7 @@ def test_what_is_built_in_pieces_carries_them_before_it_is_wrapped(stage: int, s
     torch.manual_seed(0)
     first, second = run_ranks(2, built, stage, small)
     for found in (first, second):
-        # Small ones stay whole, and say the same.
+        # Small parameters stay whole, but report the same status.
         assert found["far"] == 0 and found["kept"] and found["statuses"] == {"NOT_AVAILABLE"}
         assert bool(found["left"]) == (stage == 3)
     for name, value in Built().state_dict().items():

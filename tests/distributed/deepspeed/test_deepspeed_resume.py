@@ -1,4 +1,4 @@
-"""A run that DeepSpeed began goes on: weights, states, counters, the schedule's place, the script's own values."""
+"""A run saved by DeepSpeed resumes with its weights, states, counters, schedule and the script's own values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCALER = {"cur_scale": 2.0**9, "cur_iter": 6, "last_overflow_iter": 3, "cur_hyst
 
 
 def written(folder: Path) -> nn.Module:
-    """Four steps of plain torch, as DeepSpeed would have saved them."""
+    """Write a DeepSpeed checkpoint of four steps of plain torch, and return the model."""
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
     for _ in range(4):
@@ -58,7 +58,8 @@ def resumed(folder: Path, how: dict[str, Any]) -> tuple[Any, ...]:
     counts = engine.global_steps, engine.global_samples, engine.lr_scheduler.last_batch_iteration
     state, scales = zeropp.full_state(engine.module), [engine.optimizer.loss_scale]
     skipped = engine.skipped_steps
-    # The overflow was three steps before: the next one lies a window after it, and doubles the scale.
+    # Iterations 6 and 7 follow. DeepSpeed doubles the scale if (iteration - last overflow - 1) is a multiple of the
+    # window, so iteration 7 doubles it: (7 - 3 - 1) / 3 = 1.
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 6).half()).float().square().mean())
         engine.step()

@@ -1,4 +1,7 @@
-"""What ``engine.destroy()`` leaves: the model with its weights, to be wrapped again; in stages 0 to 2 a plain one."""
+"""``engine.destroy()`` leaves the weights in the model, which can be wrapped again.
+
+In stages 0 to 2 it is a plain model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ CPU = {"device": "cpu"}
 def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
     zero = {"stage": stage, **more.pop("zero", {})}
     config = settings(gradient_accumulation_steps=1, zero=zero, **more)
-    del config["scheduler"]  # whose warm-up begins with rates of 0
+    del config["scheduler"]  # The warm-up starts with learning rates of 0, which would change no weight.
     return zeropp.initialize(model=model, config=config)[0]
 
 
@@ -35,7 +38,16 @@ def train(engine: Any, first: int, steps: int) -> None:
 
 
 def destroyed(stage: int, more: dict[str, Any]) -> tuple[float, float, float]:
-    """Distances: of the weights left, of a forward with them, and of a training that goes on with them."""
+    """Destroy an engine after two steps, and train the model on in a new engine.
+
+    Args:
+        stage: ZeRO stage.
+        more: further configuration.
+
+    Returns:
+        Three differences from a plain model with the same weights: of the weights left in the model, of a forward, and
+        of the weights after two more steps.
+    """
     bf16 = bool(more.get("bf16"))
     model, plain = model_of(), model_of()
     model, plain = (each.to(torch.bfloat16 if bf16 else torch.float64) for each in (model, plain))
@@ -43,7 +55,7 @@ def destroyed(stage: int, more: dict[str, Any]) -> tuple[float, float, float]:
     train(engine, 0, 2)
     main = zeropp.full_state(model)
     engine.destroy()
-    engine.destroy()  # twice is no harm
+    engine.destroy()  # a second call does nothing
     values = {name: value.to(model.state_dict()[name].dtype) for name, value in main.items()}
     left = worst(dict(model.state_dict()), values)
     plain.load_state_dict(values)
@@ -51,7 +63,7 @@ def destroyed(stage: int, more: dict[str, Any]) -> tuple[float, float, float]:
     assert worst(values, dict(model_of().to(next(plain.parameters()).dtype).state_dict())) > 0.01, "it was trained"
     x = batch(7, 0).to(next(plain.parameters()).dtype)
     forward = float((model(x) - plain(x)).abs().max())
-    # Plain torch can step it, move it, copy it.
+    # Plain torch can copy and move the model, and zero its gradients.
     copy.deepcopy(model).to("cpu").zero_grad()
     train(engine_of(model, stage, **copy.deepcopy(more)), 2, 2)
     train(engine_of(plain, stage, **copy.deepcopy(more)), 2, 2)
@@ -80,9 +92,20 @@ def runs_out(_: Tensor) -> None:
 
 
 def short_of_memory(stage: int, first: bool) -> float:
-    """As transformers' ``auto_find_batch_size``: a backward fails, the engine is destroyed, another one trains."""
+    """Let a backward run out of memory, destroy the engine, and train the model in another engine.
+
+    transformers' ``auto_find_batch_size`` does so.
+
+    Args:
+        stage: ZeRO stage.
+        first: True if the failing step is the first one.
+
+    Returns:
+        Largest difference from a model that starts with the same weights.
+    """
     model, plain = model_of(), model_of()
-    # All in one unit, but where it would stay whole: of the gradients of a backward that fails, some have come.
+    # With one unit for the whole model, a failed backward leaves some gradients of the unit. In stage 3 such a unit
+    # would stay unsharded, so there each block is a unit.
     engine = engine_of(model, stage, zeropp={"unit_min_blocks": 0 if stage == 3 else 100, "hang_timeout": 20})
     if not first:
         train(engine, 0, 1)
@@ -92,7 +115,7 @@ def short_of_memory(stage: int, first: bool) -> float:
         engine.backward(loss_of(engine, 1, dist.get_rank()))
     hook.remove()
     engine.destroy()
-    if stage < 3:  # where the model is a plain one
+    if stage < 3:  # in stages below 3 destroy() leaves a plain model
         assert all(parameter.grad is None for parameter in model.parameters())
     plain.load_state_dict(zeropp.full_state(model) if stage == 3 else model.state_dict())
     train(engine_of(model, stage), 1, 2)
@@ -108,7 +131,17 @@ def test_another_engine_after_one_that_failed(stage: int, first: bool) -> None:
 
 
 def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, float]:
-    """Distances: of a forward after it, of main weights that are taken over, and of a training that goes on."""
+    """Destroy a stage 3 engine, and train the model on in a new engine.
+
+    Args:
+        more: further configuration.
+        how: "after a step", "a window's middle" (after a backward without a step), or "states away" (after
+            offload_states()).
+
+    Returns:
+        Three differences: of a forward after destroy() from a plain model's, of the main weights that the new engine
+        takes over, and of the weights after two more steps.
+    """
     kind = torch.bfloat16 if more.get("bf16") else torch.float64
     model, plain = model_of().to(kind), model_of().to(kind)
     engine = engine_of(model, 3, **copy.deepcopy(more))
@@ -134,8 +167,8 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
         forward = 0.0 if how == "states away" else float((model(x) - plain(x)).abs().max())
     again = engine_of(model, 3, **copy.deepcopy(more))
     kept = worst(zeropp.full_state(model), main)
-    engine.destroy()  # which has no model any more
-    # From the main weights, which 16 bits would round.
+    engine.destroy()  # the old engine, whose model belongs to the new engine now; the call must do nothing
+    # Load the main weights in float32, because bfloat16 would round them.
     plain = plain.float() if kind == torch.bfloat16 else plain
     plain.load_state_dict(main)
     train(again, 2, 2)
@@ -161,7 +194,14 @@ def test_a_model_of_stage_3_stays_partitioned(more: dict[str, Any], how: str) ->
 
 
 def away(how: str) -> tuple[float, float]:
-    """Distances, where a stage 2 has not all weights at hand: of those left, and of a training that goes on."""
+    """Destroy a stage 2 engine that does not have all weights on the device.
+
+    Args:
+        how: "frozen codes" (frozen weights are quantized), "lent" (inside GatheredParameters), or "states away".
+
+    Returns:
+        Two differences: of the weights left from the main weights, and after two more steps from a plain model.
+    """
     model, plain = model_of(), model_of()
     if how == "frozen codes":
         for each in (model, plain):
@@ -188,13 +228,21 @@ def away(how: str) -> tuple[float, float]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["frozen codes", "lent", "states away"])
 def test_values_that_are_not_at_hand_stay_with_the_engine(how: str) -> None:
-    """Codes are those of before: what is encoded once more may come out otherwise."""
+    """destroy() keeps weights that are not on the device.
+
+    With frozen codes training may differ by 0.05, because the plain model encodes the decoded weights once more, which
+    may give other codes.
+    """
     for left, gone_on in run_ranks(2, away, how):
         assert left == 0.0 and gone_on < (0.05 if how == "frozen codes" else 1e-12)
 
 
 def begins_again(stage: int) -> float:
-    """Distance of a second training that begins with the first one's initial weights, as of another fold."""
+    """Train, destroy the engine, load the initial weights, and train again, as for another fold of a cross-validation.
+
+    Returns:
+        Largest difference of weights from a model that was trained only once.
+    """
     model, plain = model_of(), model_of()
     initial = copy.deepcopy(model.state_dict())
     engine = engine_of(model, stage)
@@ -213,7 +261,11 @@ def test_other_weights_may_be_loaded_between_two_engines(stage: int) -> None:
 
 
 def of_inference(stage: int) -> float:
-    """Evaluated by an engine that is destroyed, then trained, in another stage, as if it had not been."""
+    """Evaluate a model with an engine, destroy the engine, and train the model in stage 2.
+
+    Returns:
+        Largest difference of weights from a model that was not evaluated before.
+    """
     model, plain = model_of(), model_of()
     first = settings(gradient_accumulation_steps=1, zero={"stage": stage})
     del first["optimizer"], first["scheduler"]
@@ -232,12 +284,19 @@ def of_inference(stage: int) -> float:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("stage", [3, 0])
 def test_a_model_that_was_evaluated(stage: int) -> None:
-    """What is trained is what was before; the rest stays frozen."""
+    """After destroy() of an inference engine, the same parameters require gradients as before the engine was made."""
     assert max(run_ranks(2, of_inference, stage)) == 0.0
 
 
 def chosen_meanwhile(how: str) -> list[str]:
-    """Names of what is trained after two engines for inference, of which the first one failed, or after one."""
+    """Return the names of parameters that require gradients after inference engines are destroyed.
+
+    A first inference engine fails to be made.
+
+    Args:
+        how: "twice" makes two inference engines; "adapter" adds an adapter after the first engine; "adapter, twice"
+            does both.
+    """
     model = model_of()
     only = settings(gradient_accumulation_steps=1)
     del only["optimizer"], only["scheduler"]
@@ -262,7 +321,14 @@ def test_what_evaluating_has_frozen_is_trainable_again_unless_somebody_has_chose
 
 
 def rounded_elsewhere(how: str) -> tuple[float, float]:
-    """Distances of what is left of a stage 2 under autocast, and inside of an average that is applied."""
+    """Destroy a stage 2 engine whose computed weights differ from the main weights.
+
+    Args:
+        how: "autocast" (weights are rounded for computation), or "average" (an average is applied).
+
+    Returns:
+        Two differences from the main weights: after destroy(), and after the model is wrapped again.
+    """
     model = model_of().float()
     more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if how == "autocast" else {}
     engine = engine_of(model, 2, **more)
@@ -288,7 +354,11 @@ def test_weights_that_are_not_the_main_ones_are_not_left_behind(how: str) -> Non
 
 
 def holders(stage: int) -> tuple[bool, bool]:
-    """Whether the engine is gone: once it was destroyed, and once the model is gone, too."""
+    """Destroy an engine, and drop the model afterwards.
+
+    Returns:
+        True if the core engine is freed by destroy(), and True if it is freed once the model is dropped.
+    """
     engine = engine_of(model_of(), stage)
     train(engine, 0, 1)
     model, core, optimizer = engine.module, weakref.ref(engine.core), weakref.ref(engine.optimizer)

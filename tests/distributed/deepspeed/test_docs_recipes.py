@@ -1,4 +1,4 @@
-"""Recipes of docs/using.md and docs/training.md that begin with DeepSpeed's calls, as they stand."""
+"""The recipes of docs/using.md and docs/training.md that use DeepSpeed's calls run unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.using_page import START, check_page
 
 
 def test_using_md(tmp_path: Path) -> None:
-    """The first call names no backend; the fast way over gloo is taken all the same."""
+    """init_distributed() names no backend; hops still send pairwise over gloo."""
     check_page(START, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a training engine beside plain torch's: gradients that it forgets, late momentum, overflow."""
+"""Steps of a training engine equal plain torch's: discarded gradients, late momentum, and the smallest loss scale."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def in_an_engine(stage: int) -> float:
         plain(x, route).square().mean().backward()
         engine.step()
         sgd.step()
-        # DeepSpeed's step forgets gradients by itself, and nothing is there that could be set to zero afterwards.
+        # The engine's step discards gradients, so zero_grad(set_to_none=False) finds none to set to zero. Unused
+        # parameters must not get a zero gradient, which would change them by weight decay and momentum.
         engine.zero_grad(set_to_none=False)
         sgd.zero_grad()
     return worst(zeropp.full_state(model), plain.state_dict())
@@ -74,7 +75,7 @@ def test_an_engine_whose_json_names_it(stage: int, tmp_path: Path) -> None:
     assert max(run_ranks(2, in_an_engine_of_the_json, make_config(stage=stage), str(tmp_path))) < 1e-6
 
 
-SLOPE = 40_000.0  # the largest float16 is 65504
+SLOPE = 40_000.0  # close to the largest float16, 65504, so that gradients are finite at a loss scale of 1 only
 RATE = 2.0**-16
 
 
@@ -88,7 +89,14 @@ class Steep(nn.Module):
 
 
 def at_the_floor(stage: int) -> tuple[list[bool], Tensor]:
-    """Whether each step was taken, of which the second overflows on one rank, at the least scale there may be."""
+    """Take four steps at the smallest loss scale. The second step overflows on rank 1.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        For each step True if it was taken, and the weights at the end.
+    """
     model = Steep()
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
     config = {"train_micro_batch_size_per_gpu": 1, "fp16": fp16, "zero_optimization": {"stage": stage}}

@@ -1,4 +1,4 @@
-"""GatheredParameters behind a training engine in bfloat16: read in bfloat16, as outside; edited in float32."""
+"""GatheredParameters behind a bf16 training engine: values are read in bfloat16, and edited in float32."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def engine_of(zero: dict[str, Any], *, trained: bool = True) -> Engine:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
     engine: Engine = zeropp.initialize(model=model, config=config)[0]
     if trained:
-        # Until then main weights may be such that nothing is rounded away.
+        # The first step gives main weights that bfloat16 cannot represent exactly.
         engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
     return engine
 
 
 def gathered(engine: Engine) -> dict[str, int]:
-    """Bytes of gathers between passes, by what an element is sent as."""
+    """Return the bytes of gathers between passes, by the dtype or codec in which elements are sent."""
     found: dict[str, int] = {}
     for row in zeropp.comm_report(engine.module).rows:
         if "<state>" in row.unit:
@@ -44,7 +44,11 @@ def gathered(engine: Engine) -> dict[str, int]:
 
 
 def reads(zero: dict[str, Any]) -> list[str]:
-    """What is wrong with values and dtypes inside, as they are sent on to where they are generated with."""
+    """Read each parameter inside GatheredParameters, and broadcast it to the other rank.
+
+    Returns:
+        Errors of values and dtypes, gathers in float32, and changes of main weights.
+    """
     engine, wrong = engine_of(zero), []
     main = zeropp.full_state(engine.module)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in main.values())
@@ -54,7 +58,7 @@ def reads(zero: dict[str, Any]) -> list[str]:
         with GatheredParameters([parameter]):
             wrong += [] if parameter.dtype == outside == torch.bfloat16 else [f"{name} is {parameter.dtype}"]
             wrong += [] if torch.equal(parameter.data, main[name].bfloat16()) else [f"values of {name}"]
-            # Sent on in the dtype that was named outside.
+            # Broadcast into a tensor of the dtype that the parameter has outside of GatheredParameters.
             received = parameter.data.clone() if dist.get_rank() == 0 else torch.empty(parameter.shape, dtype=outside)
             dist.broadcast(received, 0)
             wrong += [] if torch.equal(received, main[name].bfloat16()) else [f"{name} was sent wrong"]
@@ -77,7 +81,11 @@ def test_what_is_read_has_the_dtype_of_outside(zero: dict[str, Any], tmp_path: P
 
 
 def edits(zero: dict[str, Any]) -> list[str]:
-    """Edits that all ranks make alike, of rounded values; and those of one rank."""
+    """Edit parameters with equal edits on all ranks, and with an edit on rank 1 only.
+
+    Returns:
+        Names of parameters whose main weights are not the edited values. Elements that no rank edits must keep float32.
+    """
     engine, wrong = engine_of(zero), []
     wanted = zeropp.full_state(engine.module)
     with GatheredParameters(engine.module):
@@ -91,7 +99,7 @@ def edits(zero: dict[str, Any]) -> list[str]:
         for parameter in engine.module.parameters():
             wrong += [] if parameter.dtype == torch.float32 else [f"to be edited in {parameter.dtype}"]
             if dist.get_rank() == 1:
-                parameter.data.mul_(1 + 2**-16)  # less than bfloat16 has
+                parameter.data.mul_(1 + 2**-16)  # smaller than bfloat16's precision
     wanted = {name: value * (1 + 2**-16) for name, value in wanted.items()}
     found = zeropp.full_state(engine.module)
     return wrong + [f"{name} by one" for name, value in wanted.items() if not torch.equal(found[name], value)]
@@ -104,7 +112,11 @@ def test_edits_change_what_was_edited_alone(stage: int) -> None:
 
 
 def averages() -> tuple[Tensor, Tensor]:
-    """An average that follows in steps which bfloat16 would lose, in an engine without an optimizer."""
+    """Let a weight decay in steps that bfloat16 would lose, in an engine without an optimizer.
+
+    Returns:
+        The weight at the end, and the expected weight.
+    """
     engine = engine_of({"stage": 3}, trained=False)
     weight = engine.module[0].weight
     start = zeropp.full_state(engine.module)["0.weight"]

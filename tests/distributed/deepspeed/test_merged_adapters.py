@@ -1,4 +1,4 @@
-"""PEFT's merge of adapters into frozen weights below stage 3: between passes, without a context, as under DeepSpeed."""
+"""PEFT merges adapters into frozen weights below stage 3, between passes and without GatheredParameters."""
 
 from __future__ import annotations
 
@@ -36,14 +36,31 @@ def train(engine: Any, steps: int = 1) -> None:
 
 
 def twin(model: Any, made: Any, name: str) -> Any:
-    """The plain model with the same weights, in the dtype that is computed with."""
+    """Load a model's main weights into a plain model, and return it in the compute dtype.
+
+    Args:
+        model: wrapped model.
+        made: new plain model.
+        name: key of CONFIGS.
+    """
     full = zeropp.full_state(model)
     made.load_state_dict(full)
     return made.bfloat16() if "bf16" in name else made
 
 
 def merged(name: str, kind: str, safe: bool, folder: Path) -> list[float]:
-    """Distances from plain PEFT's merge: state dict, output, main weights, and the file."""
+    """Train, merge the adapters, and save the model.
+
+    Args:
+        name: key of CONFIGS.
+        kind: class of PEFT's configuration.
+        safe: value of ``safe_merge``; for LoRA True also means DoRA.
+        folder: folder for the saved model.
+
+    Returns:
+        Differences from plain PEFT's merge: of the state dict, the output, the main weights, and on rank 0 the saved
+        file.
+    """
     import transformers
 
     more = {"use_dora": True} if kind == "LoraConfig" and safe else {}
@@ -78,12 +95,16 @@ def merged(name: str, kind: str, safe: bool, folder: Path) -> list[float]:
 def test_merge_and_unload_below_stage_3(name: str, kind: str, safe: bool, tmp_path: Path) -> None:
     for state, output, *rest in run_ranks(2, merged, name, kind, safe, tmp_path):
         assert state == max(rest) == 0.0
-        # The plain model has cast its buffers, too.
+        # In bf16 the plain model has rounded its buffers, too, so outputs differ.
         assert output < (0.01 if "bf16" in name else 1e-6)
 
 
 def goes_on(name: str) -> float:
-    """As TRL does to generate: merged for a while between steps; distance from a run that was never merged."""
+    """Merge and unmerge adapters between steps, as TRL does to generate.
+
+    Returns:
+        Largest difference of weights from a run that was never merged.
+    """
     model, other = adapted(), adapted()
     engine, beside = wrapped(name, model), wrapped(name, other)
     for _ in range(3):
@@ -103,7 +124,15 @@ def test_training_goes_on_after_a_merge_that_was_undone(name: str) -> None:
 
 
 def one_rank_alone(name: str, folder: Path) -> list[str]:
-    """The first rank merges and saves, which takes no other; what ranks have together is refused from then on."""
+    """Merge adapters and save on rank 0 only, which needs no other rank, and make collective calls afterwards.
+
+    Args:
+        name: key of CONFIGS.
+        folder: folder for files.
+
+    Returns:
+        The error of each collective call on this rank.
+    """
     model = adapted()
     engine = wrapped(name, model)
     train(engine)
@@ -122,7 +151,8 @@ def one_rank_alone(name: str, folder: Path) -> list[str]:
     said = []
     for call in calls:
         if len(said) == 3 and dist.get_rank() == 0:
-            # Else its loss would not lead to adapters. The weights are not to the bit what they were.
+            # A merged model computes no gradients of adapters. Unmerging leaves rounding errors in the weights, so the
+            # step must still be refused.
             model.unmerge_adapter()
         with pytest.raises(RuntimeError) as caught:
             call()

@@ -1,4 +1,4 @@
-"""``safe_get_full_grad`` and its kin, between backward and step, beside plain torch on all ranks' batches."""
+"""``safe_get_full_grad`` and related functions agree with plain torch, called between backward and step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from zeropp import training
 
 
 def read(settings: dict[str, Any], folder: str) -> dict[str, float]:
-    """How far each is from plain torch's, at most."""
+    """Compare weights, gradients and states with plain torch's over two steps.
+
+    Args:
+        settings: configuration of the placement.
+        folder: folder for offloaded files.
+
+    Returns:
+        The largest difference of each kind of value.
+    """
     both = Both(settings, folder)
     worst: dict[str, float] = {}
 
@@ -39,7 +47,7 @@ def read(settings: dict[str, Any], folder: str) -> dict[str, float]:
         if number == 0:
             assert training.safe_get_full_optimizer_state(both.pairs()[0][1], "exp_avg") is None
         both.step()
-        # Right after: what the host is still stepping is waited for.
+        # Read right after step(): the call must wait for an optimizer that still steps on the host.
         for _, mine, plain in both.pairs():
             note("weights", far(training.safe_get_full_fp32_param(mine), trained(plain)))
     return worst
@@ -53,7 +61,16 @@ def test_values_are_plain_torchs(name: str, tmp_path: Path) -> None:
 
 
 def written(settings: dict[str, Any], folder: str, local: bool) -> float:
-    """Everything is set to what it was, times a number of its own; and training goes on."""
+    """Multiply weights, gradients and momenta by a factor per parameter, and train on.
+
+    Args:
+        settings: configuration of the placement.
+        folder: folder for offloaded files.
+        local: True to use the functions for this rank's part.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     both = Both(settings, folder)
     both.backward()
     both.step()
@@ -95,7 +112,7 @@ def change(parameter: nn.Parameter, factor: float, *, local: bool) -> None:
     training.safe_set_full_optimizer_state(parameter, state * factor, "exp_avg")
 
 
-SET = [("in files", False), ("mics", True)]  # in the default run; the others are for the campaign
+SET = [("in files", False), ("mics", True)]  # the default run; other rows run in the campaign
 SET_RARELY = [(name, local) for name in PLACES for local in (False, True) if "micro" not in name]
 SET_ROWS = [*SET, *(pytest.param(*row, marks=pytest.mark.campaign) for row in SET_RARELY if row not in SET)]
 
@@ -106,7 +123,11 @@ def test_what_is_set_is_trained_with(name: str, local: bool, tmp_path: Path) -> 
 
 
 def noisy(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
-    """Weights after a step with gradients that each rank has drawn for itself; and the gradients, in their place."""
+    """Set a gradient drawn by each rank for itself, and take a step with a learning rate of 1.
+
+    Returns:
+        The change of each weight and the drawn gradient, or the error.
+    """
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     config = make_config(stage=stage)
@@ -126,14 +147,15 @@ def noisy(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
 
 
 def test_each_rank_may_draw_noise_of_its_own() -> None:
-    """Every element moves by what one of the ranks drew for it, and both ranks have the same weights."""
+    """In stage 3 every element moves by the gradient that one of the ranks drew. Both ranks have the same weights."""
     (moved, first), (same, second) = run_ranks(2, noisy, 3)
     for name, by in moved.items():
         assert torch.equal(by, same[name])
         near = [(by - drawn[name]).abs() < 1e-6 for drawn in (first, second)]
         assert (near[0] | near[1]).all()
     assert any(not (by - first[name]).abs().lt(1e-6).all() for name, by in moved.items())
-    # Copies would part.
+    # In stage 0 each rank has a copy of all weights. Different gradients would make the copies differ, so they are
+    # refused.
     assert all("other values for" in found for found in run_ranks(2, noisy, 0))
 
 
@@ -179,7 +201,7 @@ def test_inside_a_window_gradients_are_not_complete() -> None:
 
 
 def forgotten() -> list[bool]:
-    """True for each parameter whose state is read as None once it was deleted, and not before."""
+    """Return True for each parameter whose state reads as None after its entry is deleted, and not before."""
     both = Both({}, "")
     both.backward()
     both.step()
@@ -198,7 +220,7 @@ def test_a_state_that_was_forgotten_is_none() -> None:
 
 
 def in_16_bits() -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes of a gradient and of a state, where main weights, gradients and states have 16 bits."""
+    """Return the dtypes of a gradient and a state, if main weights, gradients and states are bf16."""
     block = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     torch.manual_seed(0)
     model = nn.Linear(5, 3)

@@ -1,4 +1,4 @@
-"""``loss.backward()`` of an engine's losses: divided by the micro-batches of a window, as ``engine.backward`` does."""
+"""``loss.backward()`` on an engine's loss divides by the micro-batches of a window, as ``engine.backward`` does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.two_models import LOSSES, models, rows
 def trained(how: str, zero: dict[str, Any]) -> tuple[dict[str, Any], float]:
     engine, *_ = zeropp.initialize(model=model_of(), config=settings(zero=zero))
     for number in range(STEPS * MICRO):
-        # In the model's place, losses of parts of it, and several of one forward, come the same way.
+        # "held": all micro-batches of a window but the last run inside no_sync().
         holding = how == "held" and (number + 1) % MICRO
         with engine.no_sync() if holding else contextlib.nullcontext():
             loss = loss_of(engine, number, dist.get_rank())
@@ -39,7 +39,7 @@ def trained(how: str, zero: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
 @pytest.mark.parametrize("zero", some([{"stage": 3}, {"stage": 1}], 2), ids=["stage 3", "stage 1"])
 def test_all_ways_give_the_same(zero: dict[str, Any]) -> None:
-    """In float64; the order of a division and a sum may differ."""
+    """Weights agree to 1e-12 in float64; only the order of divisions and sums differs."""
     wanted, norm = run_ranks(2, trained, "engine", zero)[0]
     for how in ("plain", "scale", "two losses", "held"):
         for found, other in run_ranks(2, trained, how, zero):
@@ -60,7 +60,10 @@ def test_two_ways_in_one_window_are_refused() -> None:
 
 
 def by_hand() -> float:
-    """With a ZeroOptimizer alone losses count as they are, as in plain torch."""
+    """Return the gradient norm without the division of plain losses, relative to the norm with it.
+
+    Without an engine, a ZeroOptimizer does not divide losses either.
+    """
     engine, *_ = zeropp.initialize(model=model_of(), config=settings())
     engine.core.loss_scale.divides_plain = False
     for number in range(MICRO):
@@ -79,7 +82,15 @@ def test_the_division_is_the_engines() -> None:
 
 
 def two_engines(name: str, stage: int) -> float:
-    """Distance of weights from plain torch on all ranks' batches; a loss leads through two engines' models."""
+    """Train two engines with a loss that uses both models.
+
+    Args:
+        name: key of LOSSES.
+        stage: ZeRO stage.
+
+    Returns:
+        Largest difference of weights from plain torch on all ranks' batches.
+    """
     steps, micros, loss_of, own, twins = 3, 2, LOSSES[name], models(), models()
     config = {"gradient_accumulation_steps": micros, "zero_optimization": {"stage": stage}}
     first, second = (
@@ -90,7 +101,7 @@ def two_engines(name: str, stage: int) -> float:
     for step in range(steps):
         plain.zero_grad()
         for number in range(step * micros, (step + 1) * micros):
-            # The second engine takes the loss to backward; the first one only steps.
+            # The second engine calls backward for both models; the first engine only steps.
             second.backward(loss_of(first, second, rows(number, dist.get_rank())))
             second.step()
             first.step()
@@ -104,5 +115,5 @@ def two_engines(name: str, stage: int) -> float:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
-    """In windows of two; float32 adds up in another order, which is 1e-6 here."""
+    """Weights agree to 1e-6 with windows of two micro-batches; float32 sums have another order."""
     assert max(run_ranks(2, two_engines, name, stage)) < 1e-6

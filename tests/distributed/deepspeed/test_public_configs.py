@@ -1,4 +1,4 @@
-"""Engines made by public DeepSpeed configurations: who is told what, and training as those files mean it."""
+"""Public DeepSpeed configurations: warnings about ignored keys, and training as these files specify it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,15 @@ def test_nobody_is_told_of_clipping_without_an_optimizer() -> None:
 
 
 def strict(config: dict[str, Any], match: str) -> dict[str, Tensor]:
-    """Whole weights after training, where an attempt before it ended in a warning that is an error, on every rank."""
+    """Train after an attempt in which warnings are errors, which must raise on every rank.
+
+    Args:
+        config: configuration with a warning.
+        match: pattern of the warning.
+
+    Returns:
+        full_state after training with a configuration without warnings.
+    """
     model = model_of()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,7 +94,12 @@ def trained(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def adam_by_hand(world: int, decoupled: bool) -> dict[str, Tensor]:
-    """Adam without bias correction, on the batches of all ranks."""
+    """Return the weights of Adam without bias correction, on the batches of all ranks.
+
+    Args:
+        world: number of ranks.
+        decoupled: True for decoupled weight decay (AdamW).
+    """
     model = model_of()
     averages = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     squares = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
@@ -117,7 +130,7 @@ PLACED = {
 
 @pytest.mark.parametrize(("place", "decoupled"), spread(PLACED, [True, False], 2))
 def test_adam_without_bias_correction(place: str, decoupled: bool) -> None:
-    """In float64, in which only the order of additions differs."""
+    """Weights agree to 1e-12 in float64; only the order of additions differs."""
     optimizer = {"type": "Adam", "params": {**ADAM, "bias_correction": False, "adam_w_mode": decoupled}}
     config = settings(zero=PLACED[place], optimizer=optimizer, scheduler=None)
     expected = adam_by_hand(2, decoupled)

@@ -1,4 +1,4 @@
-"""Weights that every rank caches, read between passes as scripts written for DeepSpeed do; edits are refused."""
+"""Weights that every rank caches can be read between passes, as DeepSpeed scripts do. Edits are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def averaged(zero: dict[str, Any]) -> tuple[float, float]:
-    """An average of a model's weights, kept as OpenRLHF does below stage 3: from the beginning on, after each step."""
+    """Keep an average of a model's weights in another model, updated after each step, as OpenRLHF does below stage 3.
+
+    Args:
+        zero: zero_optimization block.
+
+    Returns:
+        Differences from plain torch: of the average, and of the norm of the weights.
+    """
     model = Net()
     engine, *_ = zeropp.initialize(model=model, config=zero3(optimizer=ADAMW, zero=zero))
     average = Net()
@@ -66,7 +73,14 @@ def test_an_average_below_stage_3(name: str) -> None:
 
 
 def edited(zero: dict[str, Any]) -> list[str]:
-    """Edits that would be lost: each is refused, and training goes on as if nobody had tried."""
+    """Try edits that would be lost, and train on.
+
+    Args:
+        zero: zero_optimization block.
+
+    Returns:
+        Names of the refused operations.
+    """
     model = Net()
     engine, *_ = zeropp.initialize(model=model, config=zero3(optimizer=ADAMW, zero=zero))
     steps(engine, 0, 1)
@@ -88,7 +102,7 @@ def edited(zero: dict[str, Any]) -> list[str]:
             call()
         assert "GatheredParameters" in str(caught.value), name
         said.append(name)
-    # Copies are anybody's, and so is what is computed.
+    # Copies and computed tensors may be edited.
     weight.data.clone().mul_(2)
     (weight.data + 1).mul_(2)
     copy.deepcopy(weight.data).mul_(2)
@@ -97,7 +111,7 @@ def edited(zero: dict[str, Any]) -> list[str]:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert type(loaded["weight"]) is torch.Tensor and torch.equal(loaded["weight"], weight.data)
-    # A graph that begins here would reach no gradient.
+    # A backward through a weight that was read between passes would reach no gradient, so it is refused.
     assert torch.allclose(weight, weight) and float(weight.norm()) > 0
     with pytest.raises(RuntimeError, match="weights that were read between passes"):
         weight.float().square().sum().backward()
@@ -113,7 +127,12 @@ def test_edits_are_refused(name: str) -> None:
 
 
 def elsewhere() -> list[bool]:
-    """Where whole values are not there, or others are in their place, nothing is shown."""
+    """Read a weight after each of several calls.
+
+    Returns:
+        True for each refused read: after a step, after offload_states(), after reload_states(), after an edit and a
+        step, and after destroy().
+    """
     model = Net()
     engine, *_ = zeropp.initialize(model=model, config=zero3(optimizer=ADAMW, zero={"stage": 2}))
     steps(engine, 0, 1)
@@ -142,7 +161,7 @@ def elsewhere() -> list[bool]:
 
 
 def let_go() -> bool:
-    """What has been looked at keeps nothing alive."""
+    """Return True if the engine is freed after one of its weights was read."""
     model = Net()
     engine, *_ = zeropp.initialize(model=model, config=zero3(optimizer=ADAMW, zero={"stage": 2}))
     model.head.weight.data.sum()
@@ -153,13 +172,16 @@ def let_go() -> bool:
 
 
 def test_only_what_is_there_and_newest() -> None:
-    # After destroy() the model is a plain one, with its weights.
+    # After destroy() the model is a plain model with its weights.
     assert run_ranks(2, elsewhere) == [[False, True, False, False, False]] * 2
     assert run_ranks(2, let_go) == [True] * 2
 
 
 def alone() -> str:
-    """With a ZeroOptimizer, whose users nobody has told otherwise, small weights of stage 3 stay closed."""
+    """Return the error of reading a small stage 3 weight of a ZeroOptimizer.
+
+    Only training engines permit such reads.
+    """
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     wrapped = zeropp.ZeroOptimizer(optimizer, model, zero3(zero=WHOLE["stage 3, small ones"]))
@@ -174,7 +196,14 @@ def test_it_is_the_training_engine_that_shows_small_ones() -> None:
 
 
 def kept_in_an_engine(bf16: bool) -> list[float]:
-    """An average kept in an engine of its own, as OpenRLHF and DeepSpeed-Chat do below stage 3; alone on one rank."""
+    """Keep an average in a second engine, as OpenRLHF and DeepSpeed-Chat do below stage 3.
+
+    Args:
+        bf16: True if the engine of the average computes in bf16.
+
+    Returns:
+        Differences from a plain model: of full_state, of state_dict, and of a forward.
+    """
     model, average = Net(), Net()
     engine, *_ = zeropp.initialize(model=model, config=zero3(optimizer=ADAMW, zero={"stage": 2}))
     ema, *_ = zeropp.initialize(model=average, config={"zero_optimization": {"stage": 0}, "bf16": {"enabled": bf16}})

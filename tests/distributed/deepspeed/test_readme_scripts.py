@@ -1,4 +1,4 @@
-"""README's first script, which calls ``init_distributed``, and those for DeepSpeed and transformers' Trainer."""
+"""README's scripts that use ``init_distributed``, DeepSpeed's calls, or transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.support.readme import (
 
 
 def trained(program: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
-    """Run the script of README's first screen; this rank's losses, and the weights in the end."""
+    """Run the first script of README, and return this rank's losses and the weights at the end."""
     given: dict[str, Any] = {"Model": lambda: Model().to(dtype), "data": Data(dtype), "loss_fn": Losses()}
     exec(program, given)
     if isinstance(given["optimizer"], zeropp.ZeroOptimizer):
-        # Stage 3: between steps a rank has no values of large weights.
+        # In stage 3 a rank has no values of large weights between steps.
         assert type(given["model"].head.weight) is not nn.Parameter
         return given["loss_fn"].values, zeropp.full_state(given["model"])
     return given["loss_fn"].values, given["model"].state_dict()
@@ -47,11 +47,11 @@ def trained(program: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Te
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-6), ("bf16", 2e-2)])
 def test_the_first_diff_trains_like_the_script_that_it_changes(dtype: str, tolerance: float) -> None:
     plain, ours = sides(FIRST)
-    # In order, so that ranks together have the plain script's batches.
+    # Without shuffling, the ranks together have the batches of the plain script.
     plain = every(plain, ("batch_size=8, shuffle=True", "batch_size=16"))
     ours = every(ours, ("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"))
     given = torch.float32
-    if dtype == "fp64":  # in fewer bits the last ones of small gradients decide steps of Adam's
+    if dtype == "fp64":  # in bf16, rounding of small gradients decides Adam's steps, so only fp64 has a close bound
         given = torch.float64
         ours = every(ours, ('"bf16": {"enabled": True}', '"bf16": {"enabled": False}'))
     expected, weights = trained(plain, given)
@@ -66,7 +66,7 @@ def test_the_first_diff_trains_like_the_script_that_it_changes(dtype: str, toler
 
 
 def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
-    """As a file of its own: it ends well, although nothing is closed and units may still be on their way."""
+    """A script started by torchrun exits without errors, even if it closes nothing and collectives are in flight."""
     (command,) = re.findall(r"`(torchrun --nproc-per-node 8 train\.py)`", TEXT)
     source = "from tests.support.readme import Data, Losses, Model\ndata, loss_fn = Data(), Losses()\n"
     (tmp_path / "train.py").write_text(f"{source}{sides(FIRST)[1]}\nprint('trained', flush=True)\n")
@@ -74,7 +74,15 @@ def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
 
 
 def engine_losses(program: str, folder: str) -> list[float]:
-    """Train with the JSON of a file, and with README's import or, by the stand-in, with DeepSpeed's."""
+    """Train with the JSON of a file, by README's import or, with the stand-in, by DeepSpeed's.
+
+    Args:
+        program: lines that make the engine.
+        folder: folder for the JSON file.
+
+    Returns:
+        Losses of this rank.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": 3},
@@ -103,7 +111,7 @@ def test_the_deepspeed_import(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_the_trainer_s_command(tmp_path: Path) -> None:
-    """With the example's script as train.py, which knows nothing of zeropp."""
+    """README's command runs examples/hf_trainer.py, which does not import zeropp, under the name train.py."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     for name in ("hf_trainer.py", "text_data.py"):
         (tmp_path / name.replace("hf_trainer", "train")).write_text((ROOT / "examples" / name).read_text())

@@ -1,4 +1,4 @@
-"""More of what projects do with ``deepspeed``'s names (`test_stand_in_replays`): calls besides training."""
+"""More uses of ``deepspeed``'s names by other projects, besides those in `test_stand_in_replays`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ from tests.support.rank_pool import run_ranks
 
 
 def swift_replaces_initialize() -> list[str]:
-    """A function of its own in the module's place, and back."""
+    """ms-swift replaces ``deepspeed.initialize`` by a function of its own, and restores it.
+
+    Returns:
+        Class names of the models that the replacement was called with.
+    """
     with standing_in() as deepspeed:
         import deepspeed as seen
 
@@ -48,7 +52,11 @@ def swift_replaces_initialize() -> list[str]:
 
 
 def transformers_loads_under_init() -> float:
-    """Built in zero.Init; the first rank reads weights, module by module, and shares buffers."""
+    """transformers builds a model in zero.Init, loads its weights on rank 0 module by module, and broadcasts buffers.
+
+    Returns:
+        Largest difference from the saved weights.
+    """
     with standing_in() as deepspeed:
         from deepspeed.accelerator import get_accelerator
         from deepspeed.runtime.zero import partition_parameters as pp
@@ -74,16 +82,20 @@ def transformers_loads_under_init() -> float:
                 dist.broadcast(value, src=0)
                 buffer.copy_(value)
         assert model.lin.weight.numel() == 120_000, "logical sizes, whatever a rank has"
-        # Accelerate, LLaMA-Factory and axolotl name experts here, when the model is in pieces already.
+        # Accelerate, LLaMA-Factory and axolotl declare leaf modules at this point, when the model is already sharded.
         assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == [model.lin]
-        # There is a module of this name, too.
+        # z3_leaf_module is also the name of a submodule in DeepSpeed; here the function must be found.
         assert deepspeed.utils.z3_leaf_module(model.lin) and not deepspeed.utils.z3_leaf_module(model)
         engine, *_ = deepspeed.initialize(model=model, config=config)
         return distance(zeropp.full_state(engine.module), saved)
 
 
 def open_instruct_joins() -> int:
-    """``init_distributed`` where there is a group, by either module; ranks and collectives by ``deepspeed.comm``."""
+    """open-instruct calls ``init_distributed`` with an existing group, from both modules, and uses ``deepspeed.comm``.
+
+    Returns:
+        Sum over the ranks of ``rank + 1``.
+    """
     with standing_in() as deepspeed:
         import deepspeed.comm as comm
         from deepspeed import comm as same
@@ -98,7 +110,11 @@ def open_instruct_joins() -> int:
 
 
 def clones_for_torch_save(folder: Path) -> int:
-    """A view is saved without what it is a view of; nesting stays."""
+    """clone_tensors_for_torch_save copies views, so that a file does not have the base tensors, and keeps the nesting.
+
+    Returns:
+        Size of the saved file in bytes.
+    """
     with standing_in():
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
@@ -112,7 +128,12 @@ def clones_for_torch_save(folder: Path) -> int:
 
 
 def weights_in_a_file(folder: Path) -> list[float]:
-    """Scripts for generation read a checkpoint of stages 0 to 2 without DeepSpeed: one file, and its key "module"."""
+    """Scripts read an engine's checkpoint of stages 0 to 2 without DeepSpeed: from one file, under its key "module".
+
+    Returns:
+        Largest difference of the file from the weights of the saving engine, and of an engine that loads the
+        checkpoint.
+    """
     with standing_in() as deepspeed:
         from deepspeed.checkpoint.utils import get_model_ckpt_name_for_rank
 
@@ -131,7 +152,11 @@ def weights_in_a_file(folder: Path) -> list[float]:
 
 
 def one_rank_asks_for_names() -> list[float]:
-    """OpenRLHF and peft list names on the rank that writes; loaders copy on the first into what all have gathered."""
+    """OpenRLHF and peft call state_dict() on the writing rank only. Loaders copy on rank 0 inside GatheredParameters.
+
+    Returns:
+        Differences of state dicts and weights from the expected values, in stage 1 and in stage 3.
+    """
     with standing_in() as deepspeed:
         found = []
         for stage in (1, 3):
@@ -153,7 +178,7 @@ def one_rank_asks_for_names() -> list[float]:
                 found.append(max(float((state[name] - value).abs().max()) for name, value in whole.items()))
                 if dist.get_rank() == 0:
                     engine.module.load_state_dict({name: value + 1 for name, value in state.items()})
-                # A helper gathers what its caller has gathered.
+                # A helper function may gather parameters that its caller has already gathered.
                 with deepspeed.zero.GatheredParameters([engine.module.head.weight, None]):
                     found.append(float((engine.module.head.weight - whole["head.weight"]).abs().max()))
             later = engine.module_state_dict()
@@ -163,7 +188,11 @@ def one_rank_asks_for_names() -> list[float]:
 
 
 def states_in_16_bits() -> list[float]:
-    """Accelerate asks for it; ms-swift inspects its signature and puts a function of its own in its place."""
+    """Accelerate calls _zero3_consolidated_16bit_state_dict; ms-swift inspects its signature and replaces it.
+
+    Returns:
+        Differences of the state dicts from plain torch.
+    """
     with standing_in() as deepspeed:
         engine = engine_of(deepspeed, zero={"stage3_gather_16bit_weights_on_model_save": True})
         assert engine.zero_gather_16bit_weights_on_model_save() and engine.zero_optimization_partition_weights()
@@ -182,7 +211,11 @@ def states_in_16_bits() -> list[float]:
 
 
 def accelerate_knows_schedules() -> list[float]:
-    """A schedule is DeepSpeed's by the name of its class."""
+    """Accelerate recognizes DeepSpeed's schedules by their class names.
+
+    Returns:
+        Learning rates after one step of the schedule.
+    """
     with standing_in() as deepspeed:
         optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
         schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.4, warmup_num_steps=4)
@@ -200,7 +233,7 @@ def optimizer_of_another() -> Any:
 
 
 def versions_are_compared() -> str:
-    """By the module, by its metadata, and by another name (OpenRLHF)."""
+    """Projects read the version from the module, from package metadata, and from git_version_info (OpenRLHF)."""
     with standing_in() as deepspeed:
         from deepspeed.git_version_info import version as built
 
@@ -209,7 +242,11 @@ def versions_are_compared() -> str:
 
 
 def open_instruct_resumes(folder: Path) -> float:
-    """A checkpoint made "universal" on the command line; its loader patched to take pickles."""
+    """open-instruct converts a checkpoint to DeepSpeed's "universal" format, and patches the loader to accept pickles.
+
+    Returns:
+        Largest difference of weights from plain torch after the resumed step.
+    """
     with standing_in() as deepspeed:
         from deepspeed.checkpoint import ds_to_universal
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -231,7 +268,11 @@ def open_instruct_resumes(folder: Path) -> float:
 
 
 def a_model_is_given_twice() -> float:
-    """The newer of two engines has the model, with the weights of then; the older one says that it is over."""
+    """A model that is given to a second engine keeps its weights. Calls of the first engine raise an error.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     with standing_in() as deepspeed:
         first = engine_of(deepspeed)
         steps(first, 0, 2)
@@ -246,7 +287,11 @@ def a_model_is_given_twice() -> float:
 
 
 def refused_by_name() -> list[str]:
-    """What is not here: imports fail as those of an absent package, with the reason; calls raise."""
+    """Use features that zeropp does not have: imports raise ImportError with the reason, calls raise RuntimeError.
+
+    Returns:
+        The error messages.
+    """
     with standing_in() as deepspeed:
         said = []
         for name in (
@@ -262,7 +307,7 @@ def refused_by_name() -> list[str]:
         from deepspeed.pipe import PipelineModule
 
         class Derived(PipelineModule):
-            """Scripts derive theirs as they are imported, whether it is used or not."""
+            """A class like those that scripts derive at import. Deriving must work even if the class cannot be used."""
 
         groups = [{"params": list(Net().parameters())}]
         assert split_params_into_different_moe_groups_for_optimizer(groups) == groups
@@ -274,7 +319,7 @@ def refused_by_name() -> list[str]:
                 said.append(str(error))
         assert not isinstance(Net(), deepspeed.PipelineModule)
         assert not hasattr(deepspeed.utils.groups, "_get_sequence_parallel_group")
-        # As attributes, too: what is there without an import of its own, and what is not, with the reason.
+        # Existing submodules are also attributes without an import. Missing ones raise AttributeError with the reason.
         assert deepspeed.runtime.utils.see_memory_usage and deepspeed.comm.comm is deepspeed.comm
         try:
             deepspeed.monitor  # noqa: B018
@@ -295,7 +340,7 @@ def test_others_end_as_they_should(tmp_path: Path) -> None:
     assert first == pytest.approx([0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0], abs=EPSILON) and second == pytest.approx(
         [0.0] * 6
     )
-    # Rounded to bfloat16 nowhere: the model computes in float64, and so its state is.
+    # The "16-bit" state is in the compute dtype, which is float64 here, so nothing is rounded.
     assert max(max(each) for each in run_ranks(2, states_in_16_bits)) < EPSILON
     assert run_ranks(2, accelerate_knows_schedules)[0][0] < 0.4
     assert run_ranks(2, versions_are_compared) == ["{'0.19.8'}"] * 2

@@ -1,4 +1,4 @@
-"""The examples that import deepspeed, or whose libraries do: on two ranks, as their first lines say."""
+"""The examples that import deepspeed, directly or through a library, run on two ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rewarded(steps: int) -> list[float]:
 
 
 def device_of_tokens() -> set[str]:
-    """Sample from a model whose device is "meta", which stands for a card; the devices that its tokens were on."""
+    """Sample from a model on the "meta" device, which stands for a GPU, and return the devices of the tokens."""
     with standing_in():
         loop = importlib.import_module("trl_style_loop")
         try:
@@ -48,13 +48,13 @@ def device_of_tokens() -> set[str]:
 
 
 def test_the_loop_keeps_its_tokens_on_the_model_s_device() -> None:
-    """On a card the loop ended with an error, since they were on the CPU."""
+    """Tokens must be on the model's device: on a GPU, tokens on the CPU would be an error."""
     assert run_ranks(1, device_of_tokens, init=False) == [{"meta"}]
 
 
 @pytest.mark.campaign
 def test_the_loop_learns_what_is_rewarded() -> None:
-    """Generation inside GatheredParameters, a reference model, an average, states offloaded: all of it at once."""
+    """The loop combines generation inside GatheredParameters, a reference model, an average and offloaded states."""
     first, second = run_ranks(2, rewarded, 16)
     assert first == second and first[0] < 0.02 and first[-1] > 0.2
 

@@ -1,4 +1,7 @@
-"""What projects do with ``deepspeed``'s names, replayed under the stand-in; each as in the project that it names."""
+"""Uses of ``deepspeed``'s names by other projects, replayed with the stand-in. Each function is named after a project.
+
+A replay returns the largest difference of its weights, or of its values, from plain torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from zeropp.deepspeed.json_optimizers import UncorrectedAdam
 
 
 def accelerate_prepares() -> float:
-    """Optimizer and schedule as Accelerate hands them over: the older name, and a function that makes the schedule."""
+    """Accelerate passes ``config_params`` (the older name) and a function that makes the schedule."""
     with standing_in() as deepspeed:
         model = Net()
         schedule = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # noqa: E731
@@ -46,14 +49,14 @@ def accelerate_prepares() -> float:
             engine.backward(loss_of(engine, step, dist.get_rank()), scale_wrt_gas=False)
             engine.step()
         assert optimizer.overflow is False and float(engine.get_global_grad_norm()) > 0
-        # extract_model_from_parallel
+        # like Accelerate's extract_model_from_parallel
         unwrapped = engine.module if isinstance(engine, deepspeed.DeepSpeedEngine) else engine
         assert unwrapped is model
         return distance(zeropp.full_state(model), plain(3))
 
 
 def lightning_initializes() -> float:
-    """A namespace with the device's number, a group that is there already, and an optimizer of its own."""
+    """Lightning passes a namespace with the device's number, an existing process group, and its own optimizer."""
     with standing_in() as deepspeed:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
@@ -66,7 +69,7 @@ def lightning_initializes() -> float:
 
 
 def trl_makes_a_reference_model() -> float:
-    """The policy's configuration without its optimizer, with dotted keys; then no gradients."""
+    """TRL makes a reference model with the policy's configuration, without the optimizer and with dotted keys."""
     with standing_in() as deepspeed:
         given = copy.deepcopy(zero3(optimizer=ADAMW))
         given.update(
@@ -81,7 +84,7 @@ def trl_makes_a_reference_model() -> float:
 
 
 def peft_saves_adapters() -> float:
-    """What stands in LLaVA, FastChat, Qwen and others: each parameter whole, where it is not there already."""
+    """LLaVA, FastChat, Qwen and others gather each parameter that is not available to save adapters."""
     with standing_in() as deepspeed:
         from deepspeed import zero
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -103,7 +106,7 @@ def peft_saves_adapters() -> float:
 
 
 def llama_factory_edits_embeddings() -> float:
-    """New rows get values on the first rank, which all have after the block."""
+    """LLaMA-Factory gives new embedding rows values on rank 0 inside GatheredParameters; all ranks must get them."""
     with standing_in() as deepspeed:
         engine, wanted = engine_of(deepspeed), Net()
         weight = engine.module.embed.weight
@@ -117,7 +120,7 @@ def llama_factory_edits_embeddings() -> float:
 
 
 def swift_offloads_the_model() -> float:
-    """Parts of weights to the host's memory between phases and back; training goes on."""
+    """ms-swift moves ``ds_tensor`` of all parameters to host memory and back between phases."""
     with standing_in() as deepspeed:
         engine = engine_of(deepspeed)
         steps(engine, 0, 1)
@@ -129,7 +132,7 @@ def swift_offloads_the_model() -> float:
 
 
 def accelerate_sets_leaves() -> float:
-    """Classes of a mixture of experts are whole units."""
+    """Accelerate declares the classes of a mixture of experts as leaf modules, which become whole units."""
     with standing_in() as deepspeed:
         from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
 
@@ -143,7 +146,7 @@ def accelerate_sets_leaves() -> float:
 
 
 def openrlhf_offloads_states() -> float:
-    """States to the host between phases, asked for by enums, where the configuration does not keep them there."""
+    """OpenRLHF offloads states between phases, selected by DeepSpeed's enums, without offload in the configuration."""
     with standing_in() as deepspeed:
         from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
@@ -165,7 +168,7 @@ def openrlhf_offloads_states() -> float:
 
 
 def trl_takes_hooks_off() -> float:
-    """Generation inside GatheredParameters without hooks, on each rank as often as it likes; then training goes on."""
+    """TRL removes hooks inside GatheredParameters and generates with a different number of forwards on each rank."""
     with standing_in() as deepspeed:
         engine = engine_of(deepspeed)
         for step in range(3):
@@ -191,7 +194,7 @@ def trl_takes_hooks_off() -> float:
 
 
 def diffsynth_checkpoints() -> float:
-    """Configured once, where it is not yet; blocks are run through it."""
+    """DiffSynth configures activation checkpointing once, and runs blocks through it."""
     with standing_in() as deepspeed:
         if not deepspeed.checkpointing.is_configured():
             deepspeed.checkpointing.configure(mpu_=None, checkpoint_in_cpu=True)
@@ -207,7 +210,7 @@ def diffsynth_checkpoints() -> float:
 
 @contextlib.contextmanager
 def _checkpointed(deepspeed: Any, model: Net) -> Any:
-    """Blocks, run by ``checkpoint``: their forward happens again in backward."""
+    """Run each block of the model through ``deepspeed.checkpointing.checkpoint`` inside the context."""
     for block in model.blocks:
         own = type(block).forward.__get__(block)
         block.forward = lambda x, own=own: deepspeed.checkpointing.checkpoint(own, x)
@@ -217,7 +220,7 @@ def _checkpointed(deepspeed: Any, model: Net) -> Any:
 
 
 def accelerate_maps_optimizers() -> float:
-    """For states on the host it makes DeepSpeed's optimizers of torch's, from their groups."""
+    """Accelerate replaces torch's optimizers by DeepSpeed's, made from the same groups, if states are offloaded."""
     with standing_in() as deepspeed:
         from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
         from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -241,7 +244,7 @@ def accelerate_maps_optimizers() -> float:
 
 
 def adalora_reads_gradients() -> float:
-    """``safe_get_full_grad`` between backward and step, where peft asks for importance."""
+    """peft's AdaLoRA calls ``safe_get_full_grad`` between backward and step."""
     with standing_in() as deepspeed:
         engine = engine_of(deepspeed)
         engine.backward(loss_of(engine, 0, dist.get_rank()))

@@ -1,4 +1,4 @@
-"""A training engine's state dicts and files of tied weights: one storage under all of its names, as a plain model's."""
+"""State dicts and files of a training engine store a tied weight once, under all of its names, as for a plain model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from zeropp.deepspeed.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_
 
 
 def states_of(name: str) -> list[str]:
-    """Differences of state dicts from a plain model's: those that scripts ask the engine for, and one rank's alone."""
+    """Return differences from a plain model's state dicts.
+
+    Checked are the engine's calls, and state_dict() on one rank only.
+
+    Args:
+        name: key of CONFIGS.
+    """
     wrong = []
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     engine, *_ = zeropp.initialize(model=Tied(), config={**CONFIGS[name], "optimizer": {"type": "SGD"}})
@@ -26,7 +32,7 @@ def states_of(name: str) -> list[str]:
     with standing_in():
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-        # As Accelerate does it for transformers' Trainer.
+        # Accelerate calls this for transformers' Trainer.
         copied = clone_tensors_for_torch_save(engine.module_state_dict())
         wrong += differences(copied, Tied().to(dtype), "clone_tensors_for_torch_save")
     if "stage 3" not in name and engine.global_rank == 1:
@@ -51,7 +57,7 @@ def saved(path: Path) -> dict[str, Tensor]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("limit", [None, 2000])
 def test_safetensors_of_a_checkpoint_load_strictly(limit: int | None, tmp_path: Path) -> None:
-    """Into the plain model, from one file or several."""
+    """Safetensors files made from a checkpoint load into the plain model with strict=True, from one file or several."""
     state = run_ranks(2, saved, tmp_path)[0]
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "fp32", limit, safe_serialization=True)
     checkpoint.consolidate(tmp_path / "there", tmp_path / "whole", layout="hf", file_nbytes=limit or 1 << 30)

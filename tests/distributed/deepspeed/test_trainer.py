@@ -1,6 +1,6 @@
-"""transformers' ``Trainer`` with a ZeRO-3 JSON full of "auto", unmodified under the stand-in, against one process.
+"""transformers' ``Trainer`` with a ZeRO-3 JSON full of "auto" on two ranks agrees with one process of plain torch.
 
-Both runs are whole processes of their own (`trainer_job`): transformers looks for deepspeed once, as it is imported.
+Both runs are separate programs (`trainer_job`), because transformers looks for deepspeed once, when it is imported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CLASSES = {
 }  # fmt: skip
 KINDS = [*CLASSES, "resume", "again", "lora"]
 ROOT = Path(__file__).resolve().parents[3]
-EXACT = 2e-6  # float32, relative: sums over ranks are in another order
+EXACT = 2e-6  # relative bound in float32; the order of sums over ranks differs
 
 
 def started_ranks(command: list[str], env: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
-    """Commands and environments of two ranks, as torchrun under the stand-in starts them."""
+    """Return (command, environment) for each of two ranks, as torchrun under the stand-in would start them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,7 +43,17 @@ def started_ranks(command: list[str], env: dict[str, str]) -> list[tuple[list[st
 def both(
     folder: Path, kinds: list[str], job: str = "trainer_job", launcher: bool = True
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What one process found, and each of two ranks; by the stand-in's command and torchrun, or without them."""
+    """Run a job in one process of plain torch and on two ranks under the stand-in.
+
+    Args:
+        folder: folder for results and logs.
+        kinds: trainings to run, as arguments of the job.
+        job: module in tests.support.
+        launcher: True to use the stand-in's command and torchrun, False to start the ranks directly.
+
+    Returns:
+        Results of the plain process, and results of each rank.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "HF_HUB_OFFLINE": "1"}
     module = ["-m", f"tests.support.{job}", str(folder), *kinds]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
@@ -67,7 +77,7 @@ def both(
 
 
 def loaded(kind: str, folder: Path) -> nn.Module:
-    """What plain transformers makes of a folder."""
+    """Return the model that plain transformers loads from a folder."""
     model: nn.Module = getattr(transformers, CLASSES[kind]).from_pretrained(folder / "final")
     return model
 
@@ -79,7 +89,7 @@ def compare(folder: Path, kinds: list[str], bound: float = EXACT, launcher: bool
         wanted = plain[kind]
         if name == "resume":
             assert len(wanted["second"]) == 4 and len(wanted["first"]) == 2
-            # Going on writes the log of the first part anew, and adds to it.
+            # The resumed run restores the log of the first part, and appends to it.
             assert ranks[0][kind]["second"] == pytest.approx(wanted["second"], rel=bound), kind
             continue
         assert wanted["loss"][-1] != wanted["loss"][0] and len(wanted["loss"]) == 4
@@ -100,15 +110,16 @@ def compare(folder: Path, kinds: list[str], bound: float = EXACT, launcher: bool
 
 @pytest.mark.timeout(300)
 def test_trainer_trains_a_decoder_as_one_process(tmp_path: Path) -> None:
-    """Losses, norms, evaluation, generation while partitioned, and the file of ``save_model``."""
+    """Losses, norms, evaluation, generation from sharded weights, and the file of ``save_model`` agree."""
     compare(tmp_path, ["decoder"], launcher=False)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_trainer_trains_as_one_process(tmp_path: Path) -> None:
-    """Decoder, encoder, encoder-decoder, vision, experts: losses, norms, evaluation, generation while partitioned, and
-    the file of ``save_model`` in plain transformers; a run that is resumed; one model in three Trainers; LoRA.
+    """All kinds of models agree, and so do a resumed run, one model in three Trainers, and LoRA.
+
+    Compared are losses, norms, evaluation, generation from sharded weights, and the file of ``save_model``.
     """
     compare(tmp_path, KINDS)
     adapters = tmp_path / "lora-ranks" / "final" / "adapter_model.safetensors"
@@ -118,7 +129,7 @@ def test_trainer_trains_as_one_process(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys() and all("lora_" in name or "lm_head" in name for name in found)
     assert any("lm_head" in name for name in found)
     assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=20 * EXACT) for name in found)
-    # Each rank has written its own part, into the folder that transformers looks for.
+    # Each rank has written its own part into the folder that transformers looks for.
     assert (tmp_path / "decoder-resumed-ranks" / "checkpoint-2" / "global_step2").is_dir()
 
 
@@ -134,7 +145,7 @@ def test_other_stages_and_offload(how: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", ["1", "2"])
 def test_a_batch_size_that_is_found(stage: str, tmp_path: Path) -> None:
-    """Accelerate destroys the engine whose batch was too large; the next one takes its model."""
+    """Accelerate destroys the engine whose batch was too large, and gives the model to the next engine."""
     (tmp_path / stage).mkdir()
     compare(tmp_path, [f"short:{stage}"])
 
@@ -142,7 +153,10 @@ def test_a_batch_size_that_is_found(stage: str, tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_bfloat16(tmp_path: Path) -> None:
-    """Main weights in float32; the one process computes under autocast, which rounds elsewhere."""
+    """Losses agree to 2 % only.
+
+    Main weights are float32, but the plain process computes under autocast, which rounds at other places.
+    """
     if torch.cuda.device_count() < 2:
         pytest.skip("transformers refuses bf16 without GPUs, and this takes two")
     (tmp_path / "bf16").mkdir()
@@ -154,7 +168,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_trl(tmp_path: Path) -> None:
-    """TRL's own trainers, where it is installed: it is none of the packages that the tests set up."""
+    """TRL's trainers agree, if TRL is installed. The test environment does not include TRL."""
     pytest.importorskip("trl", reason="trl is not installed")
     plain, ranks = both(tmp_path, [], job="trl_job")
     for kind in ("sft", "dpo"):

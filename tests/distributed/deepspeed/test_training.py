@@ -1,4 +1,4 @@
-"""``zeropp.initialize`` and its engine: as plain torch on the global batch, windows, counters, data, inference."""
+"""``zeropp.initialize`` and its engine train like plain torch: windows, counters, batch sizes, and several engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,14 @@ def trained(config: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
 
 
 def plain(world: int) -> tuple[list[list[float]], float, dict[str, Tensor]]:
-    """The same in one process: losses of each rank's micro-batches, the last norm, weights."""
+    """Train the same in one process.
+
+    Args:
+        world: number of ranks whose batches are used.
+
+    Returns:
+        Losses of each rank's micro-batches, the last gradient norm, and the weights.
+    """
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     losses: list[list[float]] = [[] for _ in range(world)]
@@ -57,7 +64,7 @@ def plain(world: int) -> tuple[list[list[float]], float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_trains_as_plain_torch(world: int, stage: int) -> None:
-    """In float64, in which only the order of additions differs."""
+    """Weights agree to 1e-12 in float64; only the order of additions differs."""
     losses, norm, state = plain(world)
     for rank, (found, rates, weights, told) in enumerate(run_ranks(world, trained, settings(zero={"stage": stage}))):
         assert found == pytest.approx(losses[rank], rel=1e-12) and rates == pytest.approx(RATES)
@@ -69,7 +76,15 @@ def test_trains_as_plain_torch(world: int, stage: int) -> None:
 
 
 def given_otherwise(how: str, folder: Path) -> list[float]:
-    """Losses, where parts are given in other ways than by a dict of everything."""
+    """Train with arguments of ``initialize`` given in another form.
+
+    Args:
+        how: form of the arguments, such as "objects" or "path in args".
+        folder: folder for a configuration file.
+
+    Returns:
+        Losses of this rank.
+    """
     config, model = settings(), model_of()
     given: dict[str, Any] = {"config": config}
     if how == "objects":
@@ -95,11 +110,11 @@ def given_otherwise(how: str, folder: Path) -> list[float]:
         given = {"config_params": config, "model_parameters": model.parameters()}
     engine, _, _, scheduler = zeropp.initialize(model=model, **given)
     if how == "path in args":
-        # Scripts ask it for the first rank of a node, and torchrun passes none.
+        # Scripts use local_rank to find the first rank of a node, and torchrun does not pass the argument.
         assert given["args"].local_rank == engine.local_rank == dist.get_rank()
     assert engine.config["zero_optimization"]["stage"] == 3 and type(engine.config) is dict
     assert scheduler is engine.lr_scheduler is not None
-    # One without parameters, as libraries make them, is no harm.
+    # Libraries add groups without parameters, which are accepted.
     assert len(engine.optimizer.param_groups) == 1 + (how == "objects")
     return train(engine, 0, STEPS)[0]
 
@@ -112,7 +127,7 @@ def test_other_ways_to_give_parts(how: str, tmp_path: Path) -> None:
 
 
 def windows() -> list[str]:
-    """What is wrong with boundaries that the caller gives, and calls inside blocks that send nothing."""
+    """Return errors of windows whose boundaries the caller sets, and of calls inside no_sync() and similar blocks."""
     engine, optimizer, _, _ = zeropp.initialize(model=model_of(), config=settings())
     wrong, rank = [], dist.get_rank()
 
@@ -120,7 +135,7 @@ def windows() -> list[str]:
         if found != wanted:
             wrong.append(f"{what}: {found}, expected {wanted}")
 
-    # As Accelerate does: three micro-batches, and one call of step().
+    # Accelerate sets the boundary for each of three micro-batches and calls step() once.
     for number in range(3):
         engine.set_gradient_accumulation_boundary(number == 2)
         look(f"boundary {number}", engine.is_gradient_accumulation_boundary(), number == 2)
@@ -143,7 +158,7 @@ def windows() -> list[str]:
     optimizer.zero_grad(now=True)
     engine.set_gradient_accumulation_boundary(True)
 
-    # Sent at the step, all at once: same weights as without the block.
+    # Gradients of these blocks are sent together at the step. The weights must equal those without a block.
     states = []
     for block in (engine.coalesce_grad_reduction, engine.no_sync, None):
         engine.optimizer.inner.state.clear()
@@ -179,7 +194,7 @@ def unmanaged() -> tuple[int, int, bool]:
         engine.set_gradient_accumulation_boundary(True)
     for number in range(3):
         loss = loss_of(engine, number, dist.get_rank())
-        # Divided by the caller, who knows best how many there are: 3, and not the 2 of the configuration.
+        # The caller divides by the 3 micro-batches that are run, and not by the 2 of the configuration.
         (engine.scale(loss / 3, scale_wrt_gas=False).backward() if number else engine.backward(loss / 3 * MICRO))
     engine.step()
     plain = model_of()
@@ -311,7 +326,11 @@ def test_what_is_refused(what: str, told: str) -> None:
 
 
 def alone() -> tuple[float, bool]:
-    """No launcher, and no process group."""
+    """Train without a launcher and without a process group.
+
+    Returns:
+        Loss after eight steps relative to the first loss, and True if a process group exists.
+    """
     model = model_of()
     engine, *_ = zeropp.initialize(model=model, config=settings(gradient_accumulation_steps=1))
     before = loss_of(engine, 0, 0)
@@ -336,7 +355,11 @@ def without_variables() -> tuple[float, bool]:
 
 
 def joins() -> tuple[int, int, float]:
-    """``init_distributed`` from torchrun's variables, twice, and a group of its own."""
+    """Call init_distributed() twice with torchrun's variables, and take a step.
+
+    Returns:
+        Rank, world size and gradient norm.
+    """
     zeropp.init_distributed()
     zeropp.init_distributed(dist_init_required=True)
     engine, *_ = zeropp.initialize(model=model_of(), config=settings(gradient_accumulation_steps=1))
@@ -351,7 +374,7 @@ def test_joining_what_a_launcher_describes() -> None:
 
 
 def two_engines() -> list[float]:
-    """Trained in turns, each as if it were alone."""
+    """Train two engines by turns. Each must train like a single engine."""
     pair = [zeropp.initialize(model=model_of(), config=settings(gradient_accumulation_steps=1))[0] for _ in range(2)]
     distances = []
     for engine in pair:
@@ -370,7 +393,11 @@ def test_two_engines_in_one_process() -> None:
 
 
 def evaluated_before() -> tuple[float, float, float]:
-    """Losses before and after a model is wrapped for training; norm of the first step. The former engine lives."""
+    """Wrap a model for inference, then for training, while the inference engine still exists.
+
+    Returns:
+        Loss before and after wrapping for training, and the gradient norm of the first step.
+    """
     model, rank = model_of(), dist.get_rank()
     config = settings(gradient_accumulation_steps=1)
     forward_only = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}

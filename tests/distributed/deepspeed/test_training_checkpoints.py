@@ -1,4 +1,4 @@
-"""Checkpoints of the training engine: resumption as without it, tags, parts, other ranks, what is refused."""
+"""Checkpoints of a training engine: exact resumption, tags, partial loads, other numbers of ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeropp.deepspeed.zero_to_fp32 import SCRIPT
 from zeropp.training import Engine
 
 CUT = 3
-SINCE = 1  # micro-batches of a window, after which a run is told to end
+SINCE = 1  # index within its window of the micro-batch after whose backward a run saves
 
 
 def engine_of(**more: Any) -> Engine:
@@ -55,7 +55,17 @@ def resumed(folder: Path, tag: str | None, **more: Any) -> tuple[Any, ...]:
 
 
 def rates_after_a_load(folder: Path, offload: str) -> tuple[list[float], list[float]]:
-    """As where Accelerate has made another optimizer of a script's groups, and the scheduler has the script's."""
+    """Load a checkpoint while a schedule belongs to another optimizer with the same parameter groups.
+
+    Accelerate makes a new optimizer from a script's groups, while the script's schedule keeps the script's optimizer.
+
+    Args:
+        folder: folder of the checkpoint.
+        offload: device of the optimizer states.
+
+    Returns:
+        Learning rate of the engine after each step, and the rate of the schedule after each step.
+    """
     model = model_of()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1 / (1 + step))
@@ -96,7 +106,7 @@ def test_on_one_rank_in_another_stage(tmp_path: Path) -> None:
     run_ranks(2, save_after, tmp_path)
     ((*_, state, path, _, counts),) = run_ranks(1, resumed, tmp_path, None, zero={"stage": 1})
     assert path == str(tmp_path / "global_step3") and counts[0] == CUT
-    assert worst(state, run_ranks(2, whole)[0][2]) > 0  # it trained on one rank's batches
+    assert worst(state, run_ranks(2, whole)[0][2]) > 0  # training on one rank's batches must give other weights
 
 
 def saves_as_it_is(folder: Path) -> dict[str, Tensor]:
@@ -124,7 +134,12 @@ PARTS: list[tuple[dict[str, Any], list[Any]]] = [
 
 
 def parts(folder: Path) -> list[tuple[float, list[Any], dict[str, Any]]]:
-    """For each case: distance of weights from saved ones; steps, iteration of the scheduler, states; what came back."""
+    """Load parts of a checkpoint.
+
+    Returns:
+        For each case of PARTS: difference of weights from the saved ones; [steps, iteration of the schedule, True if
+        there are optimizer states]; client state.
+    """
     first = engine_of()
     train(first, 0, CUT)
     saved = zeropp.full_state(first.module)
@@ -185,7 +200,15 @@ def test_without_frozen_parameters(tmp_path: Path) -> None:
 
 
 def other_tags(folder: Path, how: str) -> tuple[list[str], list[str], float]:
-    """What ranks are warned of, names below the folder, and how far from the model loads what was saved."""
+    """Save under a tag that differs between ranks, and load.
+
+    Args:
+        folder: folder of the checkpoints.
+        how: value of ``tag_validation``.
+
+    Returns:
+        Warnings about tags, names in the folder, and the difference of loaded weights from the saved ones.
+    """
     engine = engine_of(checkpoint={"tag_validation": how})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -214,7 +237,14 @@ def test_ranks_with_other_tags_are_refused(tmp_path: Path) -> None:
 
 
 def named_by_the_clock(root: Path) -> tuple[list[str], list[str], list[float]]:
-    """Each rank has folders of its own second. Warnings, what is there then, and distances of what is loaded."""
+    """Make all calls with a folder that differs between ranks, as if named after the time.
+
+    Args:
+        root: parent of the folders.
+
+    Returns:
+        Warnings, paths below ``root``, and for each load the difference of loaded weights from the saved ones.
+    """
     folder = root / f"run-12.00.0{dist.get_rank()}"
     found: list[float] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -246,7 +276,10 @@ def named_by_the_clock(root: Path) -> tuple[list[str], list[str], list[float]]:
 
 
 def test_ranks_with_other_folders_use_that_of_rank_0(tmp_path: Path) -> None:
-    """Too late to refuse them: the run would end at its first checkpoint. Warned of on rank 0, once a call."""
+    """Different folders are not refused, because a long run would end at its first checkpoint.
+
+    Rank 0 warns once per call.
+    """
     (said, there, distances), (silent, *others) = run_ranks(2, named_by_the_clock, tmp_path)
     calls = ["save_checkpoint", *(f"checkpoint.{each}" for each in ("save_16bit_model", "save", "save", "export"))]
     calls += ["load_checkpoint", "checkpoint.load", "checkpoint.load"]
@@ -277,7 +310,7 @@ def without_a_path(root: Path) -> list[str]:
 
 
 def test_a_rank_without_a_path_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """The other ranks do not wait for it until ``hang_timeout``."""
+    """A missing path on one rank raises on every rank at once. Other ranks must not wait for ``hang_timeout``."""
     first, second = run_ranks(2, without_a_path, tmp_path)
     names = ["save_checkpoint", "load_checkpoint", "checkpoint.save_16bit_model"]
     names += [f"checkpoint.{each}" for each in ("save", "load", "export")]
@@ -344,7 +377,15 @@ def test_whole_weights_are_loaded() -> None:
 
 
 def saves_in_a_window(folder: Path) -> tuple[float, list[bool]]:
-    """How far the run that goes on is from one that never saved; whether checkpoints have states."""
+    """Save between backward and step.
+
+    Args:
+        folder: folder of the checkpoints.
+
+    Returns:
+        Largest difference of weights from a run that does not save; and a list: True if the first checkpoint has
+        optimizer states, True if the second one has, True if its weights are those of an earlier step.
+    """
     states, found = [], []
     for saves in (False, True):
         engine = engine_of()
@@ -365,8 +406,8 @@ def saves_in_a_window(folder: Path) -> tuple[float, list[bool]]:
         found.append(any(name.startswith("optimizer") for name in names))
     reloaded = engine_of()
     reloaded.load_checkpoint(folder, "weights", load_optimizer_states=False)
-    found.append(worst(zeropp.full_state(reloaded.module), states[0]) > 1e-6)  # one step earlier
-    # Whoever resumes begins the window again; and so does who was in the middle of another.
+    found.append(worst(zeropp.full_state(reloaded.module), states[0]) > 1e-6)  # the saved weights are one step behind
+    # A load starts the window anew, also for an engine that is in the middle of another window.
     reloaded.backward(loss_of(reloaded, 0, dist.get_rank()))
     reloaded.step()
     reloaded.load_checkpoint(folder, "warned")

@@ -1,4 +1,4 @@
-"""What a training engine has besides steps: data that are dealt out to ranks, and inference without an optimizer."""
+"""Other parts of a training engine: data loaders, inference without an optimizer, compilation and generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loaded(drop_last: bool) -> tuple[list[list[float]], int, list[float]]:
     seen = [each[0].tolist() for each in loader]
     repeating = iter(RepeatingLoader(loader))
     several = [next(repeating)[0].tolist() for _ in range(2 * len(loader))]
-    # Another epoch, in which other samples are this rank's.
+    # The second epoch gives this rank other samples.
     assert several[: len(loader)] == seen != several[len(loader) :]
     evaluated = [each[0].tolist() for each in engine.deepspeed_io(data, batch_size=5, route="eval")]
     return seen, len(loader), joined(evaluated)
@@ -54,7 +54,7 @@ def test_an_empty_loader_does_not_repeat_for_ever() -> None:
 
 
 class Counted(Sampler[int]):
-    """One sample, which is the number of the epoch."""
+    """A sampler with one sample, the number of the epoch."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -70,7 +70,10 @@ class Counted(Sampler[int]):
 
 
 def test_epochs_go_on_from_where_a_sampler_is() -> None:
-    """A run that is resumed has set it; so has one whose sampler is behind a sampler of batches."""
+    """RepeatingLoader continues from the epoch that a resumed run has set.
+
+    The sampler may be inside a batch sampler.
+    """
     data, sampler = TensorDataset(torch.arange(20)), Counted(5)
     for loader in (
         DataLoader(data, 1, sampler=sampler),
@@ -82,7 +85,15 @@ def test_epochs_go_on_from_where_a_sampler_is() -> None:
 
 
 def inferred(zero: dict[str, Any], path: str) -> tuple[float, list[str]]:
-    """How far a forward is from the model's own, and what is said to who wants to train."""
+    """Evaluate with an engine without an optimizer, and try to train.
+
+    Args:
+        zero: entries of the zero_optimization block.
+        path: folder for files.
+
+    Returns:
+        Largest difference of outputs and state dict from the plain model, and the errors of calls that train.
+    """
     model, whole = model_of(), model_of()
     blocks = {key: {**value, "nvme_path": path} if value["device"] == "nvme" else value for key, value in zero.items()}
     config = settings(zero=blocks)
@@ -112,7 +123,16 @@ def test_inference_without_an_optimizer(world: int, zero: dict[str, Any], tmp_pa
 
 
 def evaluated(stage: int, device: str, path: str) -> tuple[float, list[str]]:
-    """With the file that a script trains with: how far a forward is from the model's own, and warnings."""
+    """Evaluate with a configuration for training, which offloads states, but without an optimizer.
+
+    Args:
+        stage: ZeRO stage.
+        device: device of the offload.
+        path: folder for files.
+
+    Returns:
+        Difference of a forward from the plain model's, and warnings.
+    """
     model, whole = model_of(), model_of()
     block = {"device": device, "nvme_path": path}
     zero = {"stage": stage, "offload_optimizer": block, **({"offload_param": block} if stage == 3 else {})}
@@ -127,14 +147,18 @@ def evaluated(stage: int, device: str, path: str) -> tuple[float, list[str]]:
 @pytest.mark.every(4)
 @pytest.mark.parametrize(("stage", "device"), [(3, "cpu"), (3, "nvme"), (0, "cpu"), (2, "cpu")])
 def test_where_states_would_lie_does_not_matter_without_an_optimizer(stage: int, device: str, tmp_path: Path) -> None:
-    """As Trainer and Accelerate ask for it where they only evaluate, and TRL for its reference model (stage 0)."""
+    """Trainer and Accelerate use such configurations to evaluate, and TRL for its reference model (stage 0)."""
     for rank, (distance, said) in enumerate(run_ranks(2, evaluated, stage, device, str(tmp_path))):
         assert distance == 0
         assert sum("offload_optimizer has no effect: there is no optimizer" in each for each in said) == (rank == 0)
 
 
 def contradicted() -> tuple[float, set[bool], bool]:
-    """Sizes that are found to contradict each other: distance of a forward, what requires gradients, and wrapped."""
+    """Initialize with batch sizes that contradict each other, and then with valid ones.
+
+    Returns:
+        Difference of a forward after the error, values of requires_grad, and True if the second call wraps the model.
+    """
     model, whole = model_of(), model_of()
     with pytest.raises(zeropp.ConfigError, match="world size 2 do not agree"):
         zeropp.initialize(model=model, config={"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4})
@@ -169,7 +193,7 @@ def test_a_compiled_model_trains_alike() -> None:
 
 @contextlib.contextmanager
 def without_hooks(engine: Any) -> Iterator[Any]:
-    """As trainers do around generation: they gather all, take hooks off, and put them back."""
+    """Gather all parameters and remove the engine's hooks inside the context, as trainers do to generate."""
     with zeropp.zero.GatheredParameters(engine.module.parameters()):
         offload = engine.optimizer.parameter_offload
         for module in offload.module.modules():
@@ -189,7 +213,7 @@ def generates() -> list[float]:
     with torch.no_grad():
         plain.load_state_dict(zeropp.full_state(engine.module))
     with without_hooks(engine) as model, torch.no_grad():
-        # As many as this rank has to.
+        # Each rank may run a different number of forwards.
         far = [apart(model(batch(n, 0)), plain(batch(n, 0))) for n in range(2 + torch.distributed.get_rank())]
     assert not engine.optimizer.parameter_offload.param_coordinator.is_invalid_trace()
     return [max(far), *losses, *train(engine, 1, 2)[0]]
@@ -205,7 +229,16 @@ def test_a_trainer_that_takes_hooks_off_to_generate() -> None:
 
 
 def recomputed(kind: str, around: bool, reentrant: bool) -> list[float]:
-    """Losses in 16 bits, of batches in another dtype; the whole model is checkpointed by what runs it, or is not."""
+    """Train in 16 bits on batches of another dtype.
+
+    Args:
+        kind: "bf16" or "fp16".
+        around: True to run the whole engine under torch's activation checkpointing.
+        reentrant: value of ``use_reentrant``.
+
+    Returns:
+        Losses of this rank.
+    """
     engine = zeropp.initialize(model=model_of(), config=settings(**{kind: {"enabled": True}}))[0]
     losses = []
     for number in range(4):
@@ -220,13 +253,13 @@ def recomputed(kind: str, around: bool, reentrant: bool) -> list[float]:
 
 @pytest.mark.parametrize(("kind", "reentrant"), spread(["bf16", "fp16"], [False, True], 2))
 def test_checkpointing_around_the_whole_model(kind: str, reentrant: bool) -> None:
-    """Its inputs are cast whenever it runs."""
+    """Inputs are cast in the forward and again in the recomputation, so losses are equal bit for bit."""
     plainly, found = (run_ranks(2, recomputed, kind, around, reentrant) for around in (False, True))
     assert found == plainly and plainly[0][3] != plainly[0][0]
 
 
 class Inward(torch.nn.Module):
-    """Calls itself once, with what is to stay in float32."""
+    """A model that calls itself once, with an argument that must stay float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +283,7 @@ def test_a_model_that_calls_itself_has_its_outer_inputs_cast_alone() -> None:
 
 
 def salient() -> float:
-    """Distance of a gradient with respect to inputs, by a frozen model."""
+    """Return the difference from plain torch of a gradient with respect to the inputs of a frozen model."""
     engine, plain = zeropp.initialize(model=model_of(), config=settings())[0], model_of()
     engine.module.requires_grad_(False)
     x, same = (batch(0, torch.distributed.get_rank()).requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Windows of a training engine: where they end when their size changes, what is thrown away, what is asked inside."""
+"""Accumulation windows of a training engine: changed sizes, discarded micro-batches, and reads inside a window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.rank_pool import run_ranks, some
 from zeropp.deepspeed.parameter_values import safe_get_full_grad
 from zeropp.training import Engine
 
-ROWS = 3  # of a micro-batch
+ROWS = 3  # rows per micro-batch
 PLAN = [2, 3, 1, 4, 2]  # micro-batches of each window
 
 
@@ -29,7 +29,7 @@ def engine_of(stage: int, **more: Any) -> Engine:
 
 
 class Plain:
-    """The same in one process: steps of whole windows, whoever has which of their batches."""
+    """The same training in one process, on the batches of all ranks."""
 
     def __init__(self) -> None:
         self.model = model_of()
@@ -37,7 +37,11 @@ class Plain:
         self.steps = 0
 
     def step(self, window: list[tuple[int, int]]) -> None:
-        """Whose batches are given as (number, rank)."""
+        """Take one step on a window.
+
+        Args:
+            window: (number, rank) of each batch of the window.
+        """
         self.optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, max(0, self.steps - 1) / 2)
         self.optimizer.zero_grad()
         for number, rank in window:
@@ -51,7 +55,15 @@ class Plain:
 
 
 def follows_a_plan(stage: int, clears: bool) -> tuple[float, list[int], list[int]]:
-    """Sizes that change between windows: distance to plain torch, steps taken, micro-batches of each window."""
+    """Train windows of different sizes.
+
+    Args:
+        stage: ZeRO stage.
+        clears: True to call zero_grad() before each backward.
+
+    Returns:
+        Largest difference of weights from plain torch, numbers of the steps taken, and micro-batches of each window.
+    """
     engine, plain, number, taken, sizes = engine_of(stage), Plain(), 0, [], []
     for size in PLAN:
         engine.set_train_batch_size(size * ROWS * 2)
@@ -59,7 +71,8 @@ def follows_a_plan(stage: int, clears: bool) -> tuple[float, list[int], list[int
         count = 0
         while not taken or taken[-1] != plain.steps:
             if clears:
-                engine.zero_grad()  # as in torch, in each micro-batch
+                # As a plain torch loop does for each micro-batch; it must not discard the window's gradients.
+                engine.zero_grad()
             engine.backward(loss_of(engine, number, dist.get_rank()))
             engine.step()
             number, count = number + 1, count + 1
@@ -78,12 +91,22 @@ def test_sizes_change_between_windows(stage: int, clears: bool) -> None:
 
 
 def resumes(folder: Path, first: int, last: int, save: bool) -> float:
-    """Steps of 12 samples, as many micro-batches as the ranks need for them; distance to plain torch."""
+    """Train steps of 12 samples, with 4 / world micro-batches each. Load a checkpoint before if ``first`` > 0.
+
+    Args:
+        folder: folder of the checkpoint.
+        first: first step to train.
+        last: number of steps after which to stop.
+        save: True to save at the end.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     engine, plain = engine_of(3, train_batch_size=12, gradient_accumulation_steps=4 // world), Plain()
     if first:
         engine.load_checkpoint(folder)
-        # In the middle of another window, which the load ends.
+        # Load again in the middle of a window. The load must end that window.
         engine.backward(loss_of(engine, 0, rank))
         engine.step()
         engine.load_checkpoint(folder)
@@ -106,11 +129,19 @@ def test_a_resumption_on_other_ranks_begins_with_a_whole_window(tmp_path: Path) 
 
 
 def throws_away(stage: int) -> tuple[float, list[bool], int]:
-    """A window that is discarded in its middle, and one of which no batch had a backward."""
+    """Discard a micro-batch before its step(), train a window, and call step() without a backward.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        Largest difference of weights from plain torch, for each step() True if it stepped, and the engine's number of
+        steps.
+    """
     engine, plain, applied = engine_of(stage), Plain(), []
     rank = dist.get_rank()
     engine.backward(loss_of(engine, 7, rank))
-    engine.zero_grad()  # before step(), which would have counted it
+    engine.zero_grad()  # before step(), which would count the micro-batch
     for number in range(2):
         engine.backward(loss_of(engine, number, rank))
         engine.step()
@@ -131,7 +162,14 @@ def test_what_is_thrown_away_is_in_no_step(stage: int) -> None:
 
 
 def asks(stage: int) -> list[str]:
-    """For gradients, inside windows and where the caller has said that they end; what is wrong."""
+    """Read gradients inside windows, at their ends, and at boundaries that the caller sets.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        Errors.
+    """
     wrong, rank = [], dist.get_rank()
     engine = engine_of(stage, gradient_accumulation_steps=3)
     weight = next(parameter for parameter in engine.module.parameters() if parameter.requires_grad)
@@ -160,7 +198,14 @@ def test_a_boundary_that_the_caller_gives_is_believed(stage: int) -> None:
 
 
 def held(managed: bool) -> list[list[bool]]:
-    """After each backward of three windows of four: whether its sums wait for the ones to come."""
+    """Train three windows of four micro-batches.
+
+    Args:
+        managed: value of ``managed_gradient_accumulation``.
+
+    Returns:
+        For each backward of each window, True if its reductions are held back for the next micro-batches.
+    """
     engine = engine_of(1, gradient_accumulation_steps=4, managed_gradient_accumulation=managed)
     found = []
     for window in range(3):

@@ -1,4 +1,4 @@
-"""``load_foreign`` of DeepSpeed's folders: weights and optimizer states straight into the shards."""
+"""``load_foreign`` reads weights and optimizer states from DeepSpeed's checkpoint folders straight into the shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeropp.checkpoint.boxes import CheckpointError
     ],
 )
 def test_folders_in_every_stage(stage: int, written: int, world: int, name: str, tmp_path: Path) -> None:
-    """Written by more, fewer and as many ranks; stage 0 stands for its optimizer for bfloat16."""
+    """Folders load that were written by more, fewer or as many ranks. Stage 0 stands for DeepSpeed's bf16 optimizer."""
     model, optimizer = plain()
     write_deepspeed(tmp_path, model, optimizer, written, stage or 1, bf16=not stage)
     check_loaded(run_ranks(world, reads, tmp_path, name, True, local_world_size=world), model, optimizer)
@@ -41,7 +41,10 @@ def test_folders_in_every_stage(stage: int, written: int, world: int, name: str,
 @pytest.mark.parametrize("written", [1, 2, 3, 5, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_folders_on_any_ranks(stage: int, written: int, world: int, tmp_path: Path) -> None:
-    """More ranks than some parameters have elements, too; sub-groups of one parameter and of all."""
+    """Folders of any number of ranks load on any number of ranks.
+
+    Some cases have more ranks than a parameter has elements. A sub-group has one parameter, or all parameters.
+    """
     model, optimizer = plain()
     for number, size in enumerate((1, 100)):
         root = tmp_path / str(number)
@@ -63,7 +66,7 @@ def reads_other(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_and_tied_weights(stage: int, tmp_path: Path) -> None:
-    """Frozen ones are there in 16 bits, as DeepSpeed has them."""
+    """Frozen weights are 16-bit in DeepSpeed's files, so they load rounded to bf16."""
     model, optimizer = other()
     folder = write_deepspeed(tmp_path, model, optimizer, 2, stage)
     for found in run_ranks(2, reads_other, folder):
@@ -74,7 +77,7 @@ def test_frozen_and_tied_weights(stage: int, tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
-    """That is, its share of the weights, and with states three times as much."""
+    """A rank reads its share of the weights, and three times as much with optimizer states; at most 2 % more."""
     model = Large()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
@@ -88,7 +91,10 @@ def test_each_rank_reads_its_share_and_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_crafted_pickle_runs_nothing(tmp_path: Path) -> None:
-    """In either kind of file: an error on every rank that names the file and the code that it would have run."""
+    """A pickle that would run code is refused in either kind of file.
+
+    The error on every rank names the file and the refused function.
+    """
     mark, (model, optimizer) = tmp_path / "mark", plain()
     for name, pattern in (("optim", "*optim_states.pt"), ("states", "*model_states.pt")):
         folder = write_deepspeed(tmp_path / name, model, optimizer, 2, 3)

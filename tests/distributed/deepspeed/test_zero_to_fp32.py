@@ -1,4 +1,4 @@
-"""DeepSpeed's functions of ``zero_to_fp32``, over its folders and over zeropp's checkpoints."""
+"""DeepSpeed's ``zero_to_fp32`` functions, applied to DeepSpeed's folders and to zeropp's checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ def _no_warnings(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
 
 
 def written(path: Path, of: str) -> dict[str, Tensor]:
-    """A checkpoint under ``path``, and the weights that it has."""
+    """Write a checkpoint to ``path``, and return its weights.
+
+    Args:
+        path: folder of the checkpoint.
+        of: "zeropp", or the stage of a DeepSpeed folder.
+    """
     if of == "zeropp":
         return run_ranks(2, saves, path, "hpz loco bf16", local_world_size=2)[0].state
     model, optimizer = plain()
@@ -49,7 +54,10 @@ def written(path: Path, of: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("of", ["zeropp", "stage 2", "stage 3"])
 def test_files_that_need_nothing_else(of: str, tmp_path: Path) -> None:
-    """One or several, by pickle or safetensors; and values at once, lazily and in a model: all the same, to the bit."""
+    """Weights are equal bit for bit.
+
+    They are written to one file or several, as pickle or safetensors, and read at once, lazily, and into a model.
+    """
     state = written(tmp_path / "here", of)
     for safe in (False, True):
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "here", tmp_path / "out", "20KB", safe_serialization=safe)
@@ -80,7 +88,7 @@ def test_frozen_and_tied_ones(stage: int, tmp_path: Path) -> None:
     Other().load_state_dict(state)  # type: ignore[arg-type]
     trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
     assert state.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
-    # Safetensors has no shared tensors: each name has the values.
+    # Safetensors has no shared tensors, so the values are stored under each name.
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", safe_serialization=True)
     written = load_file(tmp_path / "out" / "model.safetensors")
     Other().load_state_dict(written)
@@ -114,7 +122,7 @@ def engine_saved(path: Path) -> dict[str, Tensor]:
 
 
 def test_what_a_training_engine_names_its_latest(tmp_path: Path) -> None:
-    """Also by the command of DeepSpeed's name."""
+    """The functions find a training engine's latest checkpoint, and so does the command with DeepSpeed's name."""
     state = run_ranks(2, engine_saved, tmp_path)[0]
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
