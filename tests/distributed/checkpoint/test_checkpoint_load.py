@@ -42,7 +42,7 @@ def test_many_small_tensors_are_read_at_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tensor_reader, "read_blocks", counted)
     other, state = small_ones(100)
     found = checkpoint.load(tmp_path / "here", other, state)
-    # One call reads the tensors, and one reads the remaining bytes to verify them.
+    # The first call reads the tensors, the second call reads the remaining bytes to verify them.
     assert len(calls) <= 2 and found.nbytes_read <= nbytes
     steps = {int(each["step"]) for each in state.inner.state.values()}
     assert steps == {1} and len({id(each["step"]) for each in state.inner.state.values()}) == 200

@@ -122,7 +122,7 @@ def test_a_rank_that_goes_while_another_completes(tmp_path: Path) -> None:
 
 
 def one_by_one(root: Path) -> list[str]:
-    """Let saves fail that only one rank has had an error in, or has waited for, and go on after each.
+    """Let one save after the other fail on one rank only, and train on after each of them.
 
     Args:
         root: folder for the checkpoints.

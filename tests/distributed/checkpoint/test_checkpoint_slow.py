@@ -179,7 +179,7 @@ def signalled(root: Path, where: str) -> str:
         told = f"{type(error).__name__}: {error}"
     finally:
         signal.signal(signal.SIGTERM, kept)
-    # Both ranks can go on together.
+    # After the signal, both ranks must be able to load together.
     checkpoint.load(root / "there", model, optimizer)
     found = zeropp.full_state(model)
     assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -135,7 +135,7 @@ def test_states_keep_dtypes_of_their_own(tmp_path: Path) -> None:
         for key in ("m", "count", "mask", "number", "single"):
             assert right[key].dtype == left[key].dtype and torch.equal(right[key], left[key]), key
     numbers = [loaded.inner.state[part.parameter]["single"] for part in loaded.slices.all]
-    # One tensor per parameter, because optimizers increment step counts in place.
+    # Each parameter has its own tensor, because optimizers increment step counts in place.
     assert len({number.data_ptr() for number in numbers}) == len(numbers)
     optimizer.inner.state[optimizer.slices.all[0].parameter]["pair"] = torch.zeros(2)
     with pytest.raises(checkpoint.CheckpointError, match="expected one element for each of the parameter's"):

@@ -1,4 +1,4 @@
-"""An elastic torchrun job on two hosts goes on alone after one host is killed, and on both when the host returns.
+"""An elastic torchrun job continues on one host after the other host is killed, and on both when that host returns.
 
 Hosts are network namespaces. All processes of the second host are killed while its rank is in a step or in a save. In
 some cases its link is cut first, so that the other host receives no sign of the end.

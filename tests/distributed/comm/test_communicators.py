@@ -314,9 +314,9 @@ def rehearsed(settings: dict[str, Any]) -> tuple[Counter[str], Counter[str], int
 )
 def test_everything_runs_once_while_wrapping(settings: dict[str, Any]) -> None:
     for at_wrap, seen, counted, late in run_ranks(4, over, rehearsed, settings, init=False, local_world_size=2):
-        assert set(at_wrap) == set(seen), "a collective that training was the first to run"
-        assert late == 0, "messages larger than those of the rehearsal"
-        assert counted == 0, "the rehearsal is in the ledger"
+        assert set(at_wrap) == set(seen), "the first call of a collective was in training"
+        assert late == 0, "training sent messages larger than the rehearsal"
+        assert counted == 0, "the ledger counts the rehearsal"
 
 
 def unfrozen() -> list[str]:

@@ -68,7 +68,7 @@ def ends(world: int, what: str, where: str, victim: int, folder: Path) -> dict[i
 
     Args:
         world: number of ranks.
-        what: end of the victim, a key of WHAT: "killed", "stopped" or "raises".
+        what: kind of the victim's end, a key of WHAT: "killed", "stopped" or "raises".
         where: place in the program at which the victim ends, an entry of WHERE.
         victim: rank that ends.
         folder: folder for the output of the processes.
@@ -87,8 +87,8 @@ def ends(world: int, what: str, where: str, victim: int, folder: Path) -> dict[i
                 if rank != victim and rank not in ended and process.poll() is not None:
                     ended[rank] = time.monotonic()
             time.sleep(0.02)
-        assert begun, f"rank {victim} never came to end:\n{(folder / f'err{victim}').read_text()}"
-        assert all(process.poll() != 0 for process in processes), "a rank ended as if nothing had happened"
+        assert begun, f"rank {victim} never reached its end:\n{(folder / f'err{victim}').read_text()}"
+        assert all(process.poll() != 0 for process in processes), "a rank ended with exit status 0"
     texts = {rank: (folder / f"err{rank}").read_text() for rank in range(world) if rank != victim}
     late = [rank for rank in texts if rank not in ended]
     assert not late, f"ranks {late} still run {HANG_TIMEOUT + 4 * GRACE} s after rank {victim} was {what} in {where}"

@@ -76,4 +76,4 @@ def test_each_group_belongs_to_one_thread(name: str) -> None:
     world, local, settings = PLACED[name]
     for each, in_all in run_ranks(world, threads_of_groups, settings, local):
         assert set(each) == {1}
-        assert in_all > 1, "nothing ran beside anything"
+        assert in_all > 1, "all groups were used by the same thread"

@@ -172,7 +172,8 @@ HEARD = [("backward", False), ("forward", True), ("forward", False), ("late forw
 @pytest.mark.parametrize(("where", "wrapper"), HEARD)
 def test_others_hear_of_it(where: str, wrapper: bool) -> None:
     settings: dict[str, Any] = {"stage": 3, "prefetch": 0, "reuse": 0}
-    # common=True: all ranks have an error of the same kind in the step before. It must not be taken for this one.
+    # common=True: all ranks have an error of the same kind in the step before. That error must not be taken for the
+    # present one.
     (mine, _), (others, seconds) = run_ranks(2, trained, where, [0], settings, wrapper=wrapper, pause=0.0, common=True)
     assert [text.split(".")[0] for text in mine] == ["CUDA out of memory"] * 2
     assert others.pop(0).startswith("CUDA out of memory")
@@ -463,6 +464,6 @@ def test_an_evaluation_on_one_rank_is_no_loss() -> None:
 
 @pytest.mark.parametrize("where", some(["forward", "late forward", "step"], 3))
 def test_an_error_of_all_ranks_is_no_loss(where: str) -> None:
-    """One rank may take long to go on after the error."""
+    """An error that all ranks have does not count as a loss, even if rank 0 takes SLOW seconds to go on."""
     for errors, _ in run_ranks(2, trained, where, [0, 1], {"stage": 3}, wrapper=True, pause=SLOW):
         assert len(errors) == 1 and errors[0].startswith("CUDA out of memory"), errors

@@ -22,7 +22,7 @@ def test_two_nodes() -> None:
     run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, init=False, local_world_size=2)
 
 
-# Settings that run without nodes by default; the others run in the campaign.
+# Settings that also run with all four ranks on one node (one hop) by default; the others do so in the campaign.
 ONE_HOP = ("fp32", "zero++", "both hops", "delta4")
 ROUTES = [(2, "zero++"), *((2, name) for name in SETTINGS if name != "zero++"), *((4, name) for name in ONE_HOP)]
 ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTINGS if name not in ONE_HOP]

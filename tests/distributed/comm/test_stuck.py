@@ -64,7 +64,7 @@ class DeviceStream(streams.InlineStream):
             if after is not None:
                 after.wait(0.0)
             for work in works:
-                # After an abort a GPU goes on with the present contents of its memory.
+                # Ignore errors of aborted work: after an abort a GPU continues with the present contents of its memory.
                 with contextlib.suppress(RuntimeError):
                     work()
             event.over.set()

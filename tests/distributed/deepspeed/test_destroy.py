@@ -167,7 +167,7 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
         forward = 0.0 if how == "states away" else float((model(x) - plain(x)).abs().max())
     again = engine_of(model, 3, **copy.deepcopy(more))
     kept = worst(zeropp.full_state(model), main)
-    engine.destroy()  # the old engine, whose model belongs to the new engine now; the call must do nothing
+    engine.destroy()  # old engine: its model belongs to the new engine now, so this call must do nothing
     # Load the main weights in float32, because bfloat16 would round them.
     plain = plain.float() if kind == torch.bfloat16 else plain
     plain.load_state_dict(main)

@@ -38,7 +38,7 @@ def trained(config: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
 
 
 def plain(world: int) -> tuple[list[list[float]], float, dict[str, Tensor]]:
-    """Train the same in one process.
+    """Train the model of `trained` in one process of plain torch.
 
     Args:
         world: number of ranks whose batches are used.

@@ -26,7 +26,7 @@ from zeropp.deepspeed.zero_to_fp32 import SCRIPT
 from zeropp.training import Engine
 
 CUT = 3
-SINCE = 1  # index within its window of the micro-batch after whose backward a run saves
+SINCE = 1  # runs save after the backward of this micro-batch of a window (index from 0)
 
 
 def engine_of(**more: Any) -> Engine:

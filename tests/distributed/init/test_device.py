@@ -361,7 +361,7 @@ def placed_state(offload: bool) -> dict[str, int]:
     for value in state.values():
         value.zero_()
     whole = zeropp.full_state(model, cpu_offload=offload)
-    assert whole["0.weight"].any(), "what is returned is no copy"
+    assert whole["0.weight"].any(), "full_state returned a view of the weights"
     return {name: value.nbytes for name, value in state.items()}
 
 

@@ -198,7 +198,8 @@ def fetched(apply: bool) -> int:
 def stayed_whole() -> int:
     """Return the number of weights that are still whole after they were initialized."""
     before = sys.getswitchinterval()
-    # Threads of the backend then run Python only while this thread waits, so they release their tensors late.
+    # With this long interval, threads of the backend run Python only while this thread waits, so they release their
+    # tensors late.
     sys.setswitchinterval(100)
     try:
         with limits(0, 0), zero.Init():

@@ -1,4 +1,4 @@
-"""Models on the meta device are initialized by module or loaded. transformers' models are built in ``zero.Init``."""
+"""Models on the meta device are initialized module by module, or loaded. transformers builds in ``zero.Init``."""
 
 from __future__ import annotations
 
