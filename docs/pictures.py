@@ -60,7 +60,12 @@ def box(
 
 def frame(axes: Axes, x: float, y: float, width: float, height: float, title: str) -> None:
     """A rounded outline with a title at its upper left."""
-    looks: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": LINE, "linewidth": 1.2}
+    looks: dict[str, Any] = {
+        "boxstyle": "round,pad=0,rounding_size=0.12",
+        "facecolor": "none",
+        "edgecolor": LINE,
+        "linewidth": 1.2,
+    }
     axes.add_patch(FancyBboxPatch((x, y), width, height, **looks))
     text(axes, x + 0.15, y + 0.25, title, ha="left", fontsize=SMALL, color=LINE, weight="bold")
 
