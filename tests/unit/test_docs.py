@@ -1,7 +1,8 @@
 """The documentation: an index of all pages, a recipe that works at the top of each, and links that lead somewhere.
 
-The first Python blocks of concepts.md, design/README.md, models.md and kernels/README.md run here, and their output is
-compared. Those of using.md, checkpoints.md, fsdp2.md and training.md need ranks and names of the reader's:
+The first Python blocks of concepts.md, design/README.md, models.md, contracts.md, offload-states.md and
+kernels/README.md run here, and the output of those that print is compared. Those of using.md, checkpoints.md, fsdp2.md
+and training.md need ranks and names of the reader's:
 tests/distributed/comm/test_process_groups.py and the files test_docs_recipes.py run them. That of lightning.md is
 compiled alone.
 """
@@ -36,7 +37,7 @@ PAGES = [page for page in [*DOCS, KERNELS] if page != INDEX]
 LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [*DOCS, KERNELS]
 DESIGN = ROOT / "docs" / "design"
 TOP = 20  # lines in which a page's first recipe begins
-RUN_HERE = ("concepts", "design", "models", "kernels")
+RUN_HERE = ("concepts", "design", "models", "contracts", "offload-states", "kernels")
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ def test_python_compiles_and_json_parses(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
-def test_a_first_recipe_runs(name: str) -> None:
+def test_a_first_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # contracts.md saves a file
     torch.manual_seed(0)
     printed, space = io.StringIO(), dict[str, object]()
     with redirect_stdout(printed):
@@ -184,6 +186,10 @@ def test_a_first_recipe_runs(name: str) -> None:
         assert read(page)[1][1] == Block("text", read(page)[1][1].line, printed.getvalue())
     elif name == "models":
         assert float(printed.getvalue()) > 0
+    elif name == "contracts":
+        assert torch.load("model.pt").keys() == {"weight", "bias"}
+    elif name == "offload-states":
+        assert printed.getvalue() == ""
     else:
         sent, plain, error = (float(word) for word in re.findall(r"\d+(?:\.\d+)?", printed.getvalue()))
         assert sent / plain == pytest.approx(0.516 / 2, abs=0.001)
