@@ -1,4 +1,7 @@
-"""``host_memory_limit``: refused on every rank with the numbers, before anything is taken or changed."""
+"""``zeropp.host_memory_limit``: every rank raises MemoryLimitError, with the bytes needed and the bytes allowed.
+
+``ZeroOptimizer`` raises before it creates a file or changes the model.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,17 @@ def config_of(path: str, limit: int | None = None) -> dict[str, Any]:
 
 
 def needs(path: str) -> int:
-    """Bytes of a node, on CPUs that train."""
+    """Return the bytes of host memory that all ranks of a node need together when CPUs train."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     return local * zeropp.plan.memory(Mixed(), config_of(path), world, local, device="cpu").host_total
 
 
 def wrapped(path: str, below: int) -> tuple[str, bool, list[str]]:
-    """The error for a limit that is so many bytes below what is needed; whether the model is as it was; files left."""
+    """Wrap a model with a host memory limit that is ``below`` bytes lower than the planned need.
+
+    Returns:
+        The error ("" for none), True if the error left all parameters unchanged, and the names of files in ``path``.
+    """
     model = Mixed()
     before = {name: (type(p), p.detach().clone()) for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -57,7 +64,7 @@ def test_the_optimizer_refuses_what_cannot_stay_below(world: int, local: int, tm
 
 
 def states(kind: str) -> str:
-    """The refusal of SGD, for a limit that is exactly what a step without states needs."""
+    """Return the error of wrapping with SGD, under a limit that is exactly the need without optimizer states."""
     model = nn.Sequential(nn.Linear(64, 64))
     momentum = 0.9 if kind == "momentum" else 0.0
     plan = zeropp.plan.memory(model, make_config(), 1, device="cpu", states=0)
@@ -72,11 +79,20 @@ def states(kind: str) -> str:
 def test_states_are_those_of_the_optimizer_that_is_given() -> None:
     assert run_ranks(1, states, "plain") == [""]
     (text,) = run_ranks(1, states, "momentum")
-    assert "optimizer states 17,408 bytes" in text, "64 x 64 weights and 64 biases, on blocks of 256"
+    assert "optimizer states 17,408 bytes" in text, "64 x 64 weights and 64 biases, in 17 blocks of 256"
 
 
 def built(how: str, short: int) -> tuple[str, int]:
-    """The error of a build with a limit that so many bytes are missing of; and how many layers there were by then."""
+    """Build three linear layers with a limit that is ``short`` bytes below the size of all pieces on a node.
+
+    Args:
+        how: "inside" builds the layers inside ``zero.Init``. "given" passes finished layers to ``zero.Init``.
+            "materialized" initializes layers on the meta device with ``zero.materialize``.
+        short: number of bytes by which the limit is too low.
+
+    Returns:
+        The error ("" for none), and the number of layers built or initialized so far.
+    """
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     most = local * 4 * (3 * 40 * 40 // world) - short
     config = make_config(offload_param={"device": "cpu"}, host_memory_limit=most)
@@ -85,7 +101,7 @@ def built(how: str, short: int) -> tuple[str, int]:
         if how == "inside":
             with limits(0, 0), zero.Init(config_dict_or_path=config):
                 with torch.device("meta"):
-                    nn.Linear(1000, 1000)  # takes nothing
+                    nn.Linear(1000, 1000)  # not counted: a layer on the meta device takes no memory
                 for _ in range(3):
                     layers.append(nn.Linear(40, 40, bias=False))
         elif how == "given":
@@ -108,7 +124,10 @@ def built(how: str, short: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize(("how", "layers"), [("inside", 2), ("given", 3), ("materialized", 0)])
 def test_a_build_in_pieces_refuses_what_its_host_cannot_hold(how: str, layers: int) -> None:
-    """As soon as pieces alone are more, on every rank; of a model that is given, before it is touched."""
+    """Every rank raises as soon as the pieces of the parameters built so far take more than the limit.
+
+    A finished model is checked before ``zero.Init`` or ``materialize`` changes it.
+    """
     for local in (1, 2):
         for text, count in run_ranks(2, built, how, 1, local_world_size=local):
             assert text.startswith("MemoryLimitError: ") and "3 parameters" in text and "4,800 elements" in text

@@ -1,4 +1,7 @@
-"""What is off the device is where the plan says, to the byte: rows on the host, in files, and staging buffers."""
+"""Offloaded bytes equal those of ``plan.memory``: rows in host memory, rows in files, and staging buffers.
+
+A row is a stored tensor with one kind of numbers (main weights, gradients, a state) of one flat buffer's shard.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ from zeropp.plan.memory import plan_space
 from zeropp.setup.blueprint import Blueprint
 
 SMALL = {"block_size": 1024}
-"""No row of the model is smaller, so all may be in files."""
+"""A block size in bytes below the smallest row of the model, so that every row may be in a file."""
 
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """While the memory of the host is not that of the device that trains, as beside a card."""
+    """Count host memory as separate from the training device's memory, as on a machine with a GPU."""
 
     def planned(blueprint: Blueprint, **others: Any) -> Mapping[str, int]:
         return plan_space(replace(blueprint, device=torch.device("cuda")), **others)
@@ -50,7 +53,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def offloading(states: str, weights: str, path: str, **weight_keys: object) -> dict[str, Any]:
-    """The two blocks, if they are to be there."""
+    """Return the blocks offload_optimizer and offload_param of a configuration, each unless its device is ""."""
     blocks: dict[str, Any] = {}
     for key, device, more in (("offload_optimizer", states, {}), ("offload_param", weights, weight_keys)):
         if device:
@@ -71,7 +74,14 @@ def plan_of(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: st
 
 
 def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str) -> list[str]:
-    """What differs between the plan and the engine, fresh and after steps; ``device`` is that of the plan."""
+    """Return a text for each difference in bytes between plan and engine, before any step and after one and two steps.
+
+    Args:
+        config: configuration of the engine and of the plan.
+        freeze: True to freeze a part of the model.
+        dtype: dtype of most of the model's parameters.
+        device: device type that the plan is made for. With "cuda", host memory counts as separate.
+    """
     plan, wrong = plan_of(config, freeze, dtype, device), []
     files, reserve = dict[SwapFile, int](), SwapFile.reserve
 
@@ -92,7 +102,7 @@ def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str)
             optimizer.engine.release_prefetched()
             wrong += [f"{when}: {each}" for each in differences(plan, optimizer, stepped=when != "fresh")]
         optimizer.close()
-    # All of it was taken before there was anything to put there, and nothing more since.
+    # Disk space is reserved as planned before training, and the space in use at the end equals the reservation.
     found = [(own, file._spaced) for file, own in files.items()]
     if [own for own, _ in found if own] != [*plan.paths.values()] or any(own != used for own, used in found):
         wrong.append(f"planned {plan.paths} below paths; reserved, and in use in the end: {found}")
@@ -100,7 +110,7 @@ def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str)
 
 
 def differences(plan: zeropp.plan.MemoryPlan, optimizer: zeropp.ZeroOptimizer, *, stepped: bool) -> list[str]:
-    """By place and term."""
+    """Return a text for each difference in bytes, by place and term. Optimizer states count only if ``stepped``."""
     wrong = []
     planned: dict[Place, dict[str, int]] = {"device": plan.terms, "host": plan.host, "disk": plan.disk}
     staging = rings(optimizer)
@@ -129,10 +139,10 @@ def rings(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
 
 
 def states_of(optimizer: zeropp.ZeroOptimizer) -> tuple[dict[Place, int], dict[Place, int]]:
-    """Bytes of the optimizer's states by place; and what states of padding would add at most.
+    """Return the bytes of optimizer states in each place, and the most bytes that padding may add to them in the plan.
 
-    States are rows where the main weights are in files, or on the device without them. Elsewhere each slice has its
-    own.
+    A state has one row per flat buffer if the main weights are in a file, or if they are on the device and the host
+    steps them. Otherwise each slice has state tensors of its own.
     """
     found: dict[Place, int] = dict.fromkeys(PLACES, 0)
     slack = found.copy()
@@ -152,7 +162,8 @@ def states_of(optimizer: zeropp.ZeroOptimizer) -> tuple[dict[Place, int], dict[P
             for row in rows:
                 found[row.place] += row.nbytes
             parts = [part for part in parts if not part.on_host]
-        # The piece of a small buffer may be padding, and what no rank uses, and is never stepped then.
+        # A buffer has no states if its shard is all padding, or if no rank uses its parameters. The plan counts states
+        # for the whole shard, so all of them are slack.
         slack[place] += 2 * (BLOCK * (len(parts) + 1) * buffer.main_dtype.itemsize if parts else buffer.main.nbytes)
         states = [item for part in parts for item in optimizer.state[part.parameter].items()]
         found[place] += sum(value.nbytes for key, value in states if key != "step")
@@ -181,7 +192,7 @@ CASES |= {
     "nothing on the host": ("cpu", "", {"ratio": 0}),
     "lossless": ("cpu", "", {"stage": 1, "bf16": {"enabled": True}, "weight_codec": "lossless"}),
 }
-# On one rank or two, in turns; the others in the campaign.
+# Each case runs on one rank or on two, alternately. The campaign runs the other number of ranks.
 TURNS = [
     pytest.param(world, name, marks=() if number % 2 == world % 2 else pytest.mark.campaign)
     for number, name in enumerate(CASES)
@@ -217,7 +228,10 @@ def test_what_hpz_caches_is_on_the_card(secondary: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", [0, 700, 3000, 10**9])
 def test_rows_stay_in_memory_in_the_order_in_which_they_are_made(most: int, tmp_path: Path) -> None:
-    """Until there are ``max_in_cpu`` elements; a later and smaller one may fit where an earlier one did not."""
+    """Rows stay in memory while they fit into ``max_in_cpu`` elements in total.
+
+    A later and smaller row may fit where an earlier one did not.
+    """
     config = config_of("stage 3, nvme/nvme, bf16", tmp_path, max_in_cpu=most)
     for wrong in run_ranks(2, owned, config, True, torch.float64, "cuda"):
         assert not wrong
@@ -226,7 +240,11 @@ def test_rows_stay_in_memory_in_the_order_in_which_they_are_made(most: int, tmp_
 @pytest.mark.every(2)
 @pytest.mark.parametrize("persist", [0, 100])
 def test_rows_that_are_smaller_than_a_request_stay_in_memory(persist: int, tmp_path: Path) -> None:
-    """On two ranks most rows of main weights have 2048 bytes, and those that gathers begin with 1024."""
+    """A row with fewer bytes than ``block_size`` stays in memory.
+
+    On two ranks most rows of main weights have 2048 bytes, and most bf16 rows that gathers read have 1024 bytes. So a
+    block size of 1025 keeps the bf16 rows in memory, and 2049 keeps both kinds.
+    """
     offload = offloading("nvme", "nvme", str(tmp_path), max_in_cpu=0)
     for block in (1025, 2049):
         config = make_config(**offload, bf16={"enabled": True}, persist=persist, aio={"block_size": block})
@@ -252,9 +270,11 @@ def test_a_cpu_offloads_nothing_to_its_own_memory() -> None:
 
 
 def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str, int]]:
-    """Most bytes of new weights at once, while nothing is sent on before all are there; planned.
+    """Take one step while refreshes may not free new weights before all new weights are on the device.
 
-    Then bytes of the sums of each unit's gradients on the way to the host; planned.
+    Returns:
+        Largest number of bytes of new weights on the device, the planned number, bytes of each unit's gradient sums on
+        the way to the host, and the planned bytes by unit.
     """
     model, sums = Routed(3, 24), Counter[str]()
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
@@ -263,7 +283,7 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
     def late(source: WireCopy) -> None:
         nonlocal most
         until = time.monotonic() + 5
-        # What is cached at first was never stepped.
+        # The first refresh, while the model is wrapped, sends weights that no step has written, so it does not wait.
         while stepped and most < plan.new_weights and time.monotonic() < until:
             most = max(most, new_nbytes())
             time.sleep(0.005)

@@ -1,4 +1,7 @@
-"""Training with states, gradients and weights off the device: the bits of training without, whatever is late."""
+"""Training with states, gradients and weights off the device gives the same bits as training without offload.
+
+Random delays of reads, writes, copies and steps do not change the result.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,12 @@ def on_disk(folder: Path, **settings: object) -> dict[str, object]:
 
 
 def offloads(folder: Path, stage: int) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """On the host's memory beside a device that computes there, and on a host whose memory is another."""
+    """Return two dicts of offload settings by name: for a host that trains itself, and for a host beside a GPU.
+
+    Args:
+        folder: directory of the swap files.
+        stage: ZeRO stage. Weights are offloaded in stage 3 only.
+    """
     weights = {"offload_param": {"device": "cpu", "buffer_count": 2, "buffer_size": 1000}} if stage == 3 else {}
     spilled = {"offload_param": on_disk(folder, max_in_cpu=0, buffer_count=2, buffer_size=1024)} if stage == 3 else {}
     piped = {"pipeline_read": True, "pipeline_write": True}
@@ -74,7 +82,8 @@ def offloads(folder: Path, stage: int) -> tuple[dict[str, dict[str, Any]], dict[
     if stage < 3:
         del apart["nvme for weights alone"]
         return beside, apart
-    # The border is within a buffer: of what the host steps, some has its main weights on the device.
+    # With these ratios, the border between elements that the device steps and elements that the host steps is within a
+    # buffer. That buffer's main weights are on the device, also for elements that the host steps.
     beside["a part on the cpu"] = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     beside["a part on nvme"] = {
         **SMALL_BLOCKS, **spilled, "sub_group_size": 1024, "offload_optimizer": on_disk(folder, ratio=0.7, **piped),
@@ -86,12 +95,12 @@ def offloads(folder: Path, stage: int) -> tuple[dict[str, dict[str, Any]], dict[
     return beside, apart
 
 
-# With a third of the offloads each, so that every one is there.
+# Cases of the short run. Each case takes a third of the offloads, and together the cases take all of them.
 TELLING = [("stage 3", "plain", 2), ("bf16", "a skipped step", 2), ("stage 3", "resumed", 1)]
 
 
 def cases() -> list[Any]:
-    """Placement, way, number of ranks, and whether with all offloads: a few; and the product, for the campaign."""
+    """Return (placement, way, ranks, True for all offloads): a few cases, and the full product for the campaign."""
     every = itertools.product(PLACEMENTS, WAYS, (1, 2))
     return [
         *((*case, False) for case in TELLING),
@@ -101,9 +110,9 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("placement", "way", "world", "whole"), cases())
 def test_same_bits(placement: str, way: str, world: int, whole: bool, tmp_path: Path) -> None:
-    """AdamW's fused kernel steps both, and everything else is the same arithmetic in the same order: no tolerance."""
+    """AdamW's fused kernel steps both models with the same arithmetic in the same order, so no tolerance is needed."""
     settings = dict(PLACEMENTS[placement])
-    # Where states are replaced by a checkpoint, unclipped steps show a difference soonest.
+    # Runs whose states come from a checkpoint do not clip, because unclipped steps show a wrong state soonest.
     settings |= {"gradient_clipping": 0.3} if way not in ("resumed", "saved while steps are pending") else {}
     settings |= {"lazy_step": False} if way == "eager" else {}
     run = Run(settings, folder=str(tmp_path / "checkpoint"), **WAYS[way])
@@ -113,14 +122,14 @@ def test_same_bits(placement: str, way: str, world: int, whole: bool, tmp_path: 
         for found in run_ranks(world, compare, run, {name: some[name] for name in chosen}, number == 1):
             for name, (wrong, seen) in found.items():
                 assert wrong == [], (name, wrong)
-                # Ranks of a world step something each time, and files are used where they are asked for.
+                # Every rank stepped some units on the host, and every configuration with files read from them.
                 assert seen["step"] > 0 and ("nvme" not in name or seen["read"] > 0), (name, seen)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("way", ["accumulation, each backward sends", "accumulation 4, configured"])
 def test_same_bits_where_means_are_not_exact(way: str, tmp_path: Path) -> None:
-    """A third of a sum is rounded before it is added to earlier micro-batches, wherever these are kept."""
+    """The mean over three ranks is rounded before it is added to earlier micro-batches, with offload and without."""
     run = Run({"stage": 2, "gradient_clipping": 0.3}, steps=4, **WAYS[way])
     some = {"nvme": {"offload_optimizer": on_disk(tmp_path), **SMALL_BLOCKS, "sub_group_size": 1024}}
     for found in run_ranks(3, compare, run, some, False):
@@ -174,7 +183,7 @@ def test_other_fused_optimizers(
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_an_optimizer_without_a_fused_kernel(whole: bool, tmp_path: Path) -> None:
-    """Its own code steps, on tensors that files are mapped to, and its states go to files as well."""
+    """RMSprop steps with its own code, on tensors that map files, and its states go to files as well."""
     run = Run({"gradient_clipping": 0.3}, optimizer=torch.optim.RMSprop, options={"lr": 3e-3, "momentum": 0.5})
     for offloads_here, apart in zip(offloads(tmp_path / "swap", 3), (False, True), strict=True):
         names = {"a part on nvme"} if not apart else {"cpu"}
@@ -184,7 +193,12 @@ def test_an_optimizer_without_a_fused_kernel(whole: bool, tmp_path: Path) -> Non
 
 
 def by_one_kernel(how: dict[str, Any], folder: str) -> tuple[list[str], float, int]:
-    """What differs where the kernel brings sums to the host, how far norms are apart, and how often it ran."""
+    """Train with gradient sums in a file, which one kernel adds, measures and writes to host memory.
+
+    Returns:
+        The differences from training without offload (norms excluded), the largest relative difference of norms, and
+        the number of kernel calls.
+    """
     plain, called = run(Run(**how)), 0
     block = {"offload_optimizer": on_disk(Path(folder)), **SMALL_BLOCKS, "sub_group_size": 1024}
     kernel = codecs.gather_
@@ -208,15 +222,21 @@ def by_one_kernel(how: dict[str, Any], folder: str) -> tuple[list[str], float, i
 @pytest.mark.every(2)
 @pytest.mark.parametrize("accumulation", [3, 1])
 def test_sums_leave_by_one_kernel(accumulation: int, tmp_path: Path) -> None:
-    """As they do on a card: it adds, measures and writes. It squares in float32, so norms are near; without clipping
-    nothing else depends on them."""
+    """One kernel adds gradients to the sum, measures the sum and writes it to host memory, as on a GPU.
+
+    The kernel squares in float32, so norms agree within 1e-6 only. Without clipping nothing else depends on the norms,
+    so all other results have the same bits.
+    """
     how = {"accumulation": accumulation, "how": "plain", "steps": 4}
     for wrong, apart, called in run_ranks(2, by_one_kernel, how, str(tmp_path)):
         assert wrong == [] and apart < 1e-6 and called >= 4 * accumulation
 
 
 def kinds_of_memory(folder: str) -> set[bool]:
-    """Whether states of RMSprop lie in a file, as this process's mappings have it, for slices of a block at least."""
+    """Return the set of answers to "is the state in a file?", for RMSprop states of slices with weights in a file.
+
+    A state is in a file if its address lies in a mapping of a swap file in this process.
+    """
     torch.manual_seed(3)
     model = MODELS["gpt"].build().float()
     config = make_config(offload_optimizer=on_disk(Path(folder)), **SMALL_BLOCKS)

@@ -1,4 +1,4 @@
-"""States that begin again with zeros, as after a warm-up or a reset: what lies in files from before is not used."""
+"""Optimizer states that are reset to zeros during training: later steps do not use the old states in swap files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from tests.support.rank_pool import run_ranks, spread
 
 
 class BeginAgain:
-    """After the third step all moments are zeros."""
+    """Callback that resets all moments and step counts after the third step.
+
+    Args:
+        how: "cleared" clears the wrapped optimizer's states; "loaded" loads a state dict of zeros.
+    """
 
     def __init__(self, how: str) -> None:
         self.how, self.steps = how, 0
@@ -26,7 +30,7 @@ class BeginAgain:
         if when != "step" or self.steps != 3:
             return
         if self.how == "cleared":
-            # Whoever does this waits first, as for everything else about states.
+            # Reading optimizer.state waits for the step on the host, which must end before its states are cleared.
             assert any(state["exp_avg"].any() for state in optimizer.state.values())
             optimizer.inner.state.clear()
         else:

@@ -1,4 +1,4 @@
-"""Disks that fail under offloaded states: every rank hears of it, nothing wrong is saved, and training can go on."""
+"""Disk errors under offloaded states: every rank raises, wrong states are not saved, and training can be resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.small_models import MODELS
 from tests.support.tmpfs import tmpfs
 from zeropp.offload import swap
 
-SOON = 15.0  # seconds; less than hang_timeout, which must not be what ends a wait
+SOON = 15.0  # seconds; below hang_timeout, so a wait that only hang_timeout ends fails the test
 STEPS, FAULTY = 6, 3
 PLACES: dict[str, dict[str, Any]] = {
     "states": {},
@@ -59,7 +59,7 @@ def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, step: int) -> float
 
 @contextlib.contextmanager
 def faulty(which: str, number: int, after: int) -> Iterator[None]:
-    """Calls of a kind fail, or come to the end of the file if ``number`` is 0, once there have been so many."""
+    """Let ``swap.<which>`` fail with errno ``number`` after ``after`` calls; for 0 it moves no bytes (end of file)."""
     plain: Callable[..., int] = getattr(swap, which)
     left = [after]
 
@@ -84,7 +84,12 @@ def caught(action: Callable[[], object]) -> str:
 
 
 def fails(folder: str, place: str, which: str, number: int, after: int, apart: bool) -> dict[str, Any]:
-    """What becomes of training whose last rank's disk fails in a step."""
+    """Train until the last rank's disk fails, then step and save once more, and resume from a checkpoint.
+
+    Returns:
+        "error": the first error. "took": seconds of the steps with the failing disk. "again" and "saved": errors of a
+        further step and of a save. "losses": losses after resuming.
+    """
     with host_apart(apart):
         model, optimizer = make(settings(folder, **PLACES[place]))
         for step in range(FAULTY):
@@ -95,7 +100,7 @@ def fails(folder: str, place: str, which: str, number: int, after: int, apart: b
         with faulty(which, number, after) if bad else contextlib.nullcontext():
             for step in range(FAULTY, STEPS):
                 error = error or caught(lambda step=step: train(model, optimizer, step))  # type: ignore[misc]
-            # The last step of all may be the one that fails, and somebody has to ask.
+            # If only the last step fails, no later step raises its error. full_state waits for the step and raises it.
             error = error or caught(lambda: zeropp.full_state(model))
         took = time.monotonic() - begun
         again = caught(lambda: train(model, optimizer, STEPS))
@@ -109,7 +114,7 @@ def fails(folder: str, place: str, which: str, number: int, after: int, apart: b
 
 
 def undisturbed() -> list[float]:
-    """Losses in memory."""
+    """Return this rank's losses of training without offload."""
     model, optimizer = make(make_config(gradient_clipping=0.3))
     losses = [train(model, optimizer, step) for step in range(STEPS)]
     optimizer.close()
@@ -118,7 +123,7 @@ def undisturbed() -> list[float]:
 
 @cache
 def expected(world: int) -> list[list[float]]:
-    """Every rank's losses in memory."""
+    """Return the losses of training without offload, one list per rank."""
     return run_ranks(world, undisturbed)
 
 
@@ -137,16 +142,16 @@ def expected(world: int) -> list[list[float]]:
 def test_a_disk_that_fails(
     world: int, place: str, which: str, number: int, after: int, apart: bool, tmp_path: Path
 ) -> None:
-    """The error is every rank's, at the next use; saving is refused from then on; the last checkpoint goes on."""
+    """Every rank raises the disk's error, saving is refused from then on, and the last checkpoint can be resumed."""
     plain = expected(world)
     found = run_ranks(world, fails, str(tmp_path), place, which, number, after, apart)
-    # The end of a file where none should be is the disk's error, too.
+    # A read or write that moves no bytes (number 0) counts as an I/O error of the disk.
     reason = os.strerror(number or errno.EIO)
     assert all(reason in each["error"] for each in found), found
     assert all(each["took"] < SOON for each in found), found
-    # Those whose disk is in order have stepped what others have not.
+    # Ranks with a good disk have taken a step that the failing rank has not, so training must resume from a checkpoint.
     assert all("go on from a checkpoint" in each["error"] for each in found), found
-    # What is known to be wrong is said again, by whatever would use it.
+    # A further step raises the same error, and a save states its reason, because both would use wrong states.
     assert all(each["again"] == each["error"] and reason in each["saved"] for each in found), found
     assert (tmp_path / "saved" / "metadata.json").exists() and not (tmp_path / "late" / "metadata.json").exists()
     assert [each["losses"] for each in found] == [losses[FAULTY:] for losses in plain]
@@ -155,21 +160,24 @@ def test_a_disk_that_fails(
 
 def opened(folder: str) -> str:
     found = caught(lambda: make(settings(folder, **PLACES["states and weights"])))
-    dist.barrier()  # the ranks are as they were
+    dist.barrier()  # collectives of the ranks still match after the error
     return found
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """Said when there is no room for states, before anything is trained, on every rank."""
+    """Wrapping raises on every rank if a disk has no room for the states, before any training."""
     with tmpfs(tmp_path / "disk", "-o", "size=64k") as full:
         found = run_ranks(2, opened, str(full))
-        # Both hear of it; the reason is that of the rank whose disk was full first.
+        # Both ranks raise. At least the rank whose disk was full first states the reason.
         assert all(found) and any("No space left" in each and "offload less" in each for each in found), found
         assert not list(full.iterdir())
 
 
 def between_passes(folder: str) -> tuple[float, str]:
-    """Seconds until a call between passes raises, and what it says, where the other rank's disk fails and it lives."""
+    """Return the seconds until full_state raises after rank 1's disk failed in a step, and the text of the error.
+
+    Rank 1 sleeps after the failure, but its process stays alive.
+    """
     config = settings(folder, **PLACES["states"])
     config["zeropp"]["hang_timeout"] = 10
     model, optimizer = make(config)
@@ -182,7 +190,7 @@ def between_passes(folder: str) -> tuple[float, str]:
         begun = time.monotonic()
         said = caught(lambda: zeropp.full_state(model))
     took = time.monotonic() - begun
-    # It goes on to something else for longer than the other one may take.
+    # Rank 1 stays busy for longer than rank 0 may take (7 seconds), so rank 0 must not wait for rank 1.
     time.sleep(8 if bad else 0)
     optimizer.close()
     return took, said
@@ -195,8 +203,10 @@ def test_a_call_between_passes_does_not_wait_for_a_rank_whose_disk_has_failed(tm
 
 
 def room_for_all_but_states(folder: str, nbytes: int) -> tuple[str, bool, list[float]]:
-    """Wrap where one rank's disk has too little room; what is said, whether the model is as it was, and losses of it
-    in memory.
+    """Wrap a model while rank 1's disk has room for ``nbytes`` bytes. If this fails, train the model without offload.
+
+    Returns:
+        The error of wrapping ("" for none), True if the model's values are unchanged, and the losses.
     """
     torch.manual_seed(3)
     model = MODELS["gpt"].build().float()
@@ -228,12 +238,12 @@ def test_space_for_states_is_taken_before_the_model_is_changed(tmp_path: Path) -
     assert [(same, losses) for _, same, losses in found] == [(True, losses) for losses in plain]
     assert all(f"cannot allocate {plan.disk_total} bytes" in said and "No space left" in said for said, _, _ in found)
     assert "failed on rank 1" in found[0][0] and not list(tmp_path.glob("zeropp-*")), found
-    # All of it fits to the byte, so that nothing is asked for that is not used.
+    # A disk with exactly the planned bytes suffices, so wrapping reserves no more than the plan says.
     assert run_ranks(2, room_for_all_but_states, str(tmp_path), plan.disk_total)[1][0] == ""
 
 
 def unfreezes(folder: str) -> tuple[str, float]:
-    """Unfreeze where one rank's disk is full; what is said, and seconds."""
+    """Unfreeze parameters while rank 1's disk is full; return the error of the next step, and its seconds."""
     torch.manual_seed(3)
     model = MODELS["gpt"].build().float()
     frozen = list(model.parameters())[2:]
@@ -260,7 +270,7 @@ def test_no_room_for_what_is_unfrozen(tmp_path: Path) -> None:
 
 
 def goes_on_without(folder: str) -> list[float]:
-    """Training while everything that it has on the disk is removed by name."""
+    """Return the losses of training whose swap directory is removed after the first step."""
     model, optimizer = make(settings(folder, **PLACES["states and weights"]))
     losses = [train(model, optimizer, 0)]
     dist.barrier()
@@ -273,7 +283,7 @@ def goes_on_without(folder: str) -> list[float]:
 
 
 def test_a_directory_that_vanishes(tmp_path: Path) -> None:
-    """Swap files have no names while they are in use, so that nobody can remove, or read, what is in them."""
+    """A swap file has no name while it is in use, so no process can remove or open it, and training goes on."""
     plain = expected(2)
     assert run_ranks(2, goes_on_without, str(tmp_path / "swap")) == [losses[:FAULTY] for losses in plain]
 

@@ -1,4 +1,4 @@
-"""Gradients that the host is stepping with: whoever forgets them meanwhile waits, and a refused step counts nothing."""
+"""Gradients that a step on the host reads: code that discards them waits, and a refused step is not counted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: zeropp.ZeroOptimizer, number: int) -> None
 
 
 def train(offload: dict[str, Any] | None, forget: Forget) -> dict[str, Tensor]:
-    """Weights after three steps, each of which takes its time."""
+    """Return the whole weights after three steps that the host finishes late."""
     model, optimizer = make(offload)
     plain = HostStep._step
 
@@ -85,13 +85,13 @@ def test_forgetting_waits_for_the_step(device: str, forget: Forget, tmp_path: Pa
 
 
 def refused(ratio: float) -> tuple[list[float], bool]:
-    """Counts of steps after one that was refused, and whether weights are as before."""
+    """Return the step counts after a refused fourth step, and True if the refused step changed no weight."""
     model, optimizer = make({"device": "cpu", "ratio": ratio})
     for number in range(3):
         step(model, optimizer, number)
         optimizer.zero_grad()
     before = zeropp.full_state(model)
-    # Of the last group: those before it must not have been counted, nor stepped on the device.
+    # The setting is in the last group. When the step is refused, earlier groups must not have been counted or stepped.
     optimizer.param_groups[1]["amsgrad"] = True
     with pytest.raises(RuntimeError, match="no max_exp_avg_sq: amsgrad was set"):
         step(model, optimizer, 3)
@@ -107,7 +107,7 @@ def test_a_step_that_is_refused_counts_nothing(ratio: float) -> None:
 
 
 def no_room(folder: str) -> str:
-    """What a rank hears where the disk of the second one is full when it is to hold more states than there were."""
+    """Return the error on this rank when rank 1's disk is full while a step creates states that were not reserved."""
     import torch.distributed as dist
 
     torch.manual_seed(3)
@@ -116,7 +116,7 @@ def no_room(folder: str) -> str:
     block = {"device": "nvme", "nvme_path": folder}
     config = make_config(offload_optimizer=block, aio={"block_size": 1024})
     optimizer = zeropp.ZeroOptimizer(inner, model, config)
-    # The space of one state was not asked for.
+    # Wrapping reserved no space for momentum, because SGD had none.
     optimizer.param_groups[0]["momentum"] = 0.9
     plain, full = os.posix_fallocate, dist.get_rank() == 1
 
@@ -154,7 +154,11 @@ def test_close_ends_the_threads(tmp_path: Path) -> None:
 
 
 def kept(offload: dict[str, Any] | None, lazy: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Norms after steps whose gradients are kept, and are clipped and stepped with once more; and the weights."""
+    """Train without ``zero_grad()``, with a second ``step()`` after each; return two lists of norms and the weights.
+
+    The first list has the norm at each second step. The second list has the norm from ``grad_norms()`` before that
+    step.
+    """
     torch.manual_seed(3)
     model = KIND.build().float()
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
@@ -190,7 +194,7 @@ def kept_apart(offload: dict[str, Any], lazy: bool) -> tuple[list[float], list[f
 
 
 def inner_states(slow: bool) -> list[Tensor]:
-    """Moments as the wrapped optimizer's own ``state_dict()`` has them right after a step."""
+    """Return the moments from the wrapped optimizer's own ``state_dict()``, called right after a step."""
     model, optimizer = make({"device": "cpu"})
     plain = HostStep._step
 
@@ -202,7 +206,7 @@ def inner_states(slow: bool) -> list[Tensor]:
         step(model, optimizer, 0)
         found = [state["exp_avg"].clone() for state in optimizer.inner.state_dict()["state"].values()]
     optimizer.close()
-    # Nobody is asked afterwards.
+    # After close(), state_dict() of the wrapped optimizer must neither wait nor raise.
     optimizer.inner.state_dict()
     return found
 
