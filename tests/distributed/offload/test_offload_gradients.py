@@ -194,7 +194,11 @@ def kept_apart(offload: dict[str, Any], lazy: bool) -> tuple[list[float], list[f
 
 
 def inner_states(slow: bool) -> list[Tensor]:
-    """Return the moments from the wrapped optimizer's own ``state_dict()``, called right after a step."""
+    """Return the moments from the wrapped optimizer's own ``state_dict()``, called right after a step.
+
+    Args:
+        slow: True to delay the step on the host by 20 ms.
+    """
     model, optimizer = make({"device": "cpu"})
     plain = HostStep._step
 

@@ -1,4 +1,4 @@
-"""Hooks that edit weights after a step whose weights lie off the device: what they write is what is computed with."""
+"""Step hooks that edit offloaded weights: the next forward computes with the edits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ def clamp(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def train(settings: dict[str, Any], kind: Any, *, everywhere: bool, apart: bool) -> list[float]:
-    """Losses of steps whose hook edits weights; the hook of all optimizers, if ``everywhere``."""
+    """Return the losses of three steps with a step post-hook that clamps the weights.
+
+    Args:
+        settings: settings of the configuration.
+        kind: optimizer class.
+        everywhere: True to register the hook for all optimizers of torch, False for this one only.
+        apart: True if host memory is separate from the device's memory, as with a GPU.
+    """
     torch.manual_seed(3)
     model, losses = KIND.build().float(), []
     with host_apart(apart):
@@ -62,7 +69,10 @@ def train(settings: dict[str, Any], kind: Any, *, everywhere: bool, apart: bool)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_a_hook_writes_is_computed_with(name: str, kind: Any, tmp_path: Path) -> None:
-    """Whoever steps: the host beside the next forward, which waits for it then, or the optimizer's own code."""
+    """Losses equal those without offload, also if the host steps.
+
+    AdamW steps on the host, and ``step()`` waits for that step before hooks run. RMSprop steps with its own code.
+    """
     settings = {key: dict(value) if isinstance(value, dict) else value for key, value in SETTINGS[name].items()}
     plain = {key: value for key, value in settings.items() if key not in (*CPU, *FILES, *WEIGHTS)}
     for key in ("offload_optimizer", "offload_param"):

@@ -1,4 +1,7 @@
-"""Jobs whose states are in files, ended from outside: nothing is left on the disk, and training goes on as it was."""
+"""Jobs with states in swap files that a signal ends: no file is left on the disk.
+
+A new job resumes from the last checkpoint and gets the losses of an undisturbed job.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import json, signal, sys, time, torch, zeropp
 from tests.support.small_models import MODELS
 from tests.support.branching_models import make_config
 from zeropp.offload import swap
-# Ignored where whoever started the tests runs them in the background.
+# A shell that starts the tests in the background makes them ignore SIGINT. Restore the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 folder, slow = sys.argv[1], sys.argv[2] == "slow"
 torch.manual_seed(3)
@@ -35,12 +38,12 @@ step = series.latest() or 0
 if step:
     series.load(model, optimizer)
 def say(text):
-    # At once: several threads speak.
+    # One write call per line, because several threads print.
     sys.stdout.write(text + "\\n")
     sys.stdout.flush()
 write = swap.write_at
 def written(*arguments):
-    # Said once the step after a checkpoint writes back, half of which has been written by then.
+    # In the step after the checkpoint, report each write, so that the signal comes while states are half written.
     count = write(*arguments)
     if slow and step == 4:
         say("writing")
@@ -74,20 +77,21 @@ def losses(text: str) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of a job that nobody ends."""
+    """Return the losses of a job that runs to its end, by step."""
     said, error = start(tmp_path_factory.mktemp("plain"), "fast").communicate(timeout=120)
     found = losses(said)
     assert sorted(found) == list(range(1, STEPS + 1)), error[-3000:]
     return found
 
 
-# Three interpreters a row, which take seconds to start. Nobody sees SIGTERM either, so that it is what SIGKILL is.
+# In the campaign, because each row starts new interpreters, which takes seconds. The program does not handle SIGTERM,
+# so SIGTERM ends it as abruptly as SIGKILL.
 @pytest.mark.campaign
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_ended_in_the_middle_of_a_step(
     number: signal.Signals, plain: dict[int, float], tmp_path: Path
 ) -> None:
-    """While states are being written back. The next one goes on from the last checkpoint, and comes to the same."""
+    """The signal comes while states are written back; a new job resumes from the last checkpoint with equal losses."""
     job = start(tmp_path, "slow")
     assert job.stdout is not None
     before = ""

@@ -1,6 +1,7 @@
-"""Steps on the host that have not ended: what waits for one unit's, what waits for all, and what comes of their errors.
+"""Lazy steps on the host: waits for one unit's step, waits for the whole step, and errors of steps.
 
-Steps are held by events, which other threads set. Every wait has a limit, so that what is broken shows as a wrong list.
+The tests block steps by events that other threads set. Every wait has a limit, so a defect shows as a wrong list
+instead of a hang.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from zeropp.offload.swap import SwapError
 from zeropp.optimizer import host_step
 from zeropp.optimizer.host_step import HostStep
 
-LIMIT = 15.0  # seconds after which what is held goes on by itself; less than hang_timeout
-A_WHILE = 0.05  # seconds in which what has to wait is given the chance not to
-ORDER = (2, 0, 1, 3)  # in which blocks are used; not that in which they are defined
+LIMIT = 15.0  # seconds after which a blocked step runs without a release; less than hang_timeout
+A_WHILE = 0.05  # seconds before a release, in which code that wrongly does not wait would run on
+ORDER = (2, 0, 1, 3)  # order in which forward uses the blocks; not the order of definition
 NAMES = [f"blocks.{index}" for index in ORDER]
 WIDTH = 32
 Saved = dict[str, Any]
 
 
 def place(where: str, folder: str) -> tuple[dict[str, Any], bool]:
-    """Settings, and whether the host's memory is another than the device's."""
+    """Return the settings of a placement, and True if host memory is separate from the device's memory."""
     base = where.removesuffix(" apart")
     small, cpu = {"aio": {"block_size": 1024}}, {"offload_optimizer": {"device": "cpu"}}
     disk = {"device": "nvme", "nvme_path": folder}
@@ -59,7 +60,7 @@ def place(where: str, folder: str) -> tuple[dict[str, Any], bool]:
 
 
 def backward(model: Routed, optimizer: zeropp.ZeroOptimizer, number: int, order: tuple[int, ...] = ORDER) -> Tensor:
-    """The model's output, whose backward has been."""
+    """Run forward and backward of micro-batch ``number``, and return the detached output."""
     output: Tensor = model(batch(number), chain(*order))
     optimizer.backward(output.square().mean())
     return output.detach()
@@ -73,7 +74,7 @@ def batch(number: int) -> Tensor:
 def training(
     where: str, folder: str, order: tuple[int, ...] = ORDER, **more: object
 ) -> Iterator[tuple[Routed, zeropp.ZeroOptimizer]]:
-    """A model and its optimizer after two steps, by which the order is known, and a third backward."""
+    """Yield a model and its optimizer after two steps, in which the order is learned, and a third backward."""
     settings, apart = place(where, folder)
     with host_apart(apart):
         torch.manual_seed(3)
@@ -91,17 +92,17 @@ def training(
 
 
 def with_and_without(run: Callable[..., Any], where: str, folder: str, *arguments: object) -> tuple[Any, Any]:
-    """What comes of a training with offload, and of the same without."""
+    """Return the result of ``run`` with offload, and its result without offload."""
     return run(where, folder, *arguments), run("no offload", "", *arguments)
 
 
 def pending(optimizer: zeropp.ZeroOptimizer) -> list[str]:
-    """Units whose steps nobody has waited for."""
+    """Return the names of units whose step has not been waited for."""
     return [unit.name for unit in optimizer.engine.units if unit.stepping is not None]
 
 
 def slices(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:
-    """Copies of this rank's weights."""
+    """Return copies of this rank's slices of the weights."""
     return [parameter.detach().clone() for group in optimizer.inner.param_groups for parameter in group["params"]]
 
 
@@ -110,10 +111,10 @@ def equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 class Held:
-    """Steps of units, each of which begins when it is let go, and none later than after ``LIMIT`` seconds.
+    """Steps that are blocked unit by unit. Each runs when it is released, or after ``LIMIT`` seconds.
 
     Attributes:
-        done: units that have been stepped, in order.
+        done: names of units that have been stepped, in order.
     """
 
     def __init__(self) -> None:
@@ -121,19 +122,19 @@ class Held:
         self._gates = {name: threading.Event() for name in NAMES}
 
     def let_go(self, *names: str) -> None:
-        """Let these units be stepped, or all of them."""
+        """Release the steps of the named units, or of all units if no name is given."""
         for name in names or NAMES:
             self._gates[name].set()
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Steps that are queued inside are held; those that still are at the end go on."""
+        """Block steps that are queued in this context, and release the remaining ones at its end."""
         plain = HostStep._step
 
         def held(own: HostStep, rule: Any, jobs: Any) -> None:
             name = jobs[0].buffer.unit
             if not self._gates[name].wait(LIMIT):
-                # Nobody is going to let the others go, either.
+                # Release all other steps, too. Otherwise each of them would wait for the limit.
                 self.let_go()
             plain(own, rule, jobs)
             self.done.append(name)
@@ -146,7 +147,7 @@ class Held:
 
     @contextlib.contextmanager
     def let_go_late(self) -> Iterator[None]:
-        """Steps go on once what is inside has had a while to end without them."""
+        """Release all steps after ``A_WHILE`` seconds, or when the context ends."""
         ended = threading.Event()
 
         def later() -> None:
@@ -162,7 +163,7 @@ class Held:
 
 @contextlib.contextmanager
 def beside(work: Callable[[], object]) -> Iterator[None]:
-    """Do something on another thread meanwhile."""
+    """Run ``work`` on another thread during this context."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
@@ -172,7 +173,12 @@ def beside(work: Callable[[], object]) -> Iterator[None]:
 
 
 def one_by_one(where: str, folder: str, order: tuple[int, ...]) -> tuple[dict[str, list[str]], list[Tensor]]:
-    """Units that were stepped when ``step()`` returned, and when each block of the next forward had run; numbers."""
+    """Step lazily, and release the units' steps one by one during the next forward.
+
+    Returns:
+        By event (``step()`` has returned, a block's forward has run): the names of units stepped by then. Also the
+        output of the forward and the final weights.
+    """
     steps, found, ran = Held(), dict[str, list[str]](), {f"blocks.{index}": threading.Event() for index in order}
 
     def note(name: str) -> None:
@@ -181,7 +187,7 @@ def one_by_one(where: str, folder: str, order: tuple[int, ...]) -> tuple[dict[st
 
     def follow() -> None:
         for name in ran:
-            # Its forward has the time to show that it does not wait.
+            # Leave the block time to run. If it does not wait for its step, it runs now, too early.
             ran[name].wait(A_WHILE)
             steps.let_go(name)
             ran[name].wait(LIMIT)
@@ -192,7 +198,7 @@ def one_by_one(where: str, folder: str, order: tuple[int, ...]) -> tuple[dict[st
         with steps.inside():
             optimizer.step()
             found["step()"] = list(steps.done)
-            # The next step's: this one has its own.
+            # The edit affects the next step only, because the pending step has a copy of its settings.
             optimizer.param_groups[0]["lr"] *= 2
             optimizer.zero_grad()
             with beside(follow):
@@ -206,8 +212,8 @@ def one_by_one(where: str, folder: str, order: tuple[int, ...]) -> tuple[dict[st
     ("where", "world"), [("all on nvme apart", 2), ("cpu", 2), ("stage 2 apart", 2), ("stage 2", 1), ("cpu", 1)]
 )
 def test_each_unit_waits_for_its_own_step(where: str, world: int, tmp_path: Path) -> None:
-    """``step()`` has stepped nothing when it returns, and each unit runs while those wanted after it are held."""
-    # Forwards of stage 2 gather nothing, so that no order is learned: steps are in that of the model.
+    """``step()`` returns before any unit is stepped; each unit's forward runs while later units' steps are blocked."""
+    # A forward in stage 2 gathers nothing, so no order is learned, and units are stepped in the model's order.
     order = tuple(sorted(ORDER)) if "stage 2" in where else ORDER
     names = [f"blocks.{index}" for index in order]
     results = run_ranks(world, with_and_without, one_by_one, where, str(tmp_path), order, timeout=120)
@@ -217,14 +223,18 @@ def test_each_unit_waits_for_its_own_step(where: str, world: int, tmp_path: Path
 
 
 def around_a_backward(where: str, folder: str) -> tuple[list[str], list[str], list[Tensor]]:
-    """Units stepped before and after the backward of one unit, while another's step is held; and weights."""
+    """Run a backward that does not use the last unit, while that unit's step is blocked.
+
+    Returns:
+        Names of units stepped before and after the backward, and the whole weights after a further step.
+    """
     steps = Held()
     with training(where, folder) as (model, optimizer):
         with steps.inside():
             optimizer.step()
             optimizer.zero_grad()
             steps.let_go(*NAMES[:-1])
-            # A pass of its own, that has no use for the last unit.
+            # This pass uses the first block only, so it does not use the last unit.
             loss = model.blocks[ORDER[0]](batch(3)).square().mean()
             before = list(steps.done)
             with steps.let_go_late():
@@ -237,7 +247,7 @@ def around_a_backward(where: str, folder: str) -> tuple[list[str], list[str], li
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("where", "world"), [("cpu", 2), ("cpu", 1), ("nvme apart", 2), ("stage 2 apart", 2)])
 def test_a_backward_waits_for_the_whole_step(where: str, world: int, tmp_path: Path) -> None:
-    """Its gradients take the place of those that are being stepped with, also of units that it does not come to."""
+    """A backward overwrites gradients that the step reads, so it waits for all units, also for unused ones."""
     results = run_ranks(world, with_and_without, around_a_backward, where, str(tmp_path), timeout=120)
     for (before, after, weights), (_, _, expected) in results:
         assert NAMES[0] in before and NAMES[-1] not in before and sorted(after) == sorted(NAMES)
@@ -245,7 +255,7 @@ def test_a_backward_waits_for_the_whole_step(where: str, world: int, tmp_path: P
 
 
 def at_its_end(where: str, folder: str) -> list[str]:
-    """Units stepped when ``step()`` returns, if it is not lazy."""
+    """Return the units that have been stepped when ``step()`` returns, with ``lazy_step`` false."""
     steps = Held()
     with training(where, folder, lazy_step=False) as (_, optimizer), steps.inside(), steps.let_go_late():
         optimizer.step()
@@ -259,7 +269,12 @@ def test_a_step_that_is_not_lazy_ends_with_the_last_unit(where: str, world: int,
 
 
 def in_a_hook(where: str, folder: str, by: str) -> tuple[list[str], list[str], list[str], list[Tensor]]:
-    """Units stepped and pending where a hook runs after a step, and stepped after one without; weights in the hook."""
+    """Take one step with a step post-hook and one without.
+
+    Returns:
+        Units stepped and units pending when the hook runs, units stepped when the step without a hook returns, and the
+        weights that the hook reads.
+    """
     steps, free = Held(), Held()
     with training(where, folder) as (model, optimizer):
         seen: list[Any] = []
@@ -293,7 +308,7 @@ def gather(model: Routed, optimizer: zeropp.ZeroOptimizer, saved: Saved) -> list
 
 def close(model: Routed, optimizer: zeropp.ZeroOptimizer, saved: Saved) -> list[Tensor]:
     optimizer.close()
-    # They may be read afterwards.
+    # Slices may be read after close().
     return slices(optimizer)
 
 
@@ -308,15 +323,20 @@ WAITING: dict[str, Callable[[Routed, zeropp.ZeroOptimizer, Saved], object]] = {
     "clip_grad_norm_()": lambda model, optimizer, saved: optimizer.clip_grad_norm_(0.1),
     "load_state_dict()": lambda model, optimizer, saved: optimizer.load_state_dict(saved),
     "inner.load_state_dict()": lambda model, optimizer, saved: optimizer.inner.load_state_dict(saved),
-    # With the norm of gradients that the first step has clipped.
+    # The second step's norm is that of gradients which the first step has clipped.
     "step()": lambda model, optimizer, saved: (optimizer.step(), torch.tensor(optimizer.grad_norm)),
-    # It is the last.
+    # close() comes last, because no other call works after it.
     "close()": close,
 }
 
 
 def ask(where: str, folder: str) -> dict[str, tuple[list[str], list[str], list[Tensor]]]:
-    """For each call right after a step that is held: units stepped and pending when it returns, and all numbers."""
+    """Make each call of WAITING right after a step that is blocked.
+
+    Returns:
+        By call: names of units stepped and of units pending when the call returns, and the tensors that the call
+        returns, followed by weights and states.
+    """
     found: dict[str, tuple[list[str], list[str], list[Tensor]]] = {}
     with training(where, folder) as (model, optimizer):
         for number, (name, call) in enumerate(WAITING.items()):
@@ -336,16 +356,19 @@ def ask(where: str, folder: str) -> dict[str, tuple[list[str], list[str], list[T
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("where", "world"), [("nvme apart", 2), ("cpu", 1)])
 def test_what_waits_for_the_whole_step(where: str, world: int, tmp_path: Path) -> None:
-    """Whatever reads or replaces weights, states or gradients outside of a forward; what is loaded then stays."""
+    """Calls that read or replace weights, states or gradients outside a forward wait for the whole step.
+
+    Values that such a call loads are not overwritten by the step.
+    """
     for found, plain in run_ranks(world, with_and_without, ask, where, str(tmp_path), timeout=120):
         for name, (done, left, numbers) in found.items():
-            # Of two steps only the first is waited for.
+            # "step()" queues a second step. The call waits for the first step only.
             assert done[: len(NAMES)] == NAMES and (left == [] or name == "step()"), (name, done, left)
             assert equal(numbers, plain[name][2]), f"after {name}"
 
 
 def on_my_cores(cores: list[set[int]]) -> list[int]:
-    """For how many ranks on the same cores threads were made."""
+    """Return the numbers of ranks on the same cores that were passed to ``spare_cores``."""
     affinity = mock.patch.object(os, "sched_getaffinity", lambda _: cores[dist.get_rank()])
     with affinity, mock.patch.object(host_step, "spare_cores", return_value=1) as spare, training("cpu", ""):
         return [ranks for (ranks,), _ in spare.call_args_list]
@@ -356,7 +379,7 @@ def on_my_cores(cores: list[set[int]]) -> list[int]:
     [
         ([{0, 1}, {1, 0}], 2, [2, 2]),
         ([{0, 1}, {2, 3}], 2, [1, 1]),
-        # Cores of another node have the same numbers, and are others.
+        # Cores of another node have the same numbers, but are different cores.
         ([{0, 1}, {0, 1}, {0, 1}, {2, 3}], 2, [2, 2, 1, 1]),
     ],
     ids=["shared", "each its own", "two nodes"],
@@ -366,7 +389,11 @@ def test_ranks_of_a_node_share_its_cores(cores: list[set[int]], local: int, expe
 
 
 def in_double(where: str, folder: str) -> tuple[list[float], list[Tensor], dict[str, int]]:
-    """Losses and norms of four steps of float64, one of them taken twice; states and weights; what was delayed."""
+    """Train a float64 model for four steps and repeat the third one.
+
+    Returns:
+        Loss and norm of each step, states with whole weights, and counts of delayed reads, writes and steps.
+    """
     kind, (settings, apart), told = MODELS["gpt"], place(where, folder), list[float]()
     with delayed(dist.get_rank()) as seen, host_apart(apart):
         torch.manual_seed(3)
@@ -376,7 +403,7 @@ def in_double(where: str, folder: str) -> tuple[list[float], list[Tensor], dict[
         for number in range(4):
             loss = kind.loss(model, kind.batch(torch.Generator().manual_seed(31 * number + dist.get_rank())))
             optimizer.backward(loss)
-            # Once more, right after a step that reads them.
+            # Repeat the third step with the same gradients, right after a step that reads them.
             for _ in range(1 + (number == 2)):
                 optimizer.step()
                 told += [loss.item(), optimizer.grad_norm or 0.0]
@@ -389,18 +416,18 @@ def in_double(where: str, folder: str) -> tuple[list[float], list[Tensor], dict[
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("world", "where"), [(2, "all on nvme apart"), (1, "all on nvme")])
 def test_float64_in_files_is_clipped(world: int, where: str, tmp_path: Path) -> None:
-    """A divisor of float32 would be too little for it, so that gradients are scaled through the mapping."""
+    """A float32 divisor is too imprecise for float64 gradients, so they are scaled in place through the mapping."""
     for (told, numbers, seen), plain in run_ranks(world, with_and_without, in_double, where, str(tmp_path)):
-        # The norm of what was clipped by the step before.
+        # told[7] is the norm of the repeated step, whose gradients the step before has clipped to 0.3.
         assert told == plain[0] and told[7] == pytest.approx(0.3, rel=1e-4) and seen["step"] > 0 and seen["read"] > 0
         assert equal(numbers, plain[1]) and numbers[-1].dtype == torch.float64
 
 
 def refused(where: str, folder: str, which: str, short: bool, use: str) -> tuple[str, BaseException | None]:
-    """What a use right after a step raises where the last rank's disk has failed in it, and the cause of that."""
+    """Return the error of a use right after a step in which the last rank's disk fails, and the error's cause."""
     failure: dict[str, Any] = {"return_value": 0} if short else {"side_effect": OSError(errno.EIO, "of the test")}
     bad = mock.patch.object(swap, which, **failure) if dist.get_rank() == dist.get_world_size() - 1 else None
-    # A comm stream of another rank stands still in a collective, which need not be waited for at the end.
+    # close() need not wait long: the comm stream of a good rank hangs in a collective that the failed rank never joins.
     with mock.patch.object(threads, "_CLOSING", 0.1), training(where, folder) as (model, optimizer):
         with bad or contextlib.nullcontext():
             optimizer.step()
@@ -418,7 +445,7 @@ def refused(where: str, folder: str, which: str, short: bool, use: str) -> tuple
     ],
 )
 def test_a_disk_s_error_is_the_cause(world: int, where: str, which: str, short: bool, use: str, tmp_path: Path) -> None:
-    """On the rank whose disk it is. The others have its words."""
+    """On the rank with the failing disk, SwapError is the cause of the raised error. Other ranks get its text only."""
     found = run_ranks(world, refused, where, str(tmp_path), which, short, use)
     words, cause = f"cannot {which.removesuffix('_at')}", found[-1][1]
     assert all(f"rank {world - 1} failed" in said and words in said and "at byte" in said for said, _ in found), found

@@ -1,4 +1,4 @@
-"""A model that is larger than the memory it may have: it trains from the disk, and from nowhere else."""
+"""Training from disk of a model that is larger than the memory that the process may use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MIB = 1 << 20
 
 
 def train(folder: Path, width: int, blocks: int, steps: int, *more: str) -> subprocess.CompletedProcess[str]:
-    # Blocks of a size that glibc would keep for later, and so count as taken, go back to the system.
+    # Make glibc return freed blocks of 1 MiB and more to the system. Otherwise its heap keeps them, and they count as
+    # used memory.
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_ARENA_MAX": "2"}
     command = [
         sys.executable,
@@ -37,7 +38,7 @@ def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_a_model_that_has_no_room_in_memory(tmp_path: Path) -> None:
-    """50 Mi elements, of which weights, gradients and states take 800 MiB, within 600 MiB of private memory."""
+    """A model of 50 Mi elements needs 800 MiB of weights, gradients and states, and the process may use 600 MiB."""
     found = told(train(tmp_path, 1024, 12, 2, "--limit", str(600 * MIB)))
     assert found["numel"] * 16 > 800e6 and found["most"] - found["before"] < 600 * MIB
     assert found["losses"][-1] < found["losses"][0]
@@ -46,16 +47,17 @@ def test_a_model_that_has_no_room_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_limit_that_ends_what_is_in_memory(tmp_path: Path) -> None:
-    """The same model, in memory: so the limit of the test above is one."""
+    """The same model in host memory exceeds the limit, so the limit of the test above is effective."""
     failed = train(tmp_path, 1024, 12, 2, "--limit", str(600 * MIB), "--cpu")
     assert failed.returncode != 0 and "can't allocate memory" in failed.stderr, failed.stderr[-2000:]
 
 
 @pytest.mark.campaign
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    """Over fifty steps: half a unit, 512 KiB, left behind at each of them would come to 13 MiB between the medians.
+    """Memory stays flat over fifty steps.
 
-    It may by a few such pieces, 6 MiB in one of ten runs: where the heap puts them depends on which thread comes first.
+    A leak of 512 KiB (half a unit) per step would raise the median by 13 MiB. The bound of 9 MiB allows for growth of
+    the heap, which reached 6 MiB in one of ten runs: the heap's layout depends on the timing of threads.
     """
     after = told(train(tmp_path, 256, 4, 50))["after"]
     assert median(after[34:]) - median(after[8:24]) < 9 * MIB, [f"{each / MIB:.1f}" for each in after]
@@ -64,6 +66,6 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(1500)
 def test_a_thousand_million_parameters(tmp_path: Path) -> None:
-    """States of 12 GB and 4 GB of weights, three steps within 5 GB of anonymous memory, all of the process included."""
+    """Weights of 4 GB and states of 12 GB train for three steps with 5 GB of anonymous memory in the whole process."""
     found = told(train(tmp_path, 4096, 15, 3))
     assert found["numel"] > 1e9 and found["most"] < 5e9, found

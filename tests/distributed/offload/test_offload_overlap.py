@@ -1,4 +1,4 @@
-"""With offload, copies between the device and the host go on beside collectives, in both directions."""
+"""With offload, copies between device and host run beside collectives, in both directions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LONG = 20.0  # seconds
 
 
 def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]:
-    """Two steps; one piece of work of a kind is held up, once, until the next unit's other kind has begun.
+    """Train three steps. Once, block one piece of work until the next unit's work of the other kind begins.
 
     Args:
-        held: "gather" holds a collective until the next unit's copy to the device begins; "store" holds a copy to the
-            host until the next unit's reduction begins.
+        held: "gather" blocks a collective until the next unit's copy to the device begins. "store" blocks a copy to
+            the host until the next unit's reduction begins. "nothing" blocks nothing.
         settings: of the configuration.
 
     Returns:
-        How often work was held up, how often in vain, and losses.
+        Number of times work was blocked, number of times the block ended by its time limit, and losses.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)))
@@ -37,7 +37,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
     begun = threading.Condition()
 
     def hold(count: Any) -> None:
-        """Until the count is higher."""
+        """Block until the count rises, at most ``LONG`` seconds."""
         nonlocal holds, vain
         before = count()
         holds += 1
@@ -45,7 +45,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
             vain += not begun.wait_for(lambda: count() > before, LONG)
 
     def all_gather(self: Hop, *args: Any, **kwargs: Any) -> None:
-        # The second gather of a training step: another one follows it, which the prefetch has queued.
+        # Block the second gather of a training step, because prefetch has queued another gather behind it.
         if held == "gather" and training and self.kind == "gather" and not holds and copies >= 2:
             hold(lambda: copies)
         gather(self, *args, **kwargs)
@@ -85,7 +85,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
             torch.optim.AdamW(model.parameters(), lr=1e-2), model, make_config(hang_timeout=60, **settings)
         )
         for number in range(3):
-            training = number > 0  # the first one learns the order
+            training = number > 0  # the first step learns the order, so nothing is prefetched in it
             loss = model(torch.ones(2, 256)).square().mean()
             optimizer.backward(loss)
             optimizer.step()
@@ -105,8 +105,8 @@ def test_copies_go_on_beside_collectives(held: str, tmp_path: Any) -> None:
         "offload_optimizer": nvme,
         "offload_param": {**nvme, "max_in_cpu": 0},
     }
-    # In files: on CPU what is in the host's memory is where it trains.
+    # Offload to files. On CPU, host memory is the memory of the training device, so nothing would be copied.
     expected = run_ranks(2, trained, "nothing", settings)
     for (holds, vain, losses), (_, _, plain) in zip(run_ranks(2, trained, held, settings), expected, strict=True):
-        assert (holds, vain) == (1, 0), "the other kind of work has waited for this one"
+        assert (holds, vain) == (1, 0), "the other kind of work did not begin while this work was blocked"
         assert losses == plain

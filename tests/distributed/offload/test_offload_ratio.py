@@ -1,4 +1,7 @@
-"""A part of the states on the host: where the border lies, what steps where, and what moves between two borders."""
+"""``offload_optimizer.ratio``: the border between elements that the device steps and elements that the host steps.
+
+The tests check the border's position, steps on both sides of it, and checkpoints that are loaded with another border.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,13 @@ def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: range) -> li
 
 
 def border(ratio: float) -> dict[str, Any]:
-    """Elements of the device's part and of the host's, names of both in the model's order, and where states are."""
+    """Train two steps with host memory separate from the device's, and describe the border.
+
+    Returns:
+        "shards": elements of all shards. "here": elements that the device steps. "ordered": True if the device's
+        parameters come first in the model. "both": names of parameters on both sides of the border. "places": places of
+        main weights and states of each buffer.
+    """
     with host_apart():
         model, optimizer = make(ratio)
         train(model, optimizer, range(2))
@@ -76,7 +85,7 @@ def test_the_border_lies_where_the_fraction_says(world: int, ratio: float) -> No
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_at_the_border_passes_through_the_host(world: int) -> None:
-    """Its weights and gradients are read from the device and written to it, as beside a card."""
+    """Main weights and gradients of the buffer at the border are read to the host and written back, as with a GPU."""
     part = {"a part": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}
     for found in run_ranks(world, compare, Run({"gradient_clipping": 0.3}), part, True):
         wrong, seen = found["a part"]
@@ -84,7 +93,7 @@ def test_what_is_at_the_border_passes_through_the_host(world: int) -> None:
 
 
 def close_to(options: dict[str, Any], optimizer: type[torch.optim.Optimizer]) -> float:
-    """How far losses are from those without offload, at most."""
+    """Return the largest relative difference of losses from training without offload."""
     plain = Run({"gradient_clipping": 0.3}, optimizer=optimizer, options={"lr": 3e-3, **options})
     settings = {**plain.settings, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}
     with host_apart():
@@ -97,10 +106,10 @@ def close_to(options: dict[str, Any], optimizer: type[torch.optim.Optimizer]) ->
 @pytest.mark.parametrize(
     ("optimizer", "options", "bound"),
     [
-        # Two kernels of one rule: that of the device's part is not fused.
+        # The host steps with a fused kernel and the device without one, so losses differ by rounding.
         (torch.optim.AdamW, {"foreach": False}, 1e-6),
         (torch.optim.SGD, {"momentum": 0.9}, 1e-6),
-        # None of the host's own: everything is stepped by the optimizer's code.
+        # The host has no kernel for these optimizers, so the optimizer's own code steps everything.
         (torch.optim.RMSprop, {}, 0.0),
         (torch.optim.NAdam, {}, 0.0),
     ],
@@ -120,7 +129,7 @@ def saves(ratio: float | None, path: Path, form: str) -> None:
 
 
 def goes_on(ratio: float | None, path: Path | None, form: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of two further steps, and the weights after them."""
+    """Return the losses of two further steps, and the whole weights after them."""
     model, optimizer = make(ratio)
     if path is None:
         train(model, optimizer, range(3))
@@ -137,7 +146,7 @@ def goes_on(ratio: float | None, path: Path | None, form: str) -> tuple[list[flo
 @pytest.mark.parametrize("form", ["own", "torch's"])
 @pytest.mark.parametrize(("saved", "loaded"), [(0.3, None), (None, 0.3), (0.3, 0.7), (0.7, 1.0)], ids=str)
 def test_a_checkpoint_moves_the_border(saved: float | None, loaded: float | None, form: str, tmp_path: Path) -> None:
-    """Bit for bit: one kernel steps on both sides of it."""
+    """Training resumes bit for bit with another border, because one kernel steps on both sides of it."""
     run_ranks(2, saves, saved, tmp_path, form)
     without, after = (run_ranks(2, goes_on, *which, form) for which in ((None, None), (loaded, tmp_path)))
     for (losses, weights), (expected, others) in zip(after, without, strict=True):
@@ -160,7 +169,7 @@ def test_a_state_dict_belongs_to_its_border() -> None:
 
 
 def unfreezes() -> tuple[list[float], list[float]]:
-    """Losses with a part on the host and without, of a block that is trained from the third step on."""
+    """Return losses without offload and with a part on the host, for a model with a block unfrozen after two steps."""
     found = []
     for ratio in (None, 0.5):
         torch.manual_seed(3)
@@ -188,7 +197,7 @@ def test_what_is_trained_later_is_the_host_s() -> None:
 
 
 def failing_step(ratio: float) -> list[str]:
-    """Weights that the model computes with after a step that failed half way, and are not the main ones."""
+    """Let a step fail half way, and return the names of weights in use that differ from the main weights."""
     torch.manual_seed(3)
     model = KIND.build().float()
     offload = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}

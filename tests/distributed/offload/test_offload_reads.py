@@ -1,4 +1,4 @@
-"""Reads of weights and states right after a step that the host has only begun: all of them wait for it."""
+"""Reads of weights and states right after a step that the host has not finished: every read waits for the step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,14 @@ def closed(optimizer: zeropp.ZeroOptimizer) -> dict[str, Tensor]:
 
 
 def read_at_once(what: str, settings: dict[str, Any], folder: str, late: bool) -> dict[str, Tensor]:
-    """What is read right after a step, of which each unit is late if the host steps."""
+    """Return the tensors that one kind of read returns right after a step.
+
+    Args:
+        what: kind of read, a key of READS.
+        settings: settings of the configuration.
+        folder: directory for exported files.
+        late: True to delay the step of each unit on the host by 30 ms.
+    """
     torch.manual_seed(3)
     kind = MODELS["gpt"]
     model = kind.build().float()
@@ -92,7 +99,7 @@ def read_at_once(what: str, settings: dict[str, Any], folder: str, late: bool) -
 @pytest.mark.every(6)
 @pytest.mark.parametrize("what", READS)
 def test_whoever_reads_waits(what: str, tmp_path: Path) -> None:
-    """At once after a step of which nothing has been done yet, from memory and from files."""
+    """Every read right after ``step()`` returns stepped values, with states in host memory and in files."""
     plains = run_ranks(2, read_at_once, what, {}, str(tmp_path), False)
     for block in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "swap")}):
         settings = {"aio": {"block_size": 1024}, "offload_optimizer": block}

@@ -1,4 +1,7 @@
-"""Memory that is given back between phases: all of it, bit for bit, and nobody reads what is not there."""
+"""``offload_states``: all device memory is freed between phases and restored bit for bit.
+
+Operations that need offloaded memory raise.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.support.rank_pool import run_ranks
 BF16 = {"bf16": {"enabled": True}}
 HPZ = {"zero_hpz_partition_size": 2, **BF16}
 LOCO = {"zeropp_loco_param": {}, "feedback": "both"}
-# Settings, and which of what a unit owns they have beside main weights and gradients.
+# By name: settings, and the kinds of memory that units own with these settings besides main weights and gradients.
 ROWS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "stage 0": ({"stage": 0}, set()),
     "stage 0, bf16": ({"stage": 0, **BF16}, {"persistent_weights"}),
@@ -55,13 +58,13 @@ ROWS: dict[str, tuple[dict[str, Any], set[str]]] = {
 }  # fmt: skip
 ALL = {"optim_states", "hp_params", "lp_params", "lp_grads", "carried_errors"}
 HERE = torch.device("cpu")
-SHARDS = "shards"  # the name of which slices are, whichever it is
+SHARDS = "shards"  # stands for the kind that slices belong to: "lp_params", or "hp_params" if weights are cached
 
 
 def owned(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
-    """Bytes of what units own on the device, and of states; what is on the host, together."""
+    """Return bytes by kind of memory on the device, with "states", and all bytes in host memory and files as "host"."""
     found = owned_bytes(optimizer)
-    del found["gradient_norms"], found["edit_markers"]  # a few numbers, which stay
+    del found["gradient_norms"], found["edit_markers"]  # a few numbers, which are not moved
     found["host"] = sum(sum(owned_bytes(optimizer, place).values()) for place in ("host", "disk"))
     found["states"] = 0
     for part in optimizer.slices.all:
@@ -72,10 +75,14 @@ def owned(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
 
 
 class Pauses:
-    """Everything goes away and comes back after each backward and step; notes what was wrong, and what was there.
+    """Callback that moves everything to the host and back after each backward and step.
 
     Args:
-        stays: what nobody need move.
+        stays: kinds of memory that are not freed.
+
+    Attributes:
+        wrong: texts on memory that was not freed or restored as expected.
+        seen: kinds of memory that existed.
     """
 
     def __init__(self, stays: set[str]) -> None:
@@ -98,7 +105,7 @@ class Pauses:
 
 
 def pointers(optimizer: zeropp.ZeroOptimizer) -> list[object]:
-    """Which tensors the optimizer has, over which storages, of which classes, in which versions."""
+    """Return the object, storage, class and version of each tensor that the optimizer and the engine have."""
     states = [(p, *s.values()) for p, s in optimizer.inner.state.items()]
     tensors = [t for row in states for t in row if isinstance(t, torch.Tensor)]
     tensors += [t for part in optimizer.slices.all for t in (part.parameter, part.gradient)]
@@ -107,7 +114,7 @@ def pointers(optimizer: zeropp.ZeroOptimizer) -> list[object]:
 
 
 def trained(settings: dict[str, Any], how: str, *, apart: bool) -> tuple[list[str], set[str]]:
-    """What differs between trainings with and without pauses, and what there was to move."""
+    """Return the differences between training with and without pauses, and the kinds of memory that existed."""
     options = Run(settings, accumulation=2, how=how, steps=3)
     pauses = Pauses({"host"})
     with host_apart(apart):
@@ -118,9 +125,10 @@ def trained(settings: dict[str, Any], how: str, *, apart: bool) -> tuple[list[st
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ROWS)
 def test_training_goes_on_as_if_nothing_had_happened(name: str, world: int, tmp_path: Path) -> None:
-    """To the bit, in the middle of windows, too; and all memory of the device is given back meanwhile."""
+    """Results have the same bits, also with pauses in a window, and all device memory is freed during each pause."""
     (settings, terms), apart = ROWS[name], "apart" in name
-    # One rank sends nothing and has no second copy, which is one of two nodes with two ranks each.
+    # hpZ has secondary shards only with several nodes, so it runs on two nodes of two ranks. A single rank communicates
+    # nothing and has none of the further kinds of memory.
     ranks = 4 if world == 2 and "zero_hpz_partition_size" in settings else world
     here = {"host"} if apart else {"states", "main_weights", "gradients"}
     wanted = here | (terms if world == 2 else set())
@@ -133,7 +141,7 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str, world: int, tmp_
 
 
 def stepped(settings: dict[str, Any], optimizer: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """A model and its optimizer after a step, with gradients that are still there."""
+    """Return a model and its optimizer after a step, with gradients that have not been cleared."""
     torch.manual_seed(3)
     model = Routed(3)
     made = zeropp.ZeroOptimizer(optimizer(model.parameters(), lr=0.01, **options), model, make_config(**settings))
@@ -147,7 +155,7 @@ def rows() -> Tensor:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """What a call is refused with; "" if it is not."""
+    """Return the text of a call's RuntimeError; "" if the call succeeds."""
     try:
         call()
     except RuntimeError as error:
@@ -194,7 +202,7 @@ def apply_average(model: nn.Module, optimizer: Any) -> None:
         pass
 
 
-# What is done, and the names it needs.
+# By name: an operation, and the kinds of memory that it needs.
 USES: dict[str, tuple[Callable[[nn.Module, Any], object], set[str]]] = {
     "forward": (forward, {"lp_params"}),
     "training forward": (lambda m, o: m(rows()), {"lp_params", "lp_grads", "carried_errors"}),
@@ -231,11 +239,11 @@ USES: dict[str, tuple[Callable[[nn.Module, Any], object], set[str]]] = {
     "no_sync": (lambda m, o: o.no_sync().__enter__(), set()),
     "grad_norm": (lambda m, o: (o.grad_norm, o.skipped_steps), set()),
     "reports": (lambda m, o: (zeropp.comm_report(o), owned_bytes(o)), set()),
-    "requires_grad": (unfrozen, ALL),  # last: it goes on to change what is trained
+    "requires_grad": (unfrozen, ALL),  # last, because it changes which parameters are trained
 }
 
 
-# Settings, names of which they have memory, and that of slices.
+# By name: settings, kinds of memory that exist with them, and the kind that slices belong to.
 HELD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "fp32": ({}, ["optim_states", "lp_params", "lp_grads"], "lp_params"),
     "cached": ({"persist": 1000, **BF16}, ["optim_states", "hp_params", "lp_params", "lp_grads"], "hp_params"),
@@ -244,7 +252,7 @@ HELD: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 
 def used(name: str) -> list[str]:
-    """Uses of what is away that were not refused as they should be, and those of other things that were."""
+    """Return texts on operations that succeeded without memory they need, and on operations refused without a need."""
     settings, kinds, shards = HELD[name]
     model, optimizer = stepped(settings)
     optimizer.average, optimizer.before = zeropp.ema(model), optimizer.state_dict()
@@ -260,15 +268,15 @@ def used(name: str) -> list[str]:
             wrong.append(f"{which}, {kind} away, which is not needed: {told!r}")
         optimizer.reload_states()
         optimizer.zero_grad()
-        # And all can be done that was refused.
+        # After reload_states(), training works again.
         model(rows()).square().mean().backward()
         optimizer.step()
     return wrong
 
 
 @pytest.mark.every(4)
-# One rank sends no codes, and so has no errors to carry.
+# A single rank sends no codec messages, so it has no error feedback.
 @pytest.mark.parametrize(("name", "world"), [pair for pair in product(HELD, (1, 2)) if pair != ("coded", 1)])
 def test_who_needs_what_is_away_is_told_what_to_call(name: str, world: int) -> None:
-    """Whatever it is: no NaN, and no crash, which reading the empty memory would be."""
+    """The error names the kind and the remedy. Without it, code would read empty memory and crash, or compute NaN."""
     assert run_ranks(world, used, name) == [[]] * world

@@ -1,4 +1,4 @@
-"""Calls of offload_states and reload_states: what goes on meanwhile, and ranks that differ."""
+"""``offload_states`` and ``reload_states``: work that goes on in between, and ranks that make different calls."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ from zeropp.offload.parked import Parked
 from zeropp.optimizer.host_step import HostStep
 from zeropp.params.unit import FlatBuffer
 
-# What OpenRLHF and open-instruct leave off the device while experience is made.
+# Kinds that OpenRLHF and open-instruct keep off the device while they generate experience.
 ASLEEP = [StateType.optim_states, StateType.contiguous_grad_buffer, StateType.hp_params]
 
 
 def differs(model: nn.Module, optimizer: Any, other: nn.Module, plain: Any) -> list[str]:
-    """What two trainings differ in, by a bit or more."""
+    """Return the names of weights and states in which two trainings differ by a bit or more."""
     one, two = zeropp.full_state(model), zeropp.full_state(other)
     wrong = [name for name in one if not torch.equal(one[name], two[name])]
     own, others = states_of(optimizer), states_of(plain)
     return wrong + [f"{n} {k}" for n in own for k in own[n] if not torch.equal(own[n][k], others[n][k])]
 
 
-# What goes on meanwhile.
+# Work while states are off the device.
 
 
 def asleep(settings: dict[str, Any]) -> list[str]:
-    """What went wrong where a model is evaluated and read with the names of known callers."""
+    """Evaluate and read a model while ASLEEP is off the device, and read it while everything is.
+
+    Returns:
+        Texts on wrong results.
+    """
     model, optimizer = made(**settings)
     train(model, optimizer, 0)
     optimizer.zero_grad()
@@ -54,7 +58,7 @@ def asleep(settings: dict[str, Any]) -> list[str]:
     wrong += _misread(model, weights, saved)
     with torch.no_grad():
         wrong += [] if torch.equal(model(rows()), before) else ["it computes something else"]
-    # Now the rest, and what is read comes from the host.
+    # Move everything else, too. Reads of weights then come from the host.
     optimizer.offload_states(pin_memory=False)
     wrong += _misread(model, weights, saved)
     optimizer.offload_states()
@@ -77,12 +81,15 @@ def _misread(model: nn.Module, weights: dict[str, Tensor], saved: dict[str, Tens
 @pytest.mark.parametrize("settings", [{}, BF16, {"persist": 1000, **BF16}, {"stage": 1, **BF16}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_models_are_evaluated_and_read_while_states_are_away(world: int, settings: dict[str, Any]) -> None:
-    """Evaluated with the names that known callers give, and whole weights read with all names."""
+    """Models compute without the kinds in ASLEEP, and whole weights can be read with all kinds off the device."""
     assert run_ranks(world, asleep, settings) == [[]] * world
 
 
 def exported(folder: str) -> list[str]:
-    """What differs in a file of whole weights, frozen ones in codes among them, that was written from the host."""
+    """Return names of weights with wrong values in a file that was exported while all memory was on the host.
+
+    Frozen weights are stored as codes.
+    """
     model = Mixed(torch.float32)
     settings = make_config(zero_quantized_nontrainable_weights=True, persist=100)
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
@@ -102,7 +109,7 @@ def test_whole_weights_are_exported_from_the_host(tmp_path: Any) -> None:
 
 
 def across() -> list[str]:
-    """What differs where states are away between a forward and its backward, and gradients are accumulated by hand."""
+    """Return the differences after memory is moved to the host and back between two forwards and their backwards."""
     model, optimizer = made(persist=WIDTH, **BF16)
     other, plain = made(persist=WIDTH, **BF16)
     for step in range(2):
@@ -111,7 +118,7 @@ def across() -> list[str]:
             losses = [each(rows(step)).square().mean(), each(rows(step + 5)).square().mean()]
             for loss in losses:
                 if each is model:
-                    with torch.inference_mode():  # as rollouts are made
+                    with torch.inference_mode():  # RLHF loops often make these calls in inference mode
                         steps.offload_states()
                         steps.reload_states()
                 loss.backward()
@@ -125,7 +132,11 @@ def test_graphs_from_before_are_good_afterwards(world: int) -> None:
 
 
 class Shifted(nn.Module):
-    """Hides its loss where nobody looks, and adds a bias last: a gradient is all that tells of its backward."""
+    """Model whose backward the engine notices by a gradient only.
+
+    Its forward returns a function, so the engine finds no output tensor to hook. Its last operation adds a bias, whose
+    gradient is the first event of the backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +149,7 @@ class Shifted(nn.Module):
 
 
 class Hidden:
-    """As those of MODELS."""
+    """Entry like those of MODELS, for :class:`Shifted`."""
 
     build = Shifted
 
@@ -152,7 +163,7 @@ class Hidden:
 
 
 def refused_backward(name: str) -> tuple[str, list[str]]:
-    """What a backward said whose weights are away, and what differs in the training that goes on."""
+    """Return the error of a backward without its weights, and the differences of the training that goes on."""
     runs, trait = [], MODELS.get(name, Hidden)
     for early in (True, False):
         torch.manual_seed(1)
@@ -182,7 +193,7 @@ def test_a_backward_that_is_refused_leaves_nothing_behind(name: str) -> None:
 
 
 def pending() -> tuple[list[str], int]:
-    """What differs where steps on the host are under way as states go; and how many units were stepped."""
+    """Move memory while steps run on the host; return differences in results, and the number of steps of units."""
     options = Run({"offload_optimizer": {"device": "cpu"}, "persist": 1000, **BF16}, paused=_away_and_back)
     plain, seen = HostStep._step, [0]
 
@@ -197,7 +208,7 @@ def pending() -> tuple[list[str], int]:
 
 
 def refreshing() -> tuple[list[str], int]:
-    """As :func:`pending`, where what is cached is being renewed from the main weights as these go."""
+    """Move memory while refreshes read main weights; return differences in results, and the number of refreshes."""
     options = Run({"persist": 1000, **BF16}, paused=_away_and_back)
     plain, seen = FlatBuffer.refresh, [0]
 
@@ -222,11 +233,15 @@ def test_a_step_and_a_refresh_under_way_are_waited_for(work: Callable[[], tuple[
         assert not wrong and seen > 0
 
 
-# Ranks that differ.
+# Ranks that make different calls.
 
 
 def forgotten(reminded: bool) -> list[str]:
-    """Errors of this rank, where rank 1 forgets to reload; afterwards it does if it is ``reminded``."""
+    """Return this rank's errors when rank 1 trains on without ``reload_states()``.
+
+    Args:
+        reminded: True to call ``reload_states()`` on rank 1 afterwards, and to train on.
+    """
     model, optimizer = made(hang_timeout=3)
     train(model, optimizer, 0)
     optimizer.offload_states()
@@ -251,7 +266,14 @@ def test_a_rank_that_is_reminded_goes_on_with_the_others() -> None:
 
 
 def without_room(number: int) -> tuple[list[str], list[str]]:
-    """Errors where rank 1 has no room, on the host and then on the device; what differs at the end."""
+    """Let rank 1 run out of host memory in ``offload_states`` and out of device memory in ``reload_states``.
+
+    Args:
+        number: storage, counted from 1, at which rank 1 has no room.
+
+    Returns:
+        Errors of both calls and of a training step after each, and the differences in results at the end.
+    """
     model, optimizer = made(**BF16)
     other, plain = made(**BF16)
     for each, steps in ((model, optimizer), (other, plain)):
@@ -268,7 +290,7 @@ def without_room(number: int) -> tuple[list[str], list[str]]:
 
 
 def _failing(plain: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """Something that fails at its call of that number."""
+    """Return a function that calls ``plain`` and raises MemoryError at its ``number``-th call."""
     count = [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -282,18 +304,18 @@ def _failing(plain: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_all_ranks_hear_of_one_that_has_no_room(number: int) -> None:
-    """For its first storage, or its third; and of what has moved everything comes back."""
+    """Every rank raises if rank 1 has no room for its first or third storage, and a repeated call succeeds."""
     for rank, (errors, wrong) in enumerate(run_ranks(2, without_room, number)):
         out, first, back, second = errors
         said = "MemoryError: no room"
         assert said in out and said in back and ("failed on rank 1" in out) is (rank == 0)
-        # Also where everything is back, or nothing had gone: the other rank would be waited for.
+        # Both ranks refuse to train. A rank that still has all memory would otherwise wait for the other rank.
         assert "reload_states() first" in first and "reload_states() first" in second
         assert not wrong
 
 
 def nothing_here() -> tuple[int, str]:
-    """How many states this rank has, and its error in a step without them, where the model is tiny."""
+    """Return the number of this rank's slices of a tiny model, and the error of a step without states."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, make_config(hang_timeout=3))
     model(torch.ones(1, 2)).sum().backward()
@@ -309,7 +331,7 @@ def test_a_rank_that_has_nothing_is_refused_with_the_others() -> None:
 
 
 def apart() -> str:
-    """The error where ranks give other names."""
+    """Return the error of ``offload_states`` when ranks pass different kinds."""
     _, optimizer = made(hang_timeout=3)
     return told(lambda: optimizer.offload_states(["lp_grads"] if dist.get_rank() else ["hp_params"]))
 

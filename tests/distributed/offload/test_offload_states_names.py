@@ -1,4 +1,4 @@
-"""Names of states that go and come back, memory that cannot go, and ends of what they belong to."""
+"""``offload_states``: names of kinds, memory that cannot be moved, and engines that end in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.rank_pool import run_ranks
 from tests.support.states_off_device import BF16, Place, StateType, made, rows, told, train
 from zeropp._compat import unguarded
 
-# Names, and what there is of them.
+# Names of kinds, and the memory of each kind.
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_other_names_are_refused(arguments: dict[str, Any], words: str) -> None:
 
 
 def test_names_add_up() -> None:
-    """One name alone, then others; gradients that are forgotten take nothing on the host."""
+    """Kinds of several calls add up. Gradients that were cleared take no host memory."""
     model, optimizer = made(persist=1000, **BF16)
     train(model, optimizer, 0)
     kinds = []
@@ -64,7 +64,11 @@ def _on_host(optimizer: Any) -> dict[str, int]:
 
 
 def left_gathered(name: str) -> tuple[int, int, list[str]]:
-    """Bytes that stay gathered after forwards, and after a call; what differs in the training that goes on."""
+    """Return bytes that stay gathered before and after a call, and weights that differ from training without the call.
+
+    Args:
+        name: method of the optimizer that is called between forward and backward.
+    """
     runs: list[tuple[int, int, dict[str, Tensor]]] = []
     for called in (True, False):
         model, optimizer = made(reuse=10**6, prefetch=10**6)
@@ -115,12 +119,12 @@ def test_gradients_of_no_sum_are_refused_by_name() -> None:
     with unguarded():
         model.blocks[0].lin.weight.grad = torch.ones(WIDTH, WIDTH)
     assert "call step() or zero_grad() first" in told(optimizer.offload_states)
-    optimizer.offload_states(["optim_states"])  # which nobody adds to
+    optimizer.offload_states(["optim_states"])  # allowed: a backward does not change optimizer states
     optimizer.reload_states()
 
 
 def test_states_that_something_else_refers_to_stay() -> None:
-    """Their memory would not be given back, and what refers to it must not find it empty."""
+    """A state whose storage another tensor uses stays on the device, because the other tensor must not become empty."""
     model, optimizer = made()
     train(model, optimizer, 0)
     state = next(iter(optimizer.state.values()))
@@ -152,11 +156,11 @@ def test_states_of_frozen_parameters_go_and_come_back() -> None:
         assert torch.equal(states_of(optimizer)[f"{name}:0"]["exp_avg"], states["exp_avg"].flatten())
 
 
-# Ends.
+# Engines that end while memory is off the device.
 
 
 def test_close_while_states_are_away() -> None:
-    """What outlives the engine can still be brought back."""
+    """Slices and states stay usable after ``close()``, so ``reload_states`` still restores them."""
     model, optimizer = made()
     train(model, optimizer, 0)
     before = states_of(optimizer)
@@ -170,7 +174,7 @@ def test_close_while_states_are_away() -> None:
 
 
 def wrapped_again() -> list[str]:
-    """What is lost where an optimizer is dropped while its states are away."""
+    """Drop an optimizer while its memory is on the host, wrap the model again, and return names of changed weights."""
     model, optimizer = made()
     train(model, optimizer, 0)
     before = zeropp.full_state(model)

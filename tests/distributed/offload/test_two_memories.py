@@ -1,4 +1,7 @@
-"""Everything that training with offload calls keeps the host's tensors and the device's apart, as a card demands."""
+"""All calls of training with offload keep host tensors and device tensors apart, as a GPU requires.
+
+The device is simulated on the CPU; see :mod:`tests.support.two_memories`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.support.two_memories import Memories, two_memories
 from zeropp.offload.read_ahead import Ring
 from zeropp.params import wire_copy
 
-WIDTH = 24  # of which a block of elements is no multiple, so that borders lie anywhere
+WIDTH = 24  # 256, the elements of a block, is not a multiple, so borders of blocks lie within rows of weights
 BF16 = {"bf16": {"enabled": True}}
 CPU = {"offload_optimizer": {"device": "cpu"}}
 WEIGHTS = {"offload_param": {"device": "cpu"}}
@@ -29,13 +32,13 @@ CODES = {"zero_quantized_nontrainable_weights": True}
 
 @dataclass
 class Training:
-    """A model on the pretended device, and its optimizer.
+    """A model on the simulated device, and its optimizer.
 
     Attributes:
-        memories: which is which.
-        settings: of the configuration.
-        folder: for files.
-        frozen: whether the first block is.
+        memories: record of the storages that belong to the device.
+        settings: settings of the configuration, as ``make_config`` takes them.
+        folder: directory for checkpoints.
+        frozen: True if the first block is frozen.
     """
 
     memories: Memories
@@ -76,7 +79,7 @@ def plain(t: Training) -> None:
 
 
 def read_groups(t: Training) -> None:
-    """As schedulers and logs do: whoever has the groups may have scaled gradients."""
+    """Read the parameter groups before each step, as schedulers do. The engine must then measure gradients again."""
     for _ in range(2):
         t.backward()
         assert all(group["lr"] > 0 for group in t.optimizer.param_groups)
@@ -92,7 +95,7 @@ def norms(t: Training) -> None:
 
 
 def large(t: Training) -> None:
-    """Squares of gradients pass float32, and are added up again."""
+    """Take a step with gradients whose squares overflow float32, so that their norm is computed again in float64."""
     t.step(1e24)
     assert not t.optimizer.step_was_skipped
 
@@ -117,7 +120,7 @@ def states(t: Training) -> None:
     t.optimizer.load_state_dict(kept)
     t.step()
     t.model.load_state_dict(weights)
-    t.model.load_state_dict(t.model.state_dict())  # in 16 bits, the main weights rounded
+    t.model.load_state_dict(t.model.state_dict())  # with bf16 this rounds the main weights
     t.step()
 
 
@@ -199,7 +202,11 @@ def test_no_kernel_gets_both(way: Callable[[Training], None], how: dict[str, Any
 
 
 def test_new_weights_are_in_use_where_they_are_sent_on(tmp_path: Path) -> None:
-    """They are forgotten when that is queued, and their memory would be another tensor's before it is read."""
+    """New weights are marked as used on the stream that sends them (``used_here``).
+
+    They are dropped as soon as their refresh is queued. Without the mark, the allocator may reuse their memory before
+    the refresh has read it.
+    """
     named: list[int] = []
     with (
         mock.patch.object(wire_copy, "used_here", lambda tensor: named.append(tensor.numel())),
@@ -226,7 +233,7 @@ def test_what_is_pretended(kernel: Callable[..., Tensor]) -> None:
         assert (
             (own + 1).device.index == 0 and torch.zeros_like(own).device.index == 0 and own.cpu().device.index is None
         )
-        assert (own + torch.ones(())).device.index == 0, "a number of the host may go to a kernel"
+        assert (own + torch.ones(())).device.index == 0, "a host scalar may be passed to a kernel"
         if kernel is torch.Tensor.copy_:
             assert kernel(other, own).device.index is None
             return
