@@ -1,4 +1,4 @@
-"""``zeropp.accumulate`` trains as a loop over the micro-batches does, in plain torch in one process."""
+"""``zeropp.accumulate`` gives the losses, norms and weights of a plain torch loop over the same micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from zeropp._compat import unguarded
 
 
 def check(recipe: Recipe, world: int, how: str = "all", *, nodes: int = 1) -> None:
-    """In float64, where another order of sums is below what `compare` allows."""
+    """Compare training by ``accumulate`` with plain torch, within 1e-9.
+
+    In float64 a different order of sums stays below this bound.
+    """
     runs = run_ranks(world, train_layered, recipe, how, local_world_size=world // nodes)
     for number, (run, plain) in enumerate(zip(runs, train_plain(recipe, world), strict=True)):
         compare(run, plain, 1e-9, f"rank {number}")
@@ -32,7 +35,7 @@ def test_every_model_trains_as_in_a_loop(model: str) -> None:
     check(Recipe(model=model, accumulation=3, steps=4, clip=0.5), 2)
 
 
-# Ranks, nodes, settings of the zero block, and how the micro-batches of a step are given; see `train_layered`.
+# By name: ranks, nodes, settings of the zero block, and the argument ``how`` of `train_layered`.
 CASES = {
     "one rank": (1, 1, {}, "all"),
     "one rank, stage 1": (1, 1, {"stage": 1}, "all"),
@@ -73,7 +76,10 @@ def test_sequential_models_need_no_stages() -> None:
 
 
 def sequential() -> tuple[Tensor, Tensor]:
-    """Losses of micro-batches of tuples, and of the plain model; without a window each call is a mean of its own."""
+    """Train on tuples as inputs; return the losses of ``accumulate`` and the losses of plain torch.
+
+    No window is configured, so each call averages over its own micro-batches.
+    """
     torch.manual_seed(3)
     model = nn.Sequential(Twice(), *(Residual() for _ in range(3)), nn.Linear(WIDTH, 1)).double()
     twin = copy.deepcopy(model)
@@ -97,7 +103,7 @@ def sequential() -> tuple[Tensor, Tensor]:
 
 
 class Twice(nn.Module):
-    """Takes a tuple and hands on another."""
+    """Layer that takes a tuple and returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +114,7 @@ class Twice(nn.Module):
 
 
 class Residual(nn.Module):
-    """Takes a tuple or a tensor, and hands on a tensor."""
+    """Layer that takes a tuple or a tensor, and returns a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +126,11 @@ class Residual(nn.Module):
 
 
 def window(counts: tuple[int, ...]) -> list[bool]:
-    """Whether each `step()` of a caller who asks after every call is taken, of windows of four micro-batches."""
+    """Return, for each call of ``accumulate``, True if the ``step()`` after the call was taken.
+
+    Args:
+        counts: number of micro-batches of each call. The configured window has four.
+    """
     model = nn.Sequential(*(Residual() for _ in range(2))).double()
     optimizer = zeropp.ZeroOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(gradient_accumulation_steps=4)
@@ -140,7 +150,10 @@ def test_micro_batches_count_in_the_window() -> None:
 
 
 def window_of_a_loop() -> list[bool]:
-    """Whether each `step()` is taken in a window of four backwards, after one of an ``accumulate`` of four."""
+    """Return, for each backward of a window of four, True if the ``step()`` after the backward was taken.
+
+    One ``accumulate`` of four micro-batches comes before the window.
+    """
     model = Residual().double()
     optimizer = zeropp.ZeroOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(gradient_accumulation_steps=4)
@@ -163,7 +176,14 @@ def test_a_backward_after_it_is_one_micro_batch_again() -> None:
 
 
 def bits(dtype: torch.dtype, count: int, stage: int, layered: bool) -> dict[str, Tensor]:
-    """Weights after four steps, without an optimizer that hides differences."""
+    """Return the whole weights after four steps of SGD, which passes small differences of gradients on to weights.
+
+    Args:
+        dtype: dtype that the model computes with.
+        count: micro-batches in a step.
+        stage: ZeRO stage.
+        layered: True to train by ``accumulate``, False to train by a loop.
+    """
     torch.manual_seed(5)
     model = nn.Sequential(*(Residual() for _ in range(3)))
     settings: dict[str, Any] = {"stage": stage, "gradient_accumulation_steps": count}
@@ -191,29 +211,38 @@ def bits(dtype: torch.dtype, count: int, stage: int, layered: bool) -> dict[str,
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 1)])
 def test_two_terms_of_a_sum_give_the_bits_of_a_loop(dtype: torch.dtype, stage: int, world: int, count: int) -> None:
-    """Two micro-batches on one rank, one on each of two: either order has the same sum. More round in another way."""
+    """Two terms have the same sum in either order, so weights equal those of a loop bit for bit.
+
+    The two terms are two micro-batches on one rank, or one micro-batch on each of two ranks.
+    """
     found, wanted = (run_ranks(world, bits, dtype, count, stage, layered)[0] for layered in (True, False))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.campaign
 def test_several_micro_batches_differ_from_a_loop_by_rounding() -> None:
-    """In float32, of four steps with gradients near one: some roundings of 6e-8 each."""
+    """Five micro-batches are summed in another order than in a loop.
+
+    The bound of 2e-6 is for float32 gradients near one over four steps: a sum of some roundings of 6e-8 each.
+    """
     found, wanted = (run_ranks(2, bits, torch.float32, 5, 3, layered)[0] for layered in (True, False))
     assert worst(found, wanted) <= 2e-6
 
 
 def sixteen_bits() -> float:
-    """The gradient of a weight for which 64 micro-batches bring 256 and then 1 each: in 16 bits, 256 + 1 is 256."""
+    """Return the norm of a gradient that is a sum of 256 and 63 ones, one term from each of 64 micro-batches.
+
+    In bf16 such a sum would stay 256, because 256 + 1 rounds to 256.
+    """
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     config = make_config(bf16={"enabled": True}, communication_data_type="fp32")
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
     inputs = [torch.full((1, 1), 256.0), *[torch.ones(1, 1)] * 63]
-    # From the last to the first: large first, so that the small ones come to a large sum.
+    # accumulate adds gradients from the last micro-batch to the first. The large one is last, so ones are added to it.
     zeropp.accumulate(model, [(64 * x, None) for x in reversed(inputs)], lambda x, _: x.sum())
     optimizer.step()
     with unguarded():
-        assert all(parameter.grad_dtype is torch.bfloat16 for parameter in model.parameters()), "for loops again"
+        assert all(parameter.grad_dtype is torch.bfloat16 for parameter in model.parameters()), "restored for loops"
     return float(optimizer.grad_norm)
 
 
@@ -222,7 +251,7 @@ def test_gradients_of_16_bit_weights_are_summed_in_fp32() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws random numbers, and keeps running statistics."""
+    """Layer that draws random numbers and keeps running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +262,12 @@ class Noisy(nn.Module):
 
 
 def noisy(dropout: bool) -> tuple[float, float]:
-    """How far weights and buffers are from those of plain torch, stage by stage with dropout, else in a loop."""
+    """Return the largest differences of weights and of buffers from plain torch.
+
+    Args:
+        dropout: True to compare with plain torch that runs stage by stage; False to compare with a loop, without
+            dropout.
+    """
     torch.manual_seed(5)
     model = nn.Sequential(*(Noisy() for _ in range(3))).double()
     for module in model.modules():
@@ -265,13 +299,16 @@ def noisy(dropout: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dropout", [True, False])
 def test_random_numbers_are_drawn_by_stage_and_buffers_see_micro_batches_in_order(dropout: bool) -> None:
-    """Without dropout, statistics are those of a loop. Ranks have the same inputs, so that one twin does for both."""
+    """Without dropout, running statistics equal those of a loop.
+
+    All ranks have the same inputs, so one plain model serves for all of them.
+    """
     for weights, buffers in run_ranks(2, noisy, dropout):
         assert weights <= 1e-12 and buffers <= 1e-12
 
 
 def scaled() -> tuple[list[bool], list[float]]:
-    """Which steps GradScaler takes, and its scales, where the second of four overflows."""
+    """Return which of four steps GradScaler takes, and the scale after each. Rank 1 overflows in the second step."""
     model = nn.Sequential(*(Residual() for _ in range(2)))
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -311,7 +348,11 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
 
 
 def routed(route_of: str) -> float:
-    """Ranks, and micro-batches, that go different ways inside a stage."""
+    """Return the largest weight difference from plain torch when ranks or micro-batches take different branches.
+
+    Args:
+        route_of: rule by which the branch of a micro-batch is chosen, see `_route`.
+    """
     pair = Pair(Routed(4), make_config())
     for step in range(6):
         pair.zero_grad()

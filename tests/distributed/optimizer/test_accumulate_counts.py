@@ -1,4 +1,7 @@
-"""What ``zeropp.accumulate`` fetches, sends, reads from disk and keeps: once a pass, however many micro-batches."""
+"""Counts of gathers, reductions and disk reads of ``zeropp.accumulate``.
+
+Each unit is gathered once per pass and reduced once per step, for any number of micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,15 @@ NOTHING_KEPT = {"prefetch": 0, "live": 0, "reuse": 0}
 def calls(
     model: str, micros: int, steps: int, settings: dict[str, Any], loop: bool
 ) -> list[dict[str, tuple[int, int]]]:
-    """For each step and unit, how often it was gathered and reduced, over the first hop of either path."""
+    """Return, for each step and unit, the numbers of gathers and of reductions on the first hop of either path.
+
+    Args:
+        model: key of STAGES.
+        micros: micro-batches in a step.
+        steps: number of steps.
+        settings: settings of the configuration.
+        loop: True to train by a loop, False to train by ``accumulate``.
+    """
     recipe = Recipe(model=model)
     module = build(recipe)
     optimizer = zeropp.ZeroOptimizer(
@@ -55,7 +66,10 @@ def calls(
 @pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{"reuse": 0}, NOTHING_KEPT], ids=["prefetch", "nothing kept"])
 def test_each_unit_is_gathered_twice_a_step_and_reduced_once(settings: dict[str, Any]) -> None:
-    """While the order is learned, too. The tied embedding is used at both ends of the forward."""
+    """The numbers of gathers also hold in the first step, in which the order is learned.
+
+    The tied embedding is gathered a third time, because forward uses it at its beginning and at its end.
+    """
     for micros in (1, 5):
         for found in run_ranks(2, calls, "gpt", micros, 3, settings, False):
             wanted = {name: (3 if name.startswith("embedding") else 2, 1) for name in found[0]}
@@ -67,7 +81,11 @@ def test_each_unit_is_gathered_twice_a_step_and_reduced_once(settings: dict[str,
 
 @pytest.mark.campaign
 def test_stages_that_are_recomputed_are_gathered_no_more_often() -> None:
-    """torch's older form of checkpointing has a backward of its own for each call, and so for each micro-batch."""
+    """Without reentrant checkpointing, recomputed blocks are gathered twice a step.
+
+    torch's reentrant checkpointing runs one backward per micro-batch, so it gathers blocks for each of four
+    micro-batches.
+    """
     for model, gathers in (("gpt, blocks recomputed", 2), ("gpt, blocks reentrant", 5)):
         for found in run_ranks(2, calls, model, 4, 4, NOTHING_KEPT, False):
             assert {found[3][f"blocks.{index}"] for index in range(3)} == {(gathers, 1)}, model
@@ -79,7 +97,7 @@ def test_gradients_of_stage_1_are_sent_once() -> None:
 
 
 def sent(count: int) -> bool:
-    """Whether gradients of so many of four micro-batches have gone on before the step, so that it finds them."""
+    """Return True if gradients have been sent before the step, after ``count`` of a window's four micro-batches."""
     recipe = Recipe()
     module = build(recipe)
     config = make_config(stage=1, gradient_accumulation_steps=4)
@@ -96,7 +114,10 @@ def test_gradients_go_on_with_the_last_micro_batches_of_a_window() -> None:
 
 
 def test_an_order_serves_a_loop_and_the_layers() -> None:
-    """Steps of either kind, in turn: nothing is learned anew, and counts are those of each alone."""
+    """If steps alternate between a loop and ``accumulate``, the order is learned once.
+
+    The counts equal those of a loop alone and of ``accumulate`` alone.
+    """
     for counts, messages in run_ranks(2, in_turn):
         assert counts[2:] == [(6, 3), (2, 1)] * 2
         assert not [text for text in messages if "anew" in text]
@@ -125,7 +146,10 @@ def in_turn() -> tuple[list[tuple[int, int]], list[str]]:
 
 
 def live(micros: int) -> list[int]:
-    """The most units that are gathered at a use, in each of three steps; none is fetched ahead or kept."""
+    """Return, for each of three steps, the largest number of units that are gathered while a block is used.
+
+    Nothing is prefetched or kept gathered.
+    """
     recipe = Recipe()
     module = build(recipe)
     optimizer = zeropp.ZeroOptimizer(make_optimizer(recipe, module), module, make_config(**NOTHING_KEPT))
@@ -150,17 +174,26 @@ def live(micros: int) -> list[int]:
 
 
 def test_no_more_is_gathered_at_once_than_by_a_loop() -> None:
-    """The block, and in backward the tied embedding, which is used at both ends."""
+    """At most two units are gathered: the block, and in backward the tied embedding, which is used at both ends."""
     assert run_ranks(2, live, 4) == [[2, 2, 2]] * 2
 
 
-# Off the device.
+# Weights that are offloaded.
 
-STATED = Recipe(dtype=torch.float32)  # for the fused step
+STATED = Recipe(dtype=torch.float32)  # dtype in which the fused AdamW kernel steps here
 
 
 def off_the_device(device: str, folder: str, loop: bool) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
-    """Weights and losses after four steps of two micro-batches, and reads of each unit in the last one."""
+    """Train four steps of two micro-batches.
+
+    Args:
+        device: target of both offloads, "cpu" or "nvme"; "" for none.
+        folder: directory of swap files.
+        loop: True to train by a loop, False to train by ``accumulate``.
+
+    Returns:
+        Whole weights, losses of ``accumulate``, and the number of reads of each block's weights in the last step.
+    """
     with host_apart(device == "cpu"):
         return _train_apart(device, folder, loop)
 
@@ -212,6 +245,6 @@ def test_weights_off_the_device_train_alike_and_are_read_twice(world: int, devic
 
 @pytest.mark.campaign
 def test_a_loop_reads_weights_for_each_micro_batch(tmp_path: Path) -> None:
-    """What the test above is held against."""
+    """A loop over two micro-batches reads weights four times a step; ``accumulate`` reads them twice."""
     for _, _, reads in run_ranks(2, off_the_device, "nvme", str(tmp_path), True):
         assert reads == {f"blocks.{index}": 4 for index in range(3)}

@@ -1,4 +1,4 @@
-"""What ``zeropp.accumulate`` refuses: on every rank, in words, without a rank that waits; and the next step works."""
+"""Errors of ``zeropp.accumulate``: every rank raises, no rank waits for another, and the next step works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mean(output: Tensor, target: object) -> Tensor:
 
 
 class Setup:
-    """A wrapped model, and arguments of which a case changes one."""
+    """A wrapped model, and valid arguments of ``accumulate``, of which each case changes one."""
 
     def __init__(self, model: nn.Module | None = None, **settings: Any) -> None:
         self.model = Routed(3) if model is None else model
@@ -68,7 +68,7 @@ def closed(setup: Setup) -> None:
 
 Case = Callable[[Setup], object]
 
-# What is called, the kind of error, and what its message says.
+# By name: the call, the type of the error, and a pattern of its message.
 CASES: dict[str, tuple[Case, type[Exception], str]] = {
     "not wrapped": (lambda s: s.call(model=Routed(2)), RuntimeError, "Routed that zeropp does not manage"),
     "no module": (lambda s: s.call(model=[s.model]), TypeError, "got a list as model; expected the module"),
@@ -102,7 +102,10 @@ LAST: dict[str, tuple[Case, type[Exception], str]] = {
 
 
 def refusals(cases: list[str]) -> dict[str, tuple[str, str, float]]:
-    """Kind, message and seconds of each; a step after each shows that it left nothing behind."""
+    """Return, for each case, the names of the error's classes, the message, and the seconds until the error.
+
+    After each case of CASES, a valid step must succeed, so a refused call leaves no state behind.
+    """
     setup, found = Setup(), {}
     for name in cases:
         start = time.monotonic()
@@ -134,7 +137,7 @@ def test_every_refusal_says_what_was_given_and_expected(world: int) -> None:
 
 
 def differing(how: str) -> str:
-    """What this rank is told where rank 1 gives something else; then both take a step."""
+    """Return the error of this rank when rank 1 passes fewer micro-batches or none; then take a step on both ranks."""
     setup, other = Setup(), dist.get_rank() == 1
     message = ""
     try:
@@ -156,7 +159,7 @@ def test_ranks_with_other_numbers_of_micro_batches_are_told() -> None:
 
 
 def alone(what: str) -> None:
-    """Rank 1 does something else, or fails."""
+    """Call ``accumulate`` on rank 0, while rank 1 trains by a loop ("loop") or fails in its call ("fails")."""
     setup = Setup()
     if dist.get_rank() == 1 and what == "loop":
         setup.model(rows(0, 0, 0)).square().mean().backward()
@@ -183,7 +186,10 @@ def test_a_rank_that_does_something_else_is_named(what: str, told: str) -> None:
 
 
 def overfull() -> list[str]:
-    """Windows of four: six at once, then three and two; a step in between makes room."""
+    """Return the errors of calls that exceed a window of four micro-batches: six at once, and two after three.
+
+    A step afterwards begins a new window.
+    """
     setup, messages = Setup(gradient_accumulation_steps=4), []
     for counts in ((6,), (3, 2)):
         try:
@@ -205,7 +211,7 @@ def test_a_window_takes_no_more_micro_batches_than_it_has_room_for() -> None:
 
 
 class Failing(torch.autograd.Function):
-    """Passes values on; its backward fails."""
+    """Identity function whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -217,7 +223,11 @@ class Failing(torch.autograd.Function):
 
 
 def fails_in_backward(fails: bool) -> list[Tensor]:
-    """Weights in bf16 after a step in a loop and one by ``accumulate``, after one whose backward failed, or not."""
+    """Return the whole weights after a step by a loop and a step by ``accumulate``, with bf16.
+
+    Args:
+        fails: True to call ``accumulate`` before, with a backward that raises.
+    """
     torch.manual_seed(1)
     model = Routed(3)
     settings = make_config(bf16={"enabled": True}, gradient_accumulation_steps=2)
@@ -227,7 +237,7 @@ def fails_in_backward(fails: bool) -> list[Tensor]:
         with pytest.raises(RuntimeError, match="a backward that fails"):
             zeropp.accumulate(model, batches, mean, stages=[stages[0], Failing.apply, *stages[1:]])
         optimizer.zero_grad()
-        # They are summed in float32 meanwhile.
+        # accumulate sums gradients in float32, so the failed call must reset the gradients' dtype.
         with unguarded():
             assert all(parameter.grad_dtype == torch.bfloat16 for parameter in model.parameters())
     for given, target in batches:
@@ -248,7 +258,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(world: int) -> None:
 
 
 class Reversed(nn.Sequential):
-    """Calls its children in another order."""
+    """Sequential that calls its children in reverse order."""
 
     def forward(self, x: Tensor) -> Tensor:
         for child in reversed(self):

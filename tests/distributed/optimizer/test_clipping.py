@@ -1,4 +1,4 @@
-"""Configured clipping: by the step of optimizers that divide gradients as they read them, by a pass for the others."""
+"""Configured clipping: fused optimizers divide gradients inside their step; a separate pass scales them for others."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def loss(model: nn.Module, step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """The last is so small that nothing is clipped."""
+    """Return a rank's loss. The last step's loss is so small that its gradients need no clipping."""
     return model(batch(step, rank, dtype)).square().sum() * (1e-3 if step == STEPS - 1 else 1.0)
 
 
 def clipped_steps(
     name: str, fused: bool, dtype: torch.dtype, late_weights: bool
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float], int]:
-    """(weights, norms before clipping, norms of what the step has left in the gradients, passes that scale)."""
+    """Train with configured clipping.
+
+    Returns:
+        Whole weights, norms before clipping, norms of the gradients that each step leaves, and the number of separate
+        passes that scale gradients.
+    """
     kind, settings = OPTIMIZERS[name]
     model = make_model(dtype)
-    # In stage 1 weights travel after the step, which is then taken in portions.
+    # In stage 1 new weights are sent after the step, so the optimizer steps in several chunks.
     config = make_config(gradient_clipping=BOUND, stage=1 if late_weights else 3)
     inner = kind(model.parameters(), fused=fused, **settings)
     optimizer = zeropp.ZeroOptimizer(inner, model, config)
@@ -85,10 +90,10 @@ def test_clipped_steps_are_plain_torchs(name: str, fused: bool, late_weights: bo
     assert expected[0] > 10 * BOUND and expected[-1] < BOUND
     for found, before, after, passes in run_ranks(2, clipped_steps, name, fused, torch.float32, late_weights):
         assert_close(before, expected, 1e-5, "norms before clipping")
-        # Stage 1 leaves gradients as they are in stage 3: shards, clipped.
+        # In stage 1 as in stage 3, the step leaves clipped shards of gradients.
         assert_close(after[:-1], [BOUND] * (STEPS - 1), 1e-5, "norms of what is left")
         assert_close(after[-1], expected[-1], 1e-5, "what needed no clipping")
-        # float32 sums in another order, and a division in place of a product.
+        # The bound allows for float32 sums in another order, and for a division instead of a product.
         for key, value in weights.items():
             assert_close(found[key], value, 2e-6, key)
         assert passes == (0 if fused else STEPS)

@@ -1,4 +1,7 @@
-"""Training in float16: to the bit as plain torch that scales and unscales by hand, and the scale on overflows."""
+"""Training in float16 against plain torch that scales losses and unscales gradients by hand.
+
+The loss scale follows overflows in the same way on every rank.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def trained(settings: dict[str, Any], steps: int, apart: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses and norms of each step of this rank, and weights at the end."""
+    """Return this rank's losses and norms of each step, and the whole weights at the end."""
     with host_apart(apart):
         model, optimizer = make(**settings)
         losses, norms = [], []
@@ -57,7 +60,11 @@ def trained(settings: dict[str, Any], steps: int, apart: bool) -> tuple[list[flo
 
 
 def plain(world: int, steps: int) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
-    """The same by hand: float32 weights beside a float16 model, gradients of each rank added up in float32."""
+    """Train float32 weights by hand beside a float16 model; gradients of all ranks are added in float32.
+
+    Returns:
+        Losses by rank, norms of each step, and the final weights.
+    """
     torch.manual_seed(0)
     model = Routed(3)
     main = copy.deepcopy(model)
@@ -93,8 +100,8 @@ PLACED: dict[str, tuple[int, dict[str, Any], bool]] = {
     "a part": (2, {"offload_optimizer": {"device": "cpu", "ratio": 0.4}}, True),
     "both": (2, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, True),
 }
-# Of weights of about 0.3: norms are added up in another order. In stage 0 sums go back to all ranks in float16, and
-# AdamW takes the sign of small ones.
+# Bounds for weights of about 0.3, because norms are added in another order. In stage 0 gradient sums return to all
+# ranks in float16, and the sign of a small gradient determines AdamW's update.
 TOLERANCES = {"stage 0": 5e-3}
 
 
@@ -104,13 +111,18 @@ def test_trains_as_by_hand(name: str) -> None:
     world, settings, apart = PLACED[name]
     losses, norms, state = plain(world, 6)
     for rank, (found, found_norms, found_state) in enumerate(run_ranks(world, trained, settings, 6, apart)):
-        assert found == pytest.approx(losses[rank], rel=1e-3)  # of activations in float16
+        assert found == pytest.approx(losses[rank], rel=1e-3)  # losses are computed from float16 activations
         assert found_norms == pytest.approx(norms, rel=TOLERANCES.get(name, 1e-4))
         assert worst(found_state, state) <= TOLERANCES.get(name, 1e-5)
 
 
 def overflowing(settings: dict[str, Any], pattern: str) -> tuple[list[float], list[bool], list[bool], int]:
-    """Scales after each step, whether it was skipped, whether weights changed. At "x" the last rank's are infinite."""
+    """Train with an infinite loss on the last rank in each step that is an "x" in the pattern.
+
+    Returns:
+        The scale after each step, True for each skipped step, True for each step that changed weights, and the number
+        of skipped steps.
+    """
     model, optimizer = make(fp16={"initial_scale_power": 6, "loss_scale_window": 3}, **settings)
     last = dist.get_rank() == dist.get_world_size() - 1
     scales, skipped, changed, before = [], [], [], zeropp.full_state(model)
@@ -163,7 +175,7 @@ def at_the_least() -> tuple[str, list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             scales.append(optimizer.loss_scale)
-    # whoever goes on all the same finds everything in order
+    # After the error, training can go on.
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 5, 0))
     optimizer.step()
@@ -185,14 +197,14 @@ def unscaled() -> str:
     optimizer.step()
     assert optimizer.step_was_taken
     with pytest.raises(RuntimeError, match="not scaled"):
-        loss_of(model, 1, 0).backward()  # the scaled one was the last backward's
+        loss_of(model, 1, 0).backward()  # refused: the scaled loss was that of the previous backward
     optimizer.zero_grad()
-    assert torch.isfinite(optimizer.scale(loss_of(model, 2, 0)))  # to look at, and no more
+    assert torch.isfinite(optimizer.scale(loss_of(model, 2, 0)))  # scaled, but no backward runs through this loss
     with pytest.raises(RuntimeError, match="not scaled"):
         loss_of(model, 2, 0).backward()
     optimizer.zero_grad()
     other = nn.Linear(WIDTH, 1)
-    optimizer.scale(other(batch(3, 0)).sum()).backward()  # comes to none of the model's weights
+    optimizer.scale(other(batch(3, 0)).sum()).backward()  # reaches none of the model's weights
     with pytest.raises(RuntimeError, match="not scaled"):
         loss_of(model, 3, 0).backward()
     optimizer.zero_grad()
@@ -210,7 +222,11 @@ def test_losses_that_were_not_scaled_are_refused() -> None:
 
 
 def in_windows(how: str) -> dict[str, Tensor]:
-    """Weights after two windows of three micro-batches."""
+    """Return the whole weights after two windows of three micro-batches.
+
+    Args:
+        how: "loop", "deferred" (a loop with ``defer_cross_reduction``), or "accumulate".
+    """
     model, optimizer = make(gradient_accumulation_steps=3, defer_cross_reduction=how == "deferred")
     rank = dist.get_rank()
     for window in range(2):
@@ -229,14 +245,14 @@ def in_windows(how: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", ["deferred", "accumulate"])
 def test_windows(how: str) -> None:
-    """Gradients of three micro-batches are added up in another order."""
+    """Weights equal those of a loop within 1e-3, because gradients of micro-batches are added in another order."""
     wanted = run_ranks(2, in_windows, "loop")
     for one, other in zip(run_ranks(2, in_windows, how), wanted, strict=True):
-        assert worst(one, other) <= 1e-3  # float16 gradients, and AdamW takes their sign where they are small
+        assert worst(one, other) <= 1e-3  # gradients are float16, and the sign of a small one determines AdamW's update
 
 
 def norms_around_a_window(stage: int) -> list[float]:
-    """Norms of a step of one backward, of a step of two, and of one again; weights stay as they are."""
+    """Return the norms of steps with one, two and one backwards. The learning rate is 0, so weights do not change."""
     model, optimizer = make(stage=stage)
     for group in optimizer.param_groups:
         group.update(lr=0.0)
@@ -253,14 +269,19 @@ def norms_around_a_window(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_step_after_a_window_is_scaled_as_the_one_before_it(stage: int) -> None:
-    """Sums of several micro-batches are made smaller on the wire, and sums of one are not."""
+    """Sums of several micro-batches are scaled down in float16 messages, and sums of one micro-batch are not."""
     for first, both, last in run_ranks(2, norms_around_a_window, stage):
         assert last == first
         assert both == pytest.approx(2 * first, rel=1e-3)
 
 
 def saved(folder: Path, way: str) -> list[float]:
-    """Scales of ten steps, with a save and a load into a new optimizer after five."""
+    """Return the scale after each of ten steps. After five steps, a new optimizer takes over.
+
+    Args:
+        folder: directory of the checkpoint.
+        way: "checkpoint", "state_dict", or "" to keep the optimizer.
+    """
     pattern, scales = "...x.x..x.", []
     settings: dict[str, Any] = {"fp16": {"loss_scale_window": 2}}
     model, optimizer = make(**settings)

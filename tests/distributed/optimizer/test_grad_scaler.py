@@ -1,4 +1,7 @@
-"""torch's GradScaler: an overflow on one rank skips on all, scales stay equal, norms are of unscaled gradients."""
+"""torch's GradScaler: an overflow on one rank skips the step on all ranks, and scales stay equal.
+
+Norms are those of unscaled gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.support.small_models import MODELS
 
 
 class Tiny(nn.Module):
-    """So small that ranks own nothing of the first unit, or, with four of them, nothing at all."""
+    """Model so small that some ranks have no slice of the first unit, or no slice at all with four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +34,10 @@ class Tiny(nn.Module):
 
 
 def tiny_loss(model: nn.Module, step: int, rank: int, poisoned: bool) -> Tensor:
-    """Infinite input saturates the first tanh: everything stays finite but the first weight's gradient, 0 * inf."""
+    """Return a rank's loss; if ``poisoned``, only the first weight's gradient is not finite.
+
+    The infinite input saturates the first tanh, so all values stay finite, but the first weight's gradient is 0 * inf.
+    """
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
     if poisoned:
         x[0, 0] = float("inf")
@@ -41,7 +47,11 @@ def tiny_loss(model: nn.Module, step: int, rank: int, poisoned: bool) -> Tensor:
 def drive_scaler(
     model: nn.Module, optimizer: Any, loss_of: Callable[[int], Tensor], clip: float | None, configured: bool
 ) -> tuple[list[float], list[float]]:
-    """Five steps. Returns the scale after and the norm of each; step 2 has none with configured clipping."""
+    """Take five steps with GradScaler.
+
+    Returns:
+        The scale after each step, and the norm of each step. With configured clipping there is no norm of step 2.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     scales, norms = [], []
     for step in range(5):
@@ -61,7 +71,7 @@ def drive_scaler(
 
 
 def scaled_loss(recipe: Recipe | None, model: nn.Module, step: int, rank: int, poisoned: int) -> Tensor:
-    """The loss of a recipe's model, or of `Tiny`. In step 2, rank `poisoned` makes gradients that are not finite."""
+    """Return the loss of a recipe's model, or of `Tiny`. In step 2, gradients of rank ``poisoned`` are not finite."""
     if recipe is None:
         return tiny_loss(model, step, rank, step == 2 and rank == poisoned)
     loss = MODELS[recipe.model].loss(model, micro_batch(recipe, step, 0, rank))
@@ -120,7 +130,7 @@ def test_grad_scaler_skips_everywhere(poisoned: int, clip: float | None) -> None
 @pytest.mark.every(2)
 @pytest.mark.parametrize("poisoned", [-1, 1])
 def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
-    """`step` unscales before it clips."""
+    """``step()`` unscales gradients before it clips them."""
     recipe = Recipe(dtype=torch.float32)
     scales, norms, state = plain_scaled(recipe, 2, poisoned, 0.2)
     del norms[2]
@@ -130,7 +140,7 @@ def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
-    """The caller owns the boundary: nothing tells which backward is the last."""
+    """Without managed accumulation, the user decides when to step, so zeropp cannot see which backward is the last."""
     runs = run_ranks(2, train_scaled, None, poisoned, None, False, 4)
     check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 
@@ -139,13 +149,13 @@ def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
 @pytest.mark.parametrize("poisoned", [1, -1, 0])
 @pytest.mark.parametrize("world", [2, 4])
 def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> None:
-    """Two ranks: rank 1 owns nothing of the first unit. Four: ranks 2 and 3 own nothing."""
+    """On two ranks, rank 1 has no slice of the first unit. On four ranks, ranks 2 and 3 have no slices."""
     runs = run_ranks(world, train_scaled, None, poisoned, None)
     check_scaled(runs, plain_scaled(None, world, poisoned, None))
 
 
 class Parts(nn.Module):
-    """A gate, a layer, and a weight whose gradient can be made infinite alone."""
+    """Model with a gate, a layer, and a weight whose gradient alone can be made infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +169,15 @@ class Parts(nn.Module):
 
 
 def scale_part(part: str, spoil: bool) -> tuple[int, float]:
-    """Steps skipped by the wrapper, and the scale after two steps of an optimizer over one part of the model."""
+    """Take two steps with an optimizer over one part of the model.
+
+    Args:
+        part: "gate" or "layer", the part that the optimizer has.
+        spoil: True to make the gradient of a third part infinite.
+
+    Returns:
+        Number of steps that zeropp skipped, and the scale at the end.
+    """
     torch.manual_seed(0)
     model = Parts()
     mine = [parameter for name, parameter in model.named_parameters() if name.startswith(part)]
@@ -179,7 +197,7 @@ def scale_part(part: str, spoil: bool) -> tuple[int, float]:
 @pytest.mark.parametrize("spoil", [True, False])
 @pytest.mark.parametrize("part", ["gate", "layer"])
 def test_grad_scaler_with_an_optimizer_over_a_part(part: str, spoil: bool) -> None:
-    """Ranks may own no slice that the optimizer has, and what overflows may be none of its parameters."""
+    """A rank may have no slice in the optimizer, and the overflow may be in a parameter outside the optimizer."""
     assert run_ranks(2, scale_part, part, spoil) == [(0, 1.0 if spoil else 4.0)] * 2
 
 

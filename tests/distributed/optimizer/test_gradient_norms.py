@@ -1,4 +1,4 @@
-"""Norms of each parameter's gradient: plain torch's, of parameters that have a gradient, in any buffer."""
+"""``grad_norms()`` gives plain torch's norm of each parameter's gradient, for all parameters with a gradient."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_norms_of_each_gradient(placement: str) -> None:
 
 
 def partly() -> list[dict[str, float]]:
-    """Norms of a model of which a block is not used, and inside windows."""
+    """Return ``grad_norms()`` after each of three backwards in windows of two, of a model with an unused block."""
     model = Routed()
     config = make_config(gradient_accumulation_steps=2)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
@@ -64,7 +64,7 @@ def test_norms_are_of_parameters_that_have_a_gradient() -> None:
 
 
 class TwoDtypes(nn.Module):
-    """One unit, two flat buffers."""
+    """Model of one unit with two flat buffers, because its parameters have two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_norms_of_a_unit_with_two_buffers() -> None:
 
 
 class Passes:
-    """Counts passes over whole shards that only measure, and sums of one number over the ranks."""
+    """Counter of passes that only measure whole shards, and of sums of one number over the ranks."""
 
     def __init__(self, optimizer: zeropp.ZeroOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured = self.numbers = 0
@@ -120,11 +120,11 @@ class Passes:
 
 
 def passes_of_steps() -> dict[str, tuple[int, int]]:
-    """(passes over shards, numbers summed over ranks) of a step of each kind."""
+    """Return (measuring passes over shards, sums of one number over the ranks) for one step of each kind."""
     model = build(RECIPE)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = zeropp.ZeroOptimizer(inner, model, make_config(gradient_clipping=0.1))
-    groups = inner.param_groups  # kept from before, so that nobody asks for them below
+    groups = inner.param_groups  # read now, because reading optimizer.param_groups makes the next step measure again
     found: dict[str, tuple[int, int]] = {}
 
     def one(name: str, edit: Callable[[], object] = lambda: None) -> None:
@@ -146,7 +146,7 @@ def passes_of_steps() -> dict[str, tuple[int, int]]:
 
 def test_norms_and_flags_come_out_of_the_last_sum() -> None:
     for found in run_ranks(2, passes_of_steps):
-        assert found["plain"] == found["after that"] == (0, 1), "no pass of its own; the world's flag"
+        assert found["plain"] == found["after that"] == (0, 1), "no separate measuring pass, and one sum for the flag"
         assert found["edited"][0] > 0 and found["groups were asked for"][0] > 0, found
 
 
@@ -170,12 +170,20 @@ def flags_of_a_window(managed: bool) -> list[int]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("managed", "expected"), [(True, [0, 0, 1]), (False, [1, 1, 1])])
 def test_the_worlds_flag_is_asked_for_where_a_step_may_follow(managed: bool, expected: list[int]) -> None:
-    """By the last backward of a known window, by every one where nobody knows which is the last."""
+    """The ranks sum the non-finite flag in each backward after which a step may follow.
+
+    In a managed window this is the last backward. If the user decides when to step, this is every backward.
+    """
     assert run_ranks(2, flags_of_a_window, managed) == [expected, expected]
 
 
 def norm_of_data_edits() -> tuple[float | None, float]:
-    """Gradients halved through ``.data``, which raises no version."""
+    """Edit gradients through ``.data``, which raises no version, before a step.
+
+    Returns:
+        The norm of the step, and the norm of one backward. Two backwards are added and multiplied by 0.25, so the first
+        norm is half of the second.
+    """
     model = build(RECIPE)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, make_config())
     backward(model, 0, None)
@@ -191,11 +199,19 @@ def norm_of_data_edits() -> tuple[float | None, float]:
 
 def test_edits_through_data_are_measured() -> None:
     for found, whole in run_ranks(2, norm_of_data_edits):
-        assert_close(found, whole / 2, 1e-6, "twice the gradient, a quarter of it")
+        assert_close(found, whole / 2, 1e-6, "a quarter of two equal gradients")
 
 
 def alone(by_kernels: bool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], list[float | None], int]:
-    """Weights, norms, and how many messages one rank has made; by what runs on a card, or as on CPU."""
+    """Train four steps on one rank.
+
+    Args:
+        by_kernels: True to add gradients to shards by one kernel, as on a GPU; False to do as on CPU.
+        dtype: dtype of the model.
+
+    Returns:
+        Whole weights, norms, and the number of messages that were allocated.
+    """
     torch.manual_seed(3)
     model = Routed().to(dtype)
     messages = []
@@ -210,7 +226,7 @@ def alone(by_kernels: bool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor]
         norms = []
         for step in range(4):
             for micro in range(2):
-                # A block that is not used has no gradient, in one of two backwards or in both.
+                # The route leaves blocks out, so a block may have no gradient in one or both of a step's backwards.
                 route = ((0,), (2,)) if micro or step % 2 else ((0,), (1,))
                 x = torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * step + micro), dtype=torch.float64)
                 optimizer.backward(model(x.to(dtype), route).square().mean())

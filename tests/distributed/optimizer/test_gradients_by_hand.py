@@ -1,4 +1,4 @@
-"""Gradients that users clear, replace or edit in the ways torch's own optimizers allow, against plain torch."""
+"""Gradients that users clear, replace or edit in the ways that torch's optimizers allow, against plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.branching_models import WIDTH, Routed, chain, make_config, wo
 from tests.support.rank_pool import run_ranks, some, spread
 from tests.support.sharded_and_plain import Pair
 
-Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
+Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, torch's optimizer, optimizer that steps
 
 
 def by_wrapper(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
@@ -48,7 +48,7 @@ def by_groups(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) ->
 
 
 def by_some_parameters(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
-    """The others keep on accumulating."""
+    """Clear the gradients of the first three parameters; the other gradients go on accumulating."""
     for parameter in list(model.parameters())[:3]:
         parameter.grad = None
 
@@ -60,7 +60,7 @@ CLEARS: dict[str, Clear] = {
 
 
 class Net(nn.Module):
-    """Its last layer is left out now and then: without a gradient it must not move, momentum or not."""
+    """Model whose last layer is unused in some forwards. It must not move without a gradient, even with momentum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def drive(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any, data: 
 
 
 def cleared(how: str, persist: int) -> float:
-    """Largest difference of a weight from plain torch."""
+    """Return the largest weight difference from plain torch."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plain, sgd = model_and_sgd()
     drive(plain, sgd, sgd, batches(world), how)
@@ -111,7 +111,7 @@ def test_gradients_cleared(how: str, persist: int) -> None:
 
 
 def numbers_waited_for(how: str) -> int:
-    """How often the host waited for numbers in four steps."""
+    """Return how many times the host waited for a step's numbers in four steps."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model, inner = model_and_sgd()
     optimizer = zeropp.ZeroOptimizer(inner, model, make_config())
@@ -128,7 +128,11 @@ def test_clearing_gradients_adds_no_round(how: str) -> None:
 
 
 def looked_at(persist: int) -> float:
-    """Between backward and step the model's own parameters are asked for their gradients, which they do not have."""
+    """Read the gradients of the model's own parameters between backward and step, which raises an error.
+
+    Returns:
+        The largest weight difference from plain torch, whose gradients are not read.
+    """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plain, sgd = model_and_sgd()
     model, inner = model_and_sgd()
@@ -157,7 +161,7 @@ def halve(parameters: Any) -> None:
 
 
 def replaced() -> float:
-    """Each micro-batch's gradients are replaced before the next one adds to them."""
+    """Halve each micro-batch's gradients by replacement before the next one adds to them; return weight differences."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plain, sgd = model_and_sgd()
     model, inner = model_and_sgd()
@@ -179,7 +183,7 @@ def test_gradients_replaced_between_micro_batches() -> None:
 
 
 def edited_by_hand(clipping: float) -> None:
-    """Between backward and step: one gradient taken away, one replaced, one changed in place; on every rank."""
+    """Between backward and step, remove one gradient, replace one, and edit one in place, on every rank."""
     pair = Pair(Routed(3), make_config(persist=9, gradient_clipping=clipping))
     for _ in range(3):
         pair.zero_grad()
@@ -208,7 +212,7 @@ def test_gradients_edited_by_hand(world: int, clipping: float) -> None:
 
 
 def looked_at_between_backwards(bound: float) -> None:
-    """The norm is asked for, and gradients are clipped, before a second backward adds to them through other blocks."""
+    """Read the norm and clip gradients before a second backward adds to them through other blocks."""
     pair = Pair(Routed(4), make_config())
     pair.train(chain(4))
     for _ in range(3):
@@ -252,7 +256,13 @@ LOOKS: dict[str, Callable[[zeropp.ZeroOptimizer], object]] = {
 
 
 def edited_after_a_look(look: str, edit: Callable[[Tensor], None], stage: int) -> int:
-    """The norm is asked for, then gradients are edited, then the step clips; returns how many steps were skipped."""
+    """Read norms, then edit gradients, then step with clipping; return the number of skipped steps.
+
+    Args:
+        look: key of LOOKS, the call that reads norms.
+        edit: in-place edit of a gradient.
+        stage: ZeRO stage.
+    """
     pair = Pair(Routed(3), make_config(stage=stage, gradient_clipping=0.05))
     for step in range(3):
         pair.zero_grad()
@@ -266,8 +276,8 @@ def edited_after_a_look(look: str, edit: Callable[[Tensor], None], stage: int) -
                 if piece.name == "blocks.0.lin.bias":
                     piece.parameter.grad.fill_(math.nan)
         LOOKS[look](pair.optimizer)
-        if step:  # of the first step the step's statistics stands
-            # Edits through .data are noticed where the groups have been asked for since.
+        if step:  # no edit follows in the first step, so its statistics stay valid
+            # Edits through .data are noticed only if the groups were read after the norms.
             asked = step == 1 or edit is scale_down_unseen
             for group in pair.optimizer.param_groups if asked else groups:
                 for parameter in group["params"]:
@@ -292,7 +302,16 @@ def edited_after_a_look(look: str, edit: Callable[[Tensor], None], stage: int) -
 
 
 def edited_between_looks(again: bool, edit: Callable[[Tensor], None], stage: int) -> tuple[float, float]:
-    """Tensors taken at the start are edited after a look at norms, perhaps before another one; (norm, its error)."""
+    """Edit tensors that were taken from the groups at the start, after norms were read.
+
+    Args:
+        again: True to read norms a second time after the edit.
+        edit: in-place edit of a gradient.
+        stage: ZeRO stage.
+
+    Returns:
+        Plain torch's norm, and the difference of the step's norm from it.
+    """
     pair = Pair(Routed(3), make_config(stage=stage, gradient_clipping=0.05))
     taken = [parameter for group in pair.optimizer.param_groups for parameter in group["params"]]
     pair.backward(ALL[:3])
@@ -326,7 +345,7 @@ def test_gradients_edited_between_looks_at_their_norms(again: bool, edit: Callab
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("look", "edit"),
-    # Not clip_grad_norm_ of a NaN, which makes every gradient NaN, as in torch.
+    # remove_nan is not combined with clip_grad_norm_: clipping a NaN norm makes every gradient NaN, as in torch.
     [("grad_norms", remove_nan), *product(LOOKS, [scale_down, scale_down_unseen, make_nan])],
 )
 def test_step_goes_by_gradients_as_they_are(look: str, edit: Callable[[Tensor], None], stage: int) -> None:
@@ -335,7 +354,7 @@ def test_step_goes_by_gradients_as_they_are(look: str, edit: Callable[[Tensor], 
 
 
 def asks_for_input_gradients(stage: int, how: str, always: bool) -> None:
-    """Gradients of inputs are asked for before the backward, whose gradients are edited before the step."""
+    """Compute gradients of inputs before the backward, and halve the parameters' gradients before the step."""
     pair = Pair(Routed(3), make_config(stage=stage, gradient_accumulation_steps=2), micros=2)
     for step in range(3):
         pair.zero_grad()
@@ -353,7 +372,7 @@ def asks_for_input_gradients(stage: int, how: str, always: bool) -> None:
                         assert float(found.abs().max()) > 0
                     half.call(loss / half.divisor)
         for parameter in (p for group in pair.optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:  # a stand-in has none
+            if parameter.grad is not None:  # on a rank without slices, the group has a stand-in without a gradient
                 parameter.grad.mul_(0.5)
         for parameter in pair.plain.parameters():
             parameter.grad.mul_(0.5)
@@ -371,7 +390,11 @@ def test_backwards_without_gradients_of_parameters(stage: int, how: str, always:
 
 
 def edited_after_a_backward_over_more(stage: int) -> list[bool]:
-    """A backward comes to two forwards where one of its kind came to the second alone; then gradients are halved."""
+    """Halve gradients after a backward over two forwards, where an earlier backward covered one forward.
+
+    Returns:
+        True for each step that was taken.
+    """
     pair = Pair(Net(), make_config(stage=stage))
     x, taken = torch.arange(18, dtype=torch.float64).reshape(3, 6) / 18, []
     for together in (False, True, True):
@@ -397,7 +420,7 @@ def test_gradients_edited_after_a_backward_over_more_forwards(stage: int) -> Non
 
 
 class Detour(nn.Module):
-    """Two layers; some data goes through the second alone."""
+    """Two layers; some inputs go through the second layer only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +440,11 @@ class Detours(nn.Module):
 
 
 def edited_in_every_step(stage: int) -> list[bool]:
-    """Where gradients are edited, those that come behind all of their unit that came before are sent in time."""
+    """Halve gradients in every step. Stray gradients of later backwards are reduced before the edit, so none misses it.
+
+    Returns:
+        True for each step that was taken.
+    """
     pair, taken = Pair(Detours(), make_config(stage=stage)), []
     for ways in ((False, False), (False, True), (True, True), (True, False)):
         pair.zero_grad()
@@ -437,7 +464,11 @@ def test_gradients_edited_in_every_step(stage: int) -> None:
 
 
 def edited_after_a_look_at_held(stage: int, look: str) -> float:
-    """All backwards are held by no_sync(); a look sends them, and what it sent is shown."""
+    """Hold all gradients by ``no_sync()``; reading norms or clipping reduces and shows them; then halve them.
+
+    Returns:
+        The largest weight difference from plain torch.
+    """
     pair = Pair(Detours(), make_config(stage=stage))
     with pair.optimizer.no_sync():
         pair.backward(True)
@@ -460,7 +491,14 @@ def test_gradients_edited_after_a_look_at_what_was_held(stage: int, look: str) -
 
 
 def clipped_beside_a_late_one(again: bool) -> tuple[float, bool, bool]:
-    """A first edit misses a late gradient: the norm says so, and no step is taken, also after a second edit."""
+    """Edit gradients for the first time in a step with a stray gradient, which the edit misses; then clip and step.
+
+    Args:
+        again: True to edit and clip a second time.
+
+    Returns:
+        The norm from the last clipping, True if the step changed no weight, and True if the next step was taken.
+    """
     pair = Pair(Detours(), make_config(stage=1))
     for ways in ((False, False), (False, False), (False, True)):
         pair.zero_grad()

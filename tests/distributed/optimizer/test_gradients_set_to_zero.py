@@ -1,4 +1,4 @@
-"""``zero_grad(set_to_none=False)`` beside plain torch: zero gradients are stepped, with weight decay and momentum."""
+"""``zero_grad(set_to_none=False)`` as in plain torch: zero gradients are stepped, with weight decay and momentum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sharded_and_plain import Pair
 
 EACH_ITS_OWN = [
     [chain(4), chain(4)],
-    [chain(0, 1), chain(0, 2)],  # block 3 has zeros, blocks 1 and 2 a gradient of one rank
+    [chain(0, 1), chain(0, 2)],  # block 3 has zero gradients; blocks 1 and 2 get a gradient from one rank each
     [chain(0, 1), chain(0, 1)],
     [chain(0, 3), chain(1)],
     [chain(2), chain(2)],
@@ -37,7 +37,7 @@ def zeroed(settings: dict[str, Any], folder: str) -> None:
             nn.utils.clip_grad_norm_(pair.plain.parameters(), bound)
         pair.step()
         pair.check()
-        # The third one forgets them, so that only what is used from then on has a gradient.
+        # After the third step gradients are set to None, so only blocks that are used later have a gradient.
         for each in (pair.optimizer, pair.plain_optimizer):
             each.zero_grad(set_to_none=number == 2)
 
@@ -49,7 +49,7 @@ def test_zeros_are_stepped(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 def by_the_model() -> None:
-    """The model's own ``zero_grad``; and a block that was never used has no gradient, and is not stepped."""
+    """Set gradients to zero by ``model.zero_grad``. A block that was never used has no gradient and is not stepped."""
     pair = Pair(Routed(), make_config())
     for routes in ([chain(0, 1)], [chain(0, 2)], [chain(1)]):
         pair.backward(*routes)
@@ -60,7 +60,7 @@ def by_the_model() -> None:
 
 
 def without_backward() -> None:
-    """A step on zeros alone, and one after gradients that no step has taken and nothing has sent."""
+    """Step zero gradients alone, and after gradients that were held and set to zero before any reduction."""
     pair = Pair(Routed(), make_config())
     with pair.optimizer.no_sync():
         pair.backward(chain(4))
@@ -74,7 +74,7 @@ def without_backward() -> None:
 
 
 def accumulated() -> None:
-    """Windows of two micro-batches, with ``step`` and ``zero_grad`` after each, as trainers call them."""
+    """Train windows of two micro-batches, with ``step`` and ``zero_grad`` after each, as trainers call them."""
     pair = Pair(Routed(), make_config(gradient_accumulation_steps=2), micros=2)
     for routes in ([chain(4), chain(4)], [chain(0, 1), chain(0, 2)], [chain(1), chain(1)]):
         for micro in range(2):
@@ -89,7 +89,7 @@ def accumulated() -> None:
 
 
 def frozen() -> None:
-    """As in torch, freezing a parameter leaves its gradient, and the optimizer goes on with it."""
+    """Freeze a block for two steps. As in torch, its zero gradient stays, and the optimizer still steps the block."""
     pair = Pair(Routed(), make_config())
     for number in range(4):
         if number in (1, 3):
@@ -103,7 +103,7 @@ def frozen() -> None:
 
 
 def edited() -> None:
-    """Whoever adds to every gradient in the groups that is there reaches zeros, too; a gradient set to None is none."""
+    """Add to every gradient in the groups that is not None, zeros included. A gradient set to None is not stepped."""
     pair = Pair(Routed(), make_config(gradient_clipping=0.1))
     for number, route in enumerate([chain(4), chain(0, 1), chain(0, 1)]):
         pair.backward(route)
@@ -126,7 +126,7 @@ def test_zeros_in_other_programs(program: Any) -> None:
 
 
 def on_one_rank_alone() -> float:
-    """Ranks that disagree, which torch's data parallelism would not notice: zeros on one count as zeros on all."""
+    """Set gradients to zero on rank 0 and to None on rank 1: they count as zeros on all ranks."""
     pair = Pair(Routed(), make_config())
     for route in (chain(4), chain(0, 1), chain(0, 1)):
         pair.backward(route)

@@ -1,4 +1,4 @@
-"""Gradients that users take away, or make themselves, parameter by parameter, against plain torch."""
+"""Gradients that users set to None or make themselves, parameter by parameter, against plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Headed(nn.Module):
-    """A model of which, as one unit, the second of two ranks has slices of the head alone."""
+    """Model that, as one unit on two ranks, has only parts of the head on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,16 @@ def rows_of_six(step: int, micro: int, rank: int) -> Tensor:
 
 
 def without_a_group(stage: int, group: int, to_none: bool) -> list[float]:
-    """In some steps no gradients of a group, as for the last layer in DINO; then a step in which a layer is unused."""
+    """Set the gradients of a group to None in some steps, as DINO does; in later steps a layer is unused.
+
+    Args:
+        stage: ZeRO stage.
+        group: index of the parameter group.
+        to_none: argument ``set_to_none`` of ``zero_grad``.
+
+    Returns:
+        The weight difference from plain torch after each step.
+    """
     settings = make_config(stage=stage, unit_min_blocks=128)
     pair, off = Pair(Headed(), settings, optimizer=head_apart, batch=rows_of_six), []
     for step, ways in enumerate([(True, True), (False, True), (True, True), (False, False), (False, True)]):
@@ -74,7 +83,7 @@ def take_away(pair: Pair, chosen: Callable[[str], bool]) -> None:
                     parameter.grad = None
 
 
-# Backwards, by whether each of two ranks uses the second layer; and what is done in between.
+# By name: actions in order. A pair is a backward: True for each of two ranks that uses the second layer in it.
 TAKEN_AWAY = {
     "a backward without it follows": [(True, True), "take away", (False, False), "step"],
     "two steps": [(True, True), "take away", "step", (False, False), "step"],
@@ -123,7 +132,13 @@ def by_the_model(pair: Pair, act: str) -> None:
 
 
 def taken_away(stage: int, how: str, blocks: int) -> list[float]:
-    """Gradients of the second layer, or others, are set to None; every step is compared with plain torch."""
+    """Return the weight difference from plain torch after each step of a program in TAKEN_AWAY.
+
+    Args:
+        stage: ZeRO stage.
+        how: key of TAKEN_AWAY.
+        blocks: ``unit_min_blocks`` of the configuration.
+    """
     settings = make_config(stage=stage, unit_min_blocks=blocks)
     pair, off = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six), []
     for act in ["step", *TAKEN_AWAY[how], "zero", *TAKEN_AWAY[how], "zero", (True, True), "step"]:
@@ -154,7 +169,7 @@ def taken_away(stage: int, how: str, blocks: int) -> list[float]:
     return off
 
 
-# Stages, and whether a layer is a unit.
+# By name: the stage, and unit_min_blocks. With 0 each layer is a unit; with 128 the model is one unit.
 TAKEN_IN: dict[str, tuple[int, int]] = {
     "stage 3": (3, 0),
     "stage 2, one unit": (2, 128),
@@ -174,7 +189,7 @@ def test_gradients_taken_away_stay_away_until_a_rank_uses_them(how: str, place: 
 
 
 def clipped_by_layer(stage: int) -> float:
-    """A loop over names and tensors of the groups clips each gradient by its own norm."""
+    """Clip each gradient by its own norm, in a loop over names and tensors of the groups; return weight differences."""
     pair = Pair(Headed(), make_config(stage=stage), optimizer=by_names, batch=rows_of_six)
     for _ in range(2):
         pair.backward(True, True)
@@ -199,7 +214,11 @@ def test_gradients_clipped_by_layer(stage: int) -> None:
 
 
 def made_beside_carried_errors() -> tuple[bool, float]:
-    """The gradient of a bias, which one rank has, is set by hand and stepped; others carry errors of quantized sums."""
+    """Set the gradient of one bias by hand, while error feedback has errors for other parameters, and step.
+
+    Returns:
+        True if the bias moved, and the largest change of any other weight.
+    """
     settings = make_config(stage=2, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 4})
     pair = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six)
     pair.backward(True, True)
@@ -221,7 +240,7 @@ def test_gradients_made_beside_carried_errors() -> None:
 
 
 class Clearing(torch.optim.SGD):
-    """Its step forgets gradients at the end, and its zero_grad counts calls."""
+    """SGD whose ``step`` clears gradients at its end, and whose ``zero_grad`` counts its calls."""
 
     calls = 0
 
@@ -256,7 +275,11 @@ def test_gradients_cleared_by_the_wrapped_step(settings: dict[str, Any]) -> None
 
 
 def replaced_beside_carried_errors() -> list[bool]:
-    """A layer that no rank uses stays where it is, also if gradients are replaced: carried errors are no gradient."""
+    """Return, for each step, True if the second layer moved.
+
+    In every second step no rank uses the layer. Then it must not move, even if gradients are replaced, because error
+    feedback alone is no gradient.
+    """
     settings = make_config(stage=2, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 40})
     pair, moved = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six), []
     for step in range(4):
@@ -277,7 +300,11 @@ def test_gradients_replaced_beside_carried_errors() -> None:
 
 
 def taken_away_in_a_window(stage: int) -> list[bool]:
-    """All gradients but a bias's are set to None after the first of two micro-batches; ranks step at the same call."""
+    """Set all gradients but one bias's to None after the first of two micro-batches.
+
+    Returns:
+        For each ``step()`` call, True if a step was taken. All ranks must take it at the same call.
+    """
     settings = make_config(stage=stage, gradient_accumulation_steps=2)
     pair, taken = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six, micros=2), []
     for _ in range(3):
@@ -306,10 +333,16 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def made_by_hand(stage: int, how: str) -> float:
-    """Gradients that no backward has brought, of all parameters or of some, are stepped as in plain torch."""
+    """Step gradients that no backward has made, and return the weight difference from plain torch.
+
+    Args:
+        stage: ZeRO stage.
+        how: "merged" mixes a term into a scaled gradient, "a term" adds it, "alone" replaces gradients by it, and
+            "given again" sets gradients to None before it replaces them.
+    """
     pair = Pair(Headed(), make_config(stage=stage, unit_min_blocks=0), optimizer=head_apart, batch=rows_of_six)
     both = (pair.optimizer, pair.plain_optimizer)
-    kept = [parameters_of(optimizer) for optimizer in both]  # as helpers do that take them once
+    kept = [parameters_of(optimizer) for optimizer in both]  # taken once, as some libraries do
     for step in range(4):
         pair.backward(how != "merged" and step % 2 == 0)
         for optimizer, parameters in zip(both, kept, strict=True):
@@ -339,7 +372,7 @@ def test_gradients_made_by_hand(stage: int, how: str) -> None:
 
 
 def clipped_by_hand(stage: int, without_backward: bool) -> float:
-    """Gradients that were put in the place of ours are clipped by the whole model's norm."""
+    """Clip gradients that the user has set by the norm of the whole model, and return weight differences."""
     pair = Pair(Headed(), make_config(stage=stage), optimizer=head_apart, batch=rows_of_six)
     for _ in range(3):
         if not without_backward:
@@ -363,7 +396,13 @@ def test_gradients_put_in_place_are_clipped(stage: int, without_backward: bool) 
 
 
 def some_taken_away(stage: int, how: str) -> float:
-    """All gradients but one parameter's, or those that are zero; a layer is frozen; all are set to zero."""
+    """Change some gradients between backward and step, and return the weight difference from plain torch.
+
+    Args:
+        stage: ZeRO stage.
+        how: "all but one" sets all gradients but one to None. "zeros" sets gradients of zeros to None. "frozen" sets
+            gradients of a layer and freezes the layer. "set to zero" sets gradients, then clears them to zero.
+    """
     settings = make_config(stage=stage, unit_min_blocks=128)
     pair = Pair(Headed(), settings, optimizer=named_apart, batch=rows_of_six)
     both = (pair.optimizer, pair.plain_optimizer)
@@ -401,7 +440,7 @@ def test_some_gradients_taken_away(stage: int, how: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Two blocks, a unit each, and a scale of which one rank has the only element."""
+    """Two blocks, a unit each, and a scale with one element, which only one rank has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +454,11 @@ class Scaled(nn.Module):
 
 
 def added_to_nothing(stage: int) -> float:
-    """A term is added to all gradients where a backward brought no gradient of this rank's slices."""
+    """Add a term to all gradients, also after backwards without any gradient for this rank's slices.
+
+    Returns:
+        The largest weight difference from plain torch.
+    """
     pair = Pair(Scaled(), make_config(stage=stage), batch=rows_of_six)
     for step in range(3):
         pair.backward(step == 1)

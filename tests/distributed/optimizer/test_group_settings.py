@@ -1,4 +1,4 @@
-"""Parameter groups whose numbers differ between ranks: an error on every rank, before any weight changes."""
+"""Settings of parameter groups that differ between ranks: every rank raises before any weight changes."""
 
 from __future__ import annotations
 
@@ -52,11 +52,14 @@ SAME: dict[str, Callable[[Group], None]] = {
 
 
 def stepped(change: Callable[[Group], None], first: str = "") -> tuple[str, bool, bool]:
-    """What is raised after a change, whether a weight moved, and whether equal settings train on afterwards.
+    """Change the second group's settings after a backward, and step.
 
     Args:
-        change: of the second group.
-        first: what the caller does between backward and the change.
+        change: function that edits the group.
+        first: call between the backward and the change: "clip", "norms", or "" for none.
+
+    Returns:
+        The error ("" for none), True if a weight moved, and True if training goes on with equal settings afterwards.
     """
     model = Routed()
     groups = [{"params": model.blocks[0].parameters()}, {"params": model.blocks[1:].parameters()}]
@@ -93,7 +96,7 @@ def changed_late(first: str) -> tuple[str, bool, bool]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("first", ["clip", "norms"])
 def test_settings_that_differ_after_gradients_were_looked_at(first: str) -> None:
-    """A warm-up that sets the rate right before `step()`."""
+    """A warm-up may set the rate right before ``step()``, after gradients were clipped or measured."""
     for message, moved, trains in run_ranks(2, changed_late, first):
         assert re.search(CHANGES["lr"][1], message), message
         assert not moved and trains
@@ -119,7 +122,11 @@ def test_settings_that_are_the_same(name: str) -> None:
 
 
 def plateau() -> tuple[int, str]:
-    """A scheduler that each rank feeds with its own loss; steps that were taken, and the error after them."""
+    """Train with a scheduler that each rank feeds with its own loss.
+
+    Returns:
+        Number of steps taken, and the error after them.
+    """
     model = nn.Linear(4, 4)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(hang_timeout=5))
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -141,7 +148,7 @@ def test_a_plateau_on_one_rank() -> None:
 
 
 def stepped_as_on_a_card(name: str) -> tuple[str, bool, bool]:
-    """The host does not look at settings that are tensors."""
+    """Run a case while the host does not read settings that are tensors, as with tensors on a GPU."""
     plain = optimizer_step._numbers_in
 
     def numbers_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
@@ -162,7 +169,7 @@ def test_tensors_that_the_host_does_not_read() -> None:
 
 
 def test_hashes_of_tensors() -> None:
-    """As on a card, where the host does not look at them."""
+    """The hash of tensor settings is computed on the device, so that the host does not wait for their values."""
     one, other = torch.tensor(0.1), torch.tensor([0.9, 0.999])
     code = fold(7, [one, other])
     assert code.shape == () and code.dtype == torch.int64 and 0 <= int(code) < 2**24
