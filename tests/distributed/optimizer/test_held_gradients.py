@@ -1,4 +1,4 @@
-"""Gradients that are held until a window's last micro-batch are all in its step, and never mixed with another's."""
+"""Gradients held until the last micro-batch of a window are all in that window's step, and in no other step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Sometimes(nn.Module):
-    """One layer whose weights only some micro-batches use."""
+    """Model with two layers, of which only some micro-batches use the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,14 @@ def halves(settings: dict[str, object], micros: int, **more: Any) -> Pair:
 
 
 def in_parts(settings: dict[str, object], uses: list[list[bool]], steps: int) -> None:
-    """Each step's micro-batches use both layers or one; some steps have fewer than configured."""
+    """Train with micro-batches that use both layers or only the first, and compare with plain torch.
+
+    Args:
+        settings: settings of the configuration.
+        uses: for each step, True for each micro-batch that uses both layers. A step may have fewer micro-batches than
+            configured, or more.
+        steps: number of steps.
+    """
     pair = halves(settings, 3, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
     for step in range(steps):
         pair.zero_grad()
@@ -83,12 +90,17 @@ TELLING = [("stage 1", "changing"), ("deferred", "used first")]
     [pytest.param(*row, marks=() if row in TELLING else pytest.mark.campaign) for row in product(HOLDING, WINDOWS)],
 )
 def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
-    """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
+    """A step has the gradients of all its micro-batches, also if it comes before or after the window's end."""
     run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2)
 
 
 def after_an_error(settings: dict[str, object], how: str) -> None:
-    """A micro-batch, an error on every rank, the second micro-batch; the step is that of plain torch."""
+    """Let a call fail on every rank between two micro-batches; the step equals that of plain torch.
+
+    Args:
+        settings: settings of the configuration.
+        how: failing call: "forward" and "evaluation" pass no tensor, "lent" runs the model inside GatheredParameters.
+    """
     pair = halves(settings, 2)
     for step in range(3):
         pair.zero_grad()
@@ -111,7 +123,10 @@ def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
 
 
 def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, int]:
-    """With torch's GradScaler: how far weights are off after steps that were not skipped, and how many were."""
+    """Train with torch's GradScaler; return the weight difference from plain torch, and the number of skipped steps.
+
+    Plain torch leaves out the skipped steps.
+    """
     pair = halves(settings, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     pair.sharded.call = lambda loss: pair.optimizer.backward(scaler.scale(loss))
@@ -129,14 +144,17 @@ def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, 
 
 @pytest.mark.parametrize("name", some(HOLDING, 3))
 def test_held_gradients_and_a_scaler_are_never_mixed(name: str) -> None:
-    """A layer that only the first micro-batch of a later window uses: in that step or, once, a step is skipped."""
+    """Only the first micro-batch of a later window uses the second layer.
+
+    Its gradient is in that window's step, or the step is skipped, which happens at most once.
+    """
     uses = [[False, False], [True, False], [True, False], [True, True], [True, False]]
     for off, skipped in run_ranks(4, scaled, HOLDING[name], uses, local_world_size=2):
         assert off <= 1e-12 and skipped <= 1
 
 
 def cleared(settings: dict[str, object]) -> None:
-    """The wrapped optimizer's own ``zero_grad`` after the first of three micro-batches: the other two are stepped."""
+    """Call the wrapped optimizer's own ``zero_grad`` after the first of three micro-batches, so two are stepped."""
     pair = halves(settings, 2)
     pair.backward(True)
     pair.optimizer.inner.zero_grad()
@@ -153,7 +171,7 @@ def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> N
 
 
 def removed(settings: dict[str, object]) -> None:
-    """The user takes one parameter's gradient away after the first of two micro-batches: only its second is stepped."""
+    """Set one parameter's gradient to None after the first of two micro-batches; its second gradient is stepped."""
     pair = halves(settings, 2)
     for _ in range(2):
         pair.zero_grad()
@@ -168,5 +186,5 @@ def removed(settings: dict[str, object]) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 1", "deferred"])
 def test_a_gradient_taken_away_leaves_what_is_held_of_others(name: str) -> None:
-    """What is held is cut at another level than the states."""
+    """Held gradients are divided over another number of ranks than optimizer states."""
     run_ranks(4, removed, HOLDING[name], local_world_size=2)

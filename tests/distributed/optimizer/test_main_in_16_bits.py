@@ -1,8 +1,8 @@
-"""Main weights, gradients and states in 16 bits: as torch steps the model itself, cast to them.
+"""Main weights, gradients and states in 16 bits: the same bits as plain torch that steps a 16-bit model itself.
 
-To the bit: gradients of ranks are added in float32 and rounded once, those of micro-batches added in 16 bits, as
-autograd does, and means of two or four are exact. Stages 0 and 1 add up a rank's micro-batches before ranks, the
-others after.
+Gradients of ranks are added in float32 and rounded once. Gradients of micro-batches are added in 16 bits, as in
+autograd. Means over two or four are exact. Stages 0 and 1 add a rank's micro-batches before they add over ranks; the
+other stages add over ranks first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def steps(model: nn.Module, optimizer: zeropp.ZeroOptimizer, dtype: torch.dtype,
 
 
 def trained(name: str, dtype: torch.dtype, settings: dict[str, Any], apart: bool) -> tuple[dict[str, Tensor], set[Any]]:
-    """Weights, and the dtypes of all that is kept of them."""
+    """Return the whole weights, and the set of dtypes of main weights, gradients and states."""
     with host_apart(apart):
         model = model_of(dtype)
         config = make_config(**blocks(dtype), gradient_accumulation_steps=MICROS, **settings)
@@ -68,7 +68,13 @@ def trained(name: str, dtype: torch.dtype, settings: dict[str, Any], apart: bool
 
 
 def summed(gradients: list[list[Tensor]], scale: float, held: bool) -> Tensor:
-    """One parameter's gradient, of those by micro-batch and rank."""
+    """Return one parameter's gradient as zeropp adds it.
+
+    Args:
+        gradients: gradients by micro-batch and rank.
+        scale: loss scale of the gradients.
+        held: True to add a rank's micro-batches before adding over ranks, as in stages 0 and 1.
+    """
     world, dtype = len(gradients[0]), gradients[0][0].dtype
     if held:
         own = [sum(of_rank[1:], of_rank[0]) for of_rank in zip(*gradients, strict=True)]
@@ -92,7 +98,7 @@ def plain(name: str, dtype: torch.dtype, held: bool, clips: bool, world: int) ->
         for index, parameter in enumerate(params):
             parameter.grad = summed([[each[index] for each in ranks] for ranks in found], scale, held)
         if clips:
-            # Of the numbers in 16 bits, but in more; the factor has 16 bits again.
+            # The norm of 16-bit gradients is computed in a wider dtype. The clipping factor is rounded to 16 bits.
             norm = torch.cat([parameter.grad.flatten().double() for parameter in params]).norm()
             factor = (CLIP / (norm + 1e-6)).clamp(max=1.0).to(dtype)
             assert factor < 1
@@ -129,7 +135,13 @@ def test_steps_as_torch_steps_the_model_in_16_bits(placed: str, name: str, dtype
 
 
 def restored(folder: Path) -> tuple[float, float, float, set[torch.dtype], set[torch.dtype]]:
-    """How far a resumed run is from an uninterrupted one, and weights in float32 from those here, and the reverse."""
+    """Save, load and resume training between 16-bit and float32 main weights.
+
+    Returns:
+        Difference of a resumed run from an uninterrupted one, of float32 weights from the 16-bit ones that they were
+        loaded from, and of 16-bit weights from the float32 ones; then the dtypes of states in 16-bit and in float32
+        training after such loads.
+    """
     dtype = torch.bfloat16
 
     def made(**block: Any) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
@@ -155,7 +167,7 @@ def restored(folder: Path) -> tuple[float, float, float, set[torch.dtype], set[t
     checkpoint.load(folder / "single", *again)
     given = {name: value.to(dtype) for name, value in zeropp.full_state(single).items()}
     loaded = zeropp.full_state(again[0])
-    # They go on with states of their own kind.
+    # Both optimizers go on with states of their own dtype, although they loaded states of another dtype.
     steps(*again, dtype, 3, 4)
     kinds = [
         {s.dtype for state in each.state.values() for s in state.values() if s.dim()} for each in (again[1], whole)
@@ -169,13 +181,13 @@ def test_checkpoints_resume_and_change_between_32_and_16_bits(tmp_path: Path) ->
 
 
 def edited() -> float:
-    """The largest element of a weight that was set to a number which bfloat16 has not."""
+    """Set a weight to a number that bfloat16 cannot represent, and return the weight's largest element."""
     model = model_of(torch.bfloat16)
     optimizer = zeropp.ZeroOptimizer(MAKE["adamw"](model.parameters()), model, make_config(bf16=BF16))
     optimizer.backward(loss_of(model, torch.bfloat16, 0, 0, 0))
     optimizer.step()
     weight = next(model.parameters())
-    # Less than half of what bfloat16 has between 1 and the next number, so that it is lost.
+    # bfloat16 rounds 1 + 2**-9 to 1, because its next number after 1 is 1 + 2**-7.
     with torch.no_grad(), zeropp.zero.GatheredParameters([weight], modifier_rank=0):
         weight.fill_(1 + 2**-9)
     return float(zeropp.full_state(model)["blocks.0.lin.weight"].max())

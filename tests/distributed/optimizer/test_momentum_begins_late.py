@@ -1,6 +1,6 @@
-"""SGD with momentum that begins at different steps for different parameters, beside plain torch without ``fused``.
+"""SGD with momentum whose parameters get their first gradient at different steps, against torch without ``fused``.
 
-torch's fused SGD fails there by itself: it takes a group's first step for all parameters or for none.
+torch's own fused SGD is wrong there: it treats a step as the first one for all parameters of a group or for none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.sharded_and_plain import Pair
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "dampening": 0.3}
 LATE = [
     [chain(0, 2), chain(0, 2)],
-    [chain(0, 1), chain(0, 3)],  # blocks 1 and 3 have a first gradient of one rank alone
+    [chain(0, 1), chain(0, 3)],  # blocks 1 and 3 get their first gradient, each from one rank
     [chain(4), chain(4)],
     [chain(2), chain(2)],
 ]
@@ -66,7 +66,10 @@ def test_a_branch_that_is_taken_late(settings: dict[str, Any]) -> None:
 
 
 def unfrozen_step_by_step(config: dict[str, Any]) -> None:
-    """The last blocks first; the first one is not used at once, and states are looked at before they are made."""
+    """Unfreeze the blocks one by one, the last one first, and compare each step with plain torch.
+
+    The first block is unused at first, and states are read before a step has made them.
+    """
     pair = beside(config)
     for model in (pair.model, pair.plain):
         for number in range(3):

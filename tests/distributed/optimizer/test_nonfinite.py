@@ -1,4 +1,4 @@
-"""One gradient element that is not finite, on one rank: every rank skips the step, and the next one works."""
+"""One non-finite gradient element on one rank: every rank skips the step, and the next step works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 class Poisoned(Routed):
-    """One element of the gradient that arrives behind block ``place`` becomes ``value``; the loss stays finite."""
+    """Model that sets one element of the gradient at the output of block ``place`` to ``value``; its loss is finite."""
 
     value: float | None = None
     place = 1
@@ -57,7 +57,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, dtype: 
 def skip_one(
     dtype: str, value: float, poisoned: int, place: int, settings: dict[str, object], micro: int, at: int
 ) -> list[str]:
-    """Five steps, the third of them poisoned on one rank, beside a twin that leaves the third out; what went wrong."""
+    """Take five steps, the third with a non-finite gradient on one rank, beside a twin without the third step.
+
+    Args:
+        dtype: key of DTYPES.
+        value: gradient element that is not finite.
+        poisoned: rank that gets the element.
+        place: block at whose output the gradient gets the element.
+        settings: settings of the configuration.
+        micro: micro-batches in a step.
+        at: micro-batch that gets the element.
+
+    Returns:
+        Texts on results that are wrong.
+    """
     torch_dtype = DTYPES[dtype]
     wrong: list[str] = []
     config = make_config(bf16={"enabled": dtype == "bf16"}, gradient_accumulation_steps=micro, **settings)
@@ -109,7 +122,7 @@ def check(world: int, local: int, *args: object) -> None:
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-# World, ranks per node; dtype; value; poisoned rank; block; settings; micro-batches, the poisoned one.
+# By name: ranks, ranks per node, dtype, value, poisoned rank, block, settings, micro-batches, poisoned micro-batch.
 CASES = {
     "two-fp32-nan": (2, 2, "fp32", "nan", 1, 1, {}, 1, 0),
     "two-fp32-inf-persistent": (2, 2, "fp32", "inf", 0, 3, {"persist": 1000}, 1, 0),
@@ -132,7 +145,7 @@ def test_every_rank_skips(name: str) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)  # 108 runs
+@pytest.mark.timeout(600)  # seconds, for 108 runs
 @pytest.mark.parametrize("world", [(2, 2), (2, 1), (4, 4), (4, 2)], ids=str)
 def test_every_rank_skips_sweep(world: tuple[int, int]) -> None:
     for dtype, value, place in itertools.product(DTYPES, VALUES, range(4)):
@@ -141,7 +154,11 @@ def test_every_rank_skips_sweep(world: tuple[int, int]) -> None:
 
 
 def overflow() -> tuple[bool, float]:
-    """Every rank's gradient is finite, only the sum over ranks is not."""
+    """Step with gradients that are finite on each rank, but whose sum over ranks is not.
+
+    Returns:
+        True if the step was skipped, and its norm.
+    """
     model = nn.Linear(512, 4, bias=False)
     optimizer = zeropp.ZeroOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), model, make_config(gradient_allreduce_op="sum")
@@ -159,7 +176,7 @@ def test_a_sum_that_overflows_is_skipped() -> None:
 
 
 def large() -> tuple[bool, float]:
-    """Squares of these gradients overflow in float32, the gradients do not."""
+    """Step with finite gradients whose squares overflow float32; return True if the step was skipped, and the norm."""
     model = nn.Linear(512, 4, bias=False)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-30), model, make_config())
     (model(torch.ones(1, 512)) * 1e25).sum().backward()
@@ -190,7 +207,7 @@ def test_one_rank_without_a_process_group() -> None:
 
 
 def loop_reads() -> list[int]:
-    """Reads after each of: a plain step, clipping by hand, clipping by hand of an edited gradient, no_sync."""
+    """Return the host reads of four steps: plain, clipped by hand, with edited gradients, and with ``no_sync()``."""
     model = Routed()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     counts = []
@@ -218,7 +235,11 @@ def test_one_host_read_a_step() -> None:
 
 
 def unchecked(clipping: float) -> tuple[int, list[Tensor], list[Tensor]]:
-    """Weights after a step with Inf on one rank, and those of plain torch."""
+    """Step with Inf on one rank and without the overflow check.
+
+    Returns:
+        Number of skipped steps, weights, and weights of plain torch.
+    """
     torch.manual_seed(0)
     plain = Poisoned()
     model = copy.deepcopy(plain)
@@ -244,7 +265,7 @@ def unchecked(clipping: float) -> tuple[int, list[Tensor], list[Tensor]]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 def test_a_step_that_nobody_checks_is_taken(clipping: float) -> None:
-    """Where plain torch has NaN there is NaN, and nowhere else; clipping brings it everywhere, there as here."""
+    """The same elements of the weights are not finite as in plain torch. With clipping these are all elements."""
     for skipped, own, wanted in run_ranks(2, unchecked, clipping):
         assert skipped == 0
         bad = [value.isfinite().logical_not() for value in wanted]
@@ -253,7 +274,7 @@ def test_a_step_that_nobody_checks_is_taken(clipping: float) -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Counts every time a number of a tensor is asked for on the host, by whoever."""
+    """Counter of operations that read a number of a tensor on the host, called by any code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +287,10 @@ class Reads(TorchDispatchMode):
 
 
 def watched_reads(settings: dict[str, object]) -> list[tuple[list[str], list[str]]]:
-    """Reads in forward and backward, and in ``step``, of each step. One rank: everything runs in this thread."""
+    """Return, for each step, the host reads in forward and backward, and those in ``step()``.
+
+    With one rank everything runs in this thread, so the counter sees all operations.
+    """
     model = Routed()
     config = make_config(gradient_clipping=0.1, **settings)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, config)
@@ -284,9 +308,9 @@ def watched_reads(settings: dict[str, object]) -> list[tuple[list[str], list[str
 @pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}, {"persist": 1000}], ids=str)
 def test_no_read_in_forward_and_backward(settings: dict[str, object]) -> None:
-    """Watched, not counted by ourselves.
+    """Host reads are counted by a dispatch mode, and not by zeropp itself.
 
-    In ``step`` the norm's own look at its result, which only a CPU takes, and a number that is on the host already.
+    ``step()`` may read twice: torch's norm reads its own result on a CPU, and one number is on the host already.
     """
     [steps] = run_ranks(1, watched_reads, settings, init=False)
     for passes, step in steps:
@@ -295,7 +319,11 @@ def test_no_read_in_forward_and_backward(settings: dict[str, object]) -> None:
 
 
 def nan_in_what_comes_late() -> tuple[list[str], int]:
-    """The last rank's gradients come where the others have none, with NaN among them; nobody scales any."""
+    """Let the last rank have stray gradients with NaN, in a step in which no gradient is edited.
+
+    Returns:
+        Log messages on gradients that were scaled, and the number of skipped steps.
+    """
     pair = Pair(Routed(), make_config(persist=1000))
     for _ in range(2):
         pair.train(chain(2, 3))

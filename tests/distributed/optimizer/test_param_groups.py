@@ -1,4 +1,4 @@
-"""``add_param_group`` after wrapping: whose gradients a new group has, and groups that are refused on every rank."""
+"""``add_param_group`` after wrapping: gradients of the new group, and invalid groups, which every rank refuses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_wrong_groups_are_refused_on_every_rank(ranks: list[int]) -> None:
 
 
 def scaled() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A group is added between backward and GradScaler's step; and its gradients are edited by hand, too."""
+    """Add a group between backward and GradScaler's step, and edit its gradients; return weights and plain torch's."""
     model = Tower().double()
     share(model)
     plain = copy.deepcopy(model)
@@ -79,7 +79,11 @@ def test_a_group_that_comes_after_backward_has_its_gradients_at_once() -> None:
 
 
 def added_early() -> list[bool]:
-    """Whether slices of a group that is added where no gradient is have one: at the start, and between two steps."""
+    """Add groups while there are no gradients: at the start, and between two steps.
+
+    Returns:
+        True for each slice that has a gradient right after a group was added.
+    """
     model = Tower().double()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, make_config())
     shown = []
@@ -97,7 +101,11 @@ def test_a_group_that_comes_before_backward_has_no_gradients() -> None:
 
 
 def wrong_ways() -> tuple[str, str, str]:
-    """The wrapped optimizer's own method; a group taken away; a state with other groups."""
+    """Return three errors of wrong calls.
+
+    The calls are the wrapped optimizer's own ``add_param_group``, loading a state with fewer groups, and a step after a
+    group was deleted.
+    """
     model = Tower().double()
     model.blocks.requires_grad_(False)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, make_config())

@@ -1,4 +1,4 @@
-"""What surrounds a step: optimizers, schedulers, hooks, closures, reduction factors, process groups."""
+"""Steps against plain torch: optimizers, schedulers, hooks, closures, reduction factors and process groups."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_optimizers_over_two_nodes(optimizer: str) -> None:
 
 
 def drive_rate(how: str, optimizer: Any) -> Callable[[int], None]:
-    """Something that changes the learning rate after each step."""
+    """Return a function of the step's number that changes the learning rate after the step."""
     if how == "StepLR":
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     elif how == "LambdaLR":
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 1 / (1 + t), lambda t: 0.9**t])
     elif how == "OneCycleLR":
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)  # moves betas, too
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)  # changes betas, too
     else:
 
         def edit(step: int) -> None:
@@ -84,9 +84,9 @@ def train_with_rate(recipe: Recipe, how: str, when: str) -> Trained:
     optimizer = zeropp.ZeroOptimizer(inner, model, recipe.config())
     change = before or drive_rate(how, optimizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns if a scheduler thinks that the optimizer has not stepped
+        warnings.simplefilter("error")  # torch warns if a scheduler cannot see that the optimizer has stepped
         trained = run_steps(recipe, model, optimizer, change)
-    trained.norms = []  # the plain run keeps none
+    trained.norms = []  # the plain run records no norms
     return trained
 
 
@@ -165,7 +165,7 @@ def count_hooks(recipe: Recipe) -> tuple[dict[str, int], list[float], list[float
                 loss.backward()
                 return loss
 
-            with torch.no_grad():  # a step turns grad mode on for its closure
+            with torch.no_grad():  # step() must enable gradients for its closure
                 value = optimizer.step(closure)
             assert value is not None
             returned.append(value.item())
@@ -182,7 +182,7 @@ def test_hooks_and_closures_run_once_a_step() -> None:
         assert_close(given, train_plain(recipe, 2)[rank].losses, 1e-9, "losses under closures")
 
 
-# Norms and clipping when gradients were edited in between.
+# Norms and clipping after gradients were edited.
 
 
 def clip_after_edit(recipe: Recipe, factor: float) -> tuple[float, float, float]:
@@ -206,10 +206,13 @@ def test_norm_sees_edited_gradients() -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("bounds", [(0.4, 0.1), (0.1, 0.2)], ids=["again", "once"])
 def test_clipped_by_hand_and_by_the_configuration(bounds: tuple[float, float]) -> None:
-    """The second clips what the first has left; SGD tells gradients of different sizes apart."""
+    """The configured clipping acts on gradients that the call has clipped.
+
+    SGD is used because its steps depend on the size of gradients.
+    """
     by_hand, configured = bounds
     recipe = Recipe(optimizer="SGD", clip_call=by_hand, clip=configured)
-    check(recipe, 2, tolerance=1e-5)  # both divide by a little more than the norm
+    check(recipe, 2, tolerance=1e-5)  # each clipping divides by the norm plus 1e-6
 
 
 def step_twice_without_zero_grad(recipe: Recipe) -> dict[str, Tensor]:
@@ -221,7 +224,7 @@ def step_twice_without_zero_grad(recipe: Recipe) -> dict[str, Tensor]:
 
 
 def test_gradients_stay_until_zero_grad() -> None:
-    """As in torch: without zero_grad the second step sees the sum of both backwards."""
+    """As in torch, the second step without ``zero_grad()`` uses the sum of both backwards."""
     recipe = Recipe(optimizer="SGD")
     model = build(recipe)
     optimizer = make_optimizer(recipe, model)
@@ -234,7 +237,7 @@ def test_gradients_stay_until_zero_grad() -> None:
 
 
 def train_with_forwards_in_between(recipe: Recipe, optimizer: Any, model: nn.Module, ranks: list[int]) -> list[float]:
-    """Forwards that no backward follows, before the step and before new weights are loaded, in every grad mode."""
+    """Run forwards without a backward before and after each step, and after new weights were loaded; return losses."""
     losses = []
     for step in range(4):
         optimizer.zero_grad()
@@ -283,20 +286,20 @@ def train_with_factor(recipe: Recipe, factor: float) -> Trained:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("top", [{}, {"gradient_allreduce_op": "sum"}])
 def test_given_factor(top: dict[str, object]) -> None:
-    """The factor replaces the mean or sum; it is not applied on top."""
+    """The factor replaces the mean or sum; it is not applied in addition."""
     recipe = Recipe(optimizer="SGD", steps=3, top=top)
     runs = run_ranks(2, train_with_factor, recipe, 0.37)
     for run, plain in zip(runs, train_plain(recipe, 2, scale=0.37), strict=True):
         compare(run, plain, 1e-9)
 
 
-# Groups that are not the world. Each group of two trains on batches of its own.
+# Process groups of two of the four ranks. Each group trains a model of its own.
 
 
 def train_in_group(recipe: Recipe, how: str) -> tuple[int, Trained]:
     rank = dist.get_rank()
     if how == "groups":
-        # Interleaved in time: the groups run side by side, at different speed.
+        # The two groups train at the same time, each at its own speed.
         made = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         group: Any = made[rank // 2]
         team, member = rank // 2, rank % 2
@@ -321,7 +324,7 @@ def test_two_teams(how: str, nodes: int) -> None:
 
 
 def train_two_models(recipe: Recipe) -> list[Trained]:
-    """Two wrapped models in one process, stepped in turn."""
+    """Train two wrapped models in one process, stepped in turn; return the results of both."""
     wrapped = [wrap(recipe) for _ in range(2)]
     losses: list[list[float]] = [[], []]
     norms: list[list[float]] = [[], []]
@@ -347,7 +350,7 @@ def test_two_models_side_by_side() -> None:
 
 
 def train_by_triple(triple: dict[str, int]) -> float:
-    """One step whose accumulation follows from the batch sizes; the weight afterwards."""
+    """Return a weight after one step whose accumulation window follows from the batch sizes."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     config = {"zero_optimization": {"stage": 3}, **triple}
@@ -359,7 +362,7 @@ def train_by_triple(triple: dict[str, int]) -> float:
 
 
 def test_accumulation_follows_from_the_batch_sizes() -> None:
-    """train_batch_size 16 = 2 a rank x 2 ranks x 4 steps: the sum of four quarters."""
+    """A train_batch_size of 16 is 2 x 2 ranks x 4 micro-batches, so the gradient is the sum of four quarters."""
     triple = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
     assert run_ranks(2, train_by_triple, triple) == [0.0, 0.0]
     for failure in run_ranks(2, train_by_triple, triple | {"gradient_accumulation_steps": 3}, catch=True):

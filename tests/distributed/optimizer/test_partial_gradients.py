@@ -1,4 +1,4 @@
-"""Gradients in ``optimizer.param_groups``: norms of a rank's parts are refused, everything else is as of tensors."""
+"""Gradients in ``optimizer.param_groups`` refuse norms of a rank's part; all else works as on plain tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def stacked(ps: list[nn.Parameter]) -> Tensor:
-    """Gradients of two tasks as rows, as methods for several tasks compare them."""
+    """Return the flattened gradients of two tasks as rows, [2, numel], as multi-task methods compare them."""
     flat = torch.cat([p.grad.flatten() for p in ps if p.grad is not None])
     return torch.stack([flat, 2 * flat])
 
 
 def columns(ps: list[nn.Parameter]) -> Tensor:
-    """The same as columns."""
+    """Return the flattened gradients of two tasks as columns, [numel, 2]."""
     return torch.stack(list(stacked(ps)), dim=1)
 
 
@@ -111,7 +111,7 @@ def tensors(optimizer: Any) -> list[nn.Parameter]:
 
 
 def norms(settings: dict[str, Any]) -> dict[str, str]:
-    """What each way to a norm says; also after the step, and in the next window."""
+    """Return the error of each computation in NORMS ("" for none): before a step, after it, and in the next window."""
     model, optimizer = make_sharded(settings)
     found = {}
     for when in ("before a step", "after it", "later"):
@@ -144,7 +144,11 @@ def test_norms_are_given_where_a_rank_has_all(name: str, world: int) -> None:
 
 
 def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Weights after steps whose gradients were clipped by value, scaled and replaced."""
+    """Return the weights after steps whose gradients are clipped by value, scaled and replaced.
+
+    Args:
+        settings: settings of the configuration; None for plain torch.
+    """
     if settings is None:
         model = make_model()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -165,7 +169,7 @@ def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
                 merged = (in_columns.mean(1) + in_columns @ torch.full((2,), 0.5) + in_columns.T.mean(0)) / 3
                 merged = torch.where(merged > 0, merged, 0.5 * merged)
                 merged = merged + 0.1 * torch.column_stack([merged, in_columns[:, 0]]).mean(1)
-                hit = torch.arange(merged.numel()) == 0  # a result of one element is no number of several
+                hit = torch.arange(merged.numel()) == 0  # a selection of one element combines none, so it is allowed
                 assert torch.masked_select(merged, hit).numel() == 1
                 assert not merged.isnan().sum() and merged.isfinite().all()
                 parameter.grad = merged.view_as(parameter.grad)
@@ -186,7 +190,7 @@ def test_clipping_by_value_and_edits_are_as_in_plain_torch(name: str, world: int
 
 
 def kept() -> list[str]:
-    """Classes of what is copied and saved of gradients, and of states made of them in a step."""
+    """Return the class names of gradients loaded from a file, of a deep copy, and of a state made from a gradient."""
     model, optimizer = make_sharded(SETTINGS["stage 1"], torch.optim.SGD)
     for group in optimizer.param_groups:
         group["momentum"] = 0.9
@@ -205,12 +209,12 @@ def kept() -> list[str]:
 
 
 def test_files_and_states_have_plain_tensors() -> None:
-    """A copy in memory is a part, as what is computed from one."""
+    """Files and states have plain tensors. A copy in memory still refuses norms, as other results of gradients do."""
     assert run_ranks(2, kept) == [["Tensor", "Tensor", "PartialGradient", "Tensor"]] * 2
 
 
 def scaled() -> tuple[dict[str, Tensor], int]:
-    """torch's GradScaler: weights, and calls of Python that it makes on gradients."""
+    """Train with torch's GradScaler; return the weights and the number of ``__torch_function__`` calls on gradients."""
     model, optimizer = make_sharded(SETTINGS["stage 1"], torch.optim.SGD)
     scaler, calls = torch.amp.GradScaler("cpu", init_scale=8.0), [0]
     original = partial_gradient.PartialGradient.__torch_function__.__func__  # type: ignore[attr-defined]

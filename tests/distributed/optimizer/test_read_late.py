@@ -1,6 +1,6 @@
-"""Steps whose sum no host waits for: the same weights, states and reports; and steps that the device leaves out.
+"""Steps whose sum the host does not wait for: equal weights, states and reports, and steps that the device skips.
 
-On CPU, where sums are read late only if a test asks for it; see [Note: sums read late].
+On CPU, sums are read late only if a test sets ``reads_late``; see [Note: sums read late].
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from zeropp.optimizer.step_sync import differ, differ_on_device, encode_hash
 
 
 def alike(settings: dict[str, object], poisoned: int | None, by_hand: bool) -> list[str]:
-    """Five steps beside a twin that waits; where they differ."""
+    """Take five steps beside a twin whose host waits, and return texts on differences.
+
+    Args:
+        settings: settings of the configuration.
+        poisoned: step in which rank 1, or the only rank, has NaN; None for no such step.
+        by_hand: True to clip by ``clip_grad_norm_`` before each step.
+    """
     pair = [wrapped(late, **settings) for late in (True, False)]
     wrong = []
     for step in range(5):
         seen: list[Any] = []
         for optimizer in pair:
-            # NaN on one rank, in one step.
+            # One rank has NaN in one step.
             bad = step == poisoned and (not dist.is_initialized() or dist.get_rank() == 1)
             backward(optimizer, step, float("nan") if bad else 1.0)
             norm = optimizer.clip_grad_norm_(0.05).item() if by_hand else 0.0
@@ -62,7 +68,7 @@ PLACED: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("poisoned", [None, 2])
 @pytest.mark.parametrize("name", PLACED)
 def test_steps_are_those_of_a_host_that_waits(name: str, poisoned: int | None, by_hand: bool) -> None:
-    """To the bit, and a step with a gradient that is not finite changes nothing and is counted."""
+    """Weights and states have the same bits. A step with a non-finite gradient changes nothing and is counted."""
     for wrong in run_ranks(2, alike, {**STATIC, **PLACED[name]}, poisoned, by_hand):
         assert not wrong
 
@@ -73,7 +79,7 @@ def test_one_rank_need_promise_nothing(poisoned: int | None) -> None:
 
 
 class Partly(nn.Module):
-    """A layer that only every second forward uses."""
+    """Model with two layers, of which only some forwards use the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +91,7 @@ class Partly(nn.Module):
 
 
 def waits(settings: dict[str, object], kind: Any, unfused: bool) -> int:
-    """How many times the host waits in three steps."""
+    """Return the number of times that the host waits in three steps."""
     optimizer = wrapped(True, kind, unfused=unfused, **settings)
     for step in range(3):
         backward(optimizer, step)
@@ -112,7 +118,11 @@ def test_what_the_host_must_know_it_waits_for(why: str) -> None:
 
 
 def partly_used() -> tuple[int, bool]:
-    """Waits of two steps, the second of which leaves a layer unused; whether that stayed as it was."""
+    """Take two steps, of which the second leaves a layer unused.
+
+    Returns:
+        The number of times that the host waited, and True if the second step did not change the unused layer.
+    """
     torch.manual_seed(0)
     model = Partly()
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config())
@@ -130,7 +140,15 @@ def test_a_parameter_that_no_rank_uses_is_not_stepped() -> None:
 
 
 def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], list[int]]:
-    """Four steps in which rank 1 does not use a parameter, the third with a factor, beside hosts that all wait."""
+    """Take four steps in which rank 1 does not use a parameter, beside a twin whose hosts all wait.
+
+    Args:
+        settings: settings of the configuration.
+        factor: factor on the loss of the third step.
+
+    Returns:
+        Texts on differences, and the numbers of host waits of the model and of its twin.
+    """
     pair, wrong = [], []
     for late in (True, False):
         torch.manual_seed(3)
@@ -157,14 +175,19 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
 @pytest.mark.parametrize("factor", [1.0, float("nan")])
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=str)
 def test_a_rank_that_waits_does_what_others_have_done(settings: dict[str, object], factor: float) -> None:
-    """Ranks without a gradient of everything read first, the others late; all take the same steps."""
+    """Ranks that lack some gradients read the sum first, the other ranks read it late, and all take the same steps."""
     found = run_ranks(3, some_wait, settings, factor)
     assert [wrong for wrong, _ in found] == [[]] * 3
     assert [reads for _, reads in found] == [[0, 4], [4, 4], [0, 4]]
 
 
 def norms_between() -> tuple[float | None, dict[str, float], list[float | None]]:
-    """The norm of a step that nobody asked about before the next gradients were measured, by two kinds of ranks."""
+    """Read a step's norm after the next gradients were measured, on hosts that read late and on hosts that wait.
+
+    Returns:
+        The norm read again on the host that waits, norms of the next gradients, and the norm read on both kinds of
+        host.
+    """
     found: list[float | None] = []
     for late in (True, False):
         optimizer = wrapped(late, **STATIC)
@@ -183,7 +206,10 @@ def test_measuring_gradients_does_not_lose_the_norm_of_the_step_before() -> None
 
 
 def resumed() -> list[str]:
-    """What fails after a state was loaded whose optimizer was not fused: torch then takes no scale."""
+    """Load the state of an optimizer that is not fused into a fused one, step, and return the errors.
+
+    The loaded settings turn ``fused`` off, and torch's other implementations do not accept ``grad_scale``.
+    """
     failed = []
     plain = wrapped(False, unfused=True, gradient_clipping=0.1)
     backward(plain, 0)
@@ -207,7 +233,7 @@ def test_a_state_of_an_optimizer_that_was_not_fused_goes_on() -> None:
 
 
 def twice() -> tuple[float, float]:
-    """Norms of two steps on the same gradients, which the first has clipped."""
+    """Return the norms of two steps on the same gradients, which the first step clips."""
     optimizer = wrapped(False, gradient_clipping=0.01)
     backward(optimizer, 0)
     optimizer.step()
@@ -222,7 +248,11 @@ def test_a_second_step_measures_what_the_first_has_clipped() -> None:
 
 
 def unfreezes(adds: bool) -> list[float]:
-    """What a step has whose sum is read when there are more trained parameters than when it was made."""
+    """Return the norms of steps of a model that gets more trained parameters while the sum of a step is unread.
+
+    Args:
+        adds: True to add the new parameters to a group, False if a group has them from the beginning.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model[0].requires_grad_(False)
@@ -238,7 +268,7 @@ def unfreezes(adds: bool) -> list[float]:
                 optimizer.add_param_group({"params": list(model[0].parameters())})
         backward(optimizer, step)
         optimizer.step()
-        if step != 1:  # that one is read after the change
+        if step != 1:  # the sum of step 1 is read after the change
             norms.append(optimizer.grad_norm)
         optimizer.zero_grad()
     return norms
@@ -251,12 +281,16 @@ def test_parameters_that_are_unfrozen_before_a_sum_is_read(adds: bool) -> None:
 
 
 def too_large() -> tuple[list[bool], int]:
-    """Whether steps were skipped, and waits, of gradients whose squares pass float32 while they are finite."""
+    """Take steps with finite gradients whose squares overflow float32.
+
+    Returns:
+        True for each skipped step, and the number of times that the host waited.
+    """
     optimizer = wrapped(True, **{**STATIC, "gradient_clipping": 0.0})
     found = []
     for step in range(4):
         backward(optimizer, step, 1e25 if step else 1.0)
-        # As a card's kernel measures: in float32.
+        # Measure in float32, as the kernels of a GPU do.
         for gradient in optimizer.engine.gradients:
             gradient.report.squares = gradient.shard.square().sum().double()
         optimizer.step()
@@ -288,7 +322,7 @@ def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
 
 
 def test_on_a_card_sums_are_read_late() -> None:
-    """By the device's type, which no other test here goes by."""
+    """The device's type decides this. All other tests here set ``reads_late`` themselves."""
     from zeropp.optimizer.step_sync import StepSync
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))
@@ -298,7 +332,11 @@ def test_on_a_card_sums_are_read_late() -> None:
 
 
 def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``torch.cuda.set_device`` another one is current, where asking makes a context of half a gigabyte."""
+    """The event is queried with its own GPU as the current device.
+
+    Without ``torch.cuda.set_device`` another GPU is current, and a query there would create a context of half a
+    gigabyte.
+    """
     from zeropp.optimizer.step_sync import PendingSum
 
     current: list[torch.device] = []

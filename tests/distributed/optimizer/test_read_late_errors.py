@@ -1,4 +1,4 @@
-"""Ranks out of step where no host waits for sums: all raise at the same later call; see [Note: sums read late]."""
+"""Ranks that differ while no host waits for sums: all raise at the same later call; see [Note: sums read late]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeropp.optimizer.step_sync import PendingSum
 
 
 def left_over() -> tuple[str, bool]:
-    """What is raised when rank 1 alone has a gradient left in the third step, and whether that was taken."""
+    """Let only rank 1 have an unsent gradient in the third step; return the error, and True if that step was taken."""
     optimizer = wrapped(True, **STATIC)
     gradient, before = optimizer.engine.gradients[0], list[Tensor]()
     for step in range(4):
@@ -44,13 +44,13 @@ def left_over() -> tuple[str, bool]:
 
 
 def test_a_gradient_that_one_rank_alone_has_left_is_a_broken_promise() -> None:
-    """All ranks raise it at their next step, also the one that has waited for the sum; nobody has stepped."""
+    """All ranks raise at their next step, also the rank that has waited for the sum, and no rank takes the bad step."""
     for told, stepped in run_ranks(2, left_over):
         assert told.startswith("step 3") and "static_graph rules out" in told and not stepped
 
 
 def some_wait_apart() -> list[str]:
-    """What each of four steps raises; rank 1 waits for sums, and has another rate at the first step."""
+    """Return the error of each of four steps. Rank 1 waits for sums, and has another rate at the first step."""
     torch.manual_seed(3)
     model, found = Leaning(), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
@@ -70,14 +70,20 @@ def some_wait_apart() -> list[str]:
 
 
 def test_a_rank_that_waits_raises_where_the_others_do() -> None:
-    """Else it would go on one step ahead of them, and have no partner for its next sum."""
+    """Otherwise the rank that waits would be one step ahead, and no other rank would join its next sum."""
     for found in run_ranks(2, some_wait_apart, timeout=60):
         assert [bool(told) for told in found] == [False, True, False, False]
         assert "differed between ranks at the last step" in found[1]
 
 
 def clips_twice(measures: str) -> list[str]:
-    """What each pass raises in which gradients are measured; the first, with two rates, is followed by no step."""
+    """Return the error of each of three measurements of gradients.
+
+    At the first one the ranks have different learning rates, and no step follows it.
+
+    Args:
+        measures: method that measures, except for the first measurement, which is clip_grad_norm_.
+    """
     torch.manual_seed(3)
     model, found = Leaning(), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
@@ -106,7 +112,12 @@ def test_a_sum_that_no_step_has_followed_is_read_on_every_rank(measures: str) ->
 
 
 def out_of_step(disturb: Callable[[zeropp.ZeroOptimizer], None], asks: bool) -> tuple[str, bool]:
-    """What is raised after rank 1 was disturbed before the third step, and whether weights are those of the second."""
+    """Disturb rank 1 before the third step; return the error, and True if weights are those of the second step.
+
+    Args:
+        disturb: function that makes rank 1 differ.
+        asks: True to read ``skipped_steps`` right after the third step.
+    """
     optimizer = wrapped(True, **STATIC)
     error = ""
     for step in range(4):
@@ -148,7 +159,11 @@ def test_ranks_out_of_step_change_no_weight_and_raise_at_the_next_read(
 
 
 def asks_alone() -> str:
-    """Rank 0 alone asks what has become of a step for which the ranks had other settings."""
+    """Let only rank 0 read the result of a step for which the ranks had different settings.
+
+    Returns:
+        The error of the next step on this rank.
+    """
     optimizer = wrapped(True, **STATIC)
     backward(optimizer, 0)
     if dist.get_rank() == 1:
@@ -160,12 +175,12 @@ def asks_alone() -> str:
             with pytest.raises(RuntimeError, match=r"differed between ranks at the last step.* group 0 lr is 0.05"):
                 optimizer.step_was_taken  # noqa: B018
         _set_rate(optimizer)
-    # The others are in their next pass by now, and hear of it at their next step, where this rank does, too.
+    # Rank 1 is in its next pass by now, and raises at its next step. Rank 0 raises there, too.
     backward(optimizer, 1)
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     optimizer.zero_grad()
-    # All are in step, and have one rate by now.
+    # The ranks are in step again, and have the same learning rate.
     for step in (2, 3):
         backward(optimizer, step)
         optimizer.step()
@@ -180,7 +195,14 @@ def test_one_rank_may_ask_alone() -> None:
 
 
 def loads_after(folder: Path, who: str) -> None:
-    """States saved and loaded after a step at which ranks had two rates are those of before it; steps go on."""
+    """Save and load states after a step at which the ranks had different rates, and train on.
+
+    The states must be those before that step.
+
+    Args:
+        folder: directory of the checkpoint.
+        who: ranks that read the error before they save: "all", "one" (rank 0), or "none".
+    """
     optimizer: Any = wrapped(True, **STATIC)
     backward(optimizer, 0)
     optimizer.step()
@@ -200,7 +222,7 @@ def loads_after(folder: Path, who: str) -> None:
         load()
         assert all(map(torch.equal, before, numbers(optimizer)))
         assert not optimizer.step_was_taken and optimizer.skipped_steps == 0
-        # From the checkpoint ranks have the first one's rate.
+        # A checkpoint restores rank 0's learning rate on every rank, so set the same rate for both loads.
         optimizer.inner.param_groups[0]["lr"] = 0.05
         for step in (2, 3):
             backward(optimizer, step)
@@ -212,12 +234,15 @@ def loads_after(folder: Path, who: str) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("who", ["all", "one", "none"])
 def test_an_error_of_a_step_stands_in_the_way_of_no_state(who: str, tmp_path: Path) -> None:
-    """Whoever has asked for it: it can be saved beside it, and loading puts an end to it on every rank."""
+    """States can be saved while the error is pending, whichever ranks have read it. Loading clears it on every rank."""
     run_ranks(2, loads_after, tmp_path / "here", who)
 
 
 def asks_often() -> tuple[int, bool]:
-    """How many depths of stack an error has that is asked for three times; whether its step's outcome goes at once."""
+    """Raise one error three times; return the number of different traceback depths, and True if nothing is kept alive.
+
+    The step's result must be freed without the garbage collector.
+    """
     optimizer = wrapped(True, **STATIC)
     backward(optimizer, 0)
     if dist.get_rank() == 1:
@@ -244,7 +269,11 @@ def test_an_error_that_is_kept_keeps_nothing_else() -> None:
 
 
 def saves_after_a_loss(how: str) -> str:
-    """What saving says where the sum of the step before has not come."""
+    """Return the error of ``state_dict()`` when the sum of the step before does not arrive.
+
+    Args:
+        how: "lost" if the sum never arrives, "interrupted" if the user interrupts the wait.
+    """
     optimizer = wrapped(True, **STATIC, hang_timeout=5.0)
     for step in range(3):
         backward(optimizer, step)
@@ -254,7 +283,7 @@ def saves_after_a_loss(how: str) -> str:
     def in_vain(unread: PendingSum, _: object) -> list[float]:
         if how == "interrupted":
             raise KeyboardInterrupt
-        agreement.hang_timeout = 2.0  # it never comes
+        agreement.hang_timeout = 2.0  # seconds; the sum never arrives, so a short wait is enough
         agreement.wait_for_event(lambda seconds: False, "waiting for the sum of norms and flags")
         return []
 
@@ -266,13 +295,13 @@ def saves_after_a_loss(how: str) -> str:
     finally:
         PendingSum.read_sum = read  # type: ignore[method-assign]
     if how == "interrupted":
-        # The sum is still there: this rank goes on with the others.
+        # The sum is still pending, so this rank can go on with the others.
         assert optimizer.step_sync._pending_sum is not None and optimizer.step_was_taken
     return told
 
 
 def test_saving_after_ranks_have_lost_each_other() -> None:
-    """Some may have stepped and others not: what they save would not fit."""
+    """Some ranks may have taken the step and others not, so the parts that they save would not fit together."""
     for told in run_ranks(2, saves_after_a_loss, "lost"):
         assert "waiting for the sum of norms and flags" in told and "stepped weights that others may not have" in told
 

@@ -1,4 +1,4 @@
-"""Optimizers that are free of schedules: their modes switch as in plain torch, and on every rank."""
+"""Schedule-free optimizers: ``train()`` and ``eval()`` change the weights as in plain torch, on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from tests.support.rank_pool import run_ranks, spread
 
 
 def free_of_schedules(cls: str, settings: dict[str, object] | None, world: int | None) -> tuple[Any, ...]:
-    """Losses in eval mode between steps, and weights in both modes; plain torch without settings."""
+    """Return losses in eval mode between steps, and weights in both modes.
+
+    Args:
+        cls: name of a class in ``schedulefree``.
+        settings: settings of the configuration; None for plain torch.
+        world: number of ranks whose batches plain torch uses; None for this rank's batches only.
+    """
     model = build(RECIPE)
     optimizer: Any = getattr(schedulefree, cls)(model.parameters(), lr=0.05, warmup_steps=2)
     if settings is not None:
@@ -52,7 +58,7 @@ def test_schedule_free_optimizers_switch(cls: str, placement: str) -> None:
 
 
 def quiet() -> tuple[int, int]:
-    """Bytes that train() sends where the mode changes, and where it does not."""
+    """Return the bytes sent for ``train()`` and the next forward: if the mode changes, and if it does not."""
     model = Routed()
     inner = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
     optimizer: Any = zeropp.ZeroOptimizer(inner, model, make_config(stage=1))
@@ -72,7 +78,7 @@ def test_a_mode_that_is_on_already_sends_nothing() -> None:
 
 
 def switched_alone() -> str:
-    """The error of a rank that evaluates alone, or goes on."""
+    """Return this rank's error when only rank 0 calls ``eval()`` and rank 1 trains on."""
     model = Routed()
     inner = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
     optimizer: Any = zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=3))

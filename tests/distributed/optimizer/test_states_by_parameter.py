@@ -1,4 +1,4 @@
-"""``optimizer.state`` asked for parameters of the model, whose states are spread over slices; states of one rank."""
+"""``optimizer.state`` with the model's parameters as keys, whose states are spread over slices; one rank's states."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from tests.support.model_and_twin import PLACES, TOLERANCE, Both
 from tests.support.rank_pool import run_ranks, some
 from zeropp import checkpoint
 
-State = Any  # of an optimizer
+State = Any  # ``state`` of an optimizer
 
 
 def forgotten(settings: dict[str, Any], folder: str) -> float:
-    """As ReLoRA does: states of some parameters, chosen by name, begin anew; each time of others."""
+    """Delete the states of other parameters after each of three steps, as ReLoRA does, and train on.
+
+    Returns:
+        The largest weight difference from plain torch.
+    """
     both = Both(settings, folder)
     for number in range(4):
         both.backward()
@@ -39,12 +43,16 @@ def forgotten(settings: dict[str, Any], folder: str) -> float:
 @pytest.mark.every(8)
 @pytest.mark.parametrize("name", PLACES)
 def test_states_of_named_parameters_are_forgotten(name: str, tmp_path: Path) -> None:
-    """The steps that follow are those of plain torch, whose states were forgotten alike."""
+    """Later steps equal those of plain torch with the same states deleted."""
     assert max(run_ranks(4, forgotten, PLACES[name], str(tmp_path), local_world_size=2)) < TOLERANCE
 
 
 def looped(settings: dict[str, Any], folder: str) -> float:
-    """Loops over all tensors of the groups set a state to zero, and later forget states."""
+    """In loops over all tensors of the groups, set a state to zero, and later delete states.
+
+    Returns:
+        The largest weight difference from plain torch.
+    """
     both = Both(settings, folder)
     optimizers = (both.optimizer, both.plain_optimizer)
     for number in range(3):
@@ -82,7 +90,7 @@ USES: dict[str, Callable[[State, nn.Parameter], object]] = {
 
 
 def told(state: State, parameter: nn.Parameter) -> set[str]:
-    """Uses that name the parameter, and what to call instead."""
+    """Return the uses of a parameter as a key whose error names the parameter and the function to call instead."""
     found = set()
     for use, run in USES.items():
         with pytest.raises(RuntimeError, match=r"parameter '0\.weight', .*slices.*safe_get_full_optimizer_state.*del "):
@@ -92,7 +100,10 @@ def told(state: State, parameter: nn.Parameter) -> set[str]:
 
 
 def used(stage: int, folder: Path) -> None:
-    """Before a first step, after steps, after loads and inside GatheredParameters; by either optimizer."""
+    """Check the errors of USES before the first step, after steps and loads, and inside GatheredParameters.
+
+    Both optimizers' ``state`` must raise them.
+    """
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
     inner = torch.optim.AdamW(model.parameters())
     optimizer = zeropp.ZeroOptimizer(inner, model, {"zero_optimization": {"stage": stage}})
@@ -100,7 +111,7 @@ def used(stage: int, folder: Path) -> None:
     def check() -> None:
         for state in (optimizer.state, inner.state):
             assert told(state, model[0].weight) == USES.keys()
-        # No entry is left of it.
+        # The refused uses have created no entry.
         assert len(optimizer.state_dict()["state"]) == len(optimizer.state)
 
     check()
@@ -115,7 +126,7 @@ def used(stage: int, folder: Path) -> None:
     with zeropp.zero.GatheredParameters(model):
         assert told(optimizer.state, model[0].weight) == USES.keys()
         del optimizer.state[model[0].weight]
-    # Twice, and by the wrapped optimizer: there is nothing any more, which no rank can tell of all of them.
+    # A second deletion is accepted although no state is left, because a rank cannot know the slices of other ranks.
     del inner.state[model[0].weight]
     for part in optimizer.slices.stepped:
         own = part.parameter
@@ -152,7 +163,11 @@ def test_states_that_wait_for_frozen_parameters() -> None:
 
 
 def asked(who: str) -> tuple[list[str], float]:
-    """Warnings of this rank, and how long the last call took."""
+    """Call ``state_dict()`` twice on some ranks; return this rank's warnings, and the seconds of its last call.
+
+    Args:
+        who: ranks that call it: "all", "one a little later" (rank 1), "rank 0 alone", or "all at first".
+    """
     model = nn.Linear(4, 4)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, {"zero_optimization": {"stage": 2}})
     rank = dist.get_rank()
@@ -175,7 +190,7 @@ def asked(who: str) -> tuple[list[str], float]:
     ("who", "told"), [("all", 0), ("one a little later", 0), ("rank 0 alone", 1), ("all at first", 1)]
 )
 def test_rank_0_alone_is_warned_when_it_asks_for_its_state(who: str, told: int) -> None:
-    """Once, on rank 0, which waits a moment for the others; they wait for nobody."""
+    """Rank 0 warns once, because it waits a moment for the other ranks. The other ranks do not wait."""
     (warned, took), *others = run_ranks(3, asked, who)
     assert len(warned) == told and all(messages == [] for messages, _ in others)
     assert all("called on 1 of 3 ranks" in text and "zeropp.checkpoint.save" in text for text in warned)
@@ -184,7 +199,15 @@ def test_rank_0_alone_is_warned_when_it_asks_for_its_state(who: str, told: int) 
 
 
 def loaded_early(stage: int, kind: str) -> str:
-    """A state of slices is put into the plain optimizer, which torch lets happen where their numbers agree."""
+    """Load a state of slices into a plain optimizer, which torch accepts if the numbers of parameters agree.
+
+    Args:
+        stage: ZeRO stage in which the state is made.
+        kind: model and state: "of all parameters", "of one" parameter, or "of rank 0" on every rank.
+
+    Returns:
+        The error of wrapping the plain optimizer.
+    """
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(16, 16, bias=kind == "of all parameters")

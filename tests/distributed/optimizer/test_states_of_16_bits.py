@@ -1,6 +1,6 @@
-"""States that an optimizer made beside weights in 16 bits go on in the dtype of main weights, with right values.
+"""States that an optimizer made for 16-bit weights go on in the dtype of main weights, with the right values.
 
-The yardstick is mixed precision by hand: plain torch steps float32 weights and states by gradients of a model in bf16.
+The reference is mixed precision by hand: plain torch steps float32 weights and states with gradients of a bf16 model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 class ByHand:
-    """A model in bf16 whose weights are those of a float32 copy, rounded."""
+    """A bf16 model whose weights are rounded from a float32 copy, which plain torch steps."""
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, main: dict[str, Tensor]) -> None:
         self.computing = copy.deepcopy(model).bfloat16()
@@ -56,7 +56,7 @@ class ByHand:
         self.main.load_state_dict(main)
         self.optimizer = made(name, self.main)
         for old, new in zip(model.parameters(), self.main.parameters(), strict=True):
-            # A state that no step has made yet is float32 from its beginning.
+            # States at step 0 are not copied, because the new optimizer has created them in float32.
             for key, value in optimizer.state[old].items() if float(optimizer.state[old].get("step", 1)) else ():
                 self.optimizer.state[new][key] = value.float() if isinstance(value, Tensor) else value
 
@@ -91,7 +91,7 @@ def check_beside(model: nn.Module, optimizer: zeropp.ZeroOptimizer, hand: ByHand
 
 
 def stepped_before(name: str, settings: dict[str, Any], steps: int) -> None:
-    """A model in bf16 is trained by plain torch, and wrapped then."""
+    """Train a bf16 model with plain torch for ``steps`` steps, wrap it, and compare further steps."""
     model = model_of(torch.bfloat16)
     inner = made(name, model)
     for number in range(steps):
@@ -120,7 +120,7 @@ def test_states_stepped_on_the_host(name: str) -> None:
 
 
 def wrapped_again(name: str) -> None:
-    """The first engine leaves the model in bf16, for which the second optimizer makes its states."""
+    """Wrap a model again after its first engine left it in bf16, for which the second optimizer creates states."""
     model = model_of(torch.float32)
     first = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, make_config(stage=1, **BF16))
     first.backward(loss_of(model, 0, dist.get_rank()))
@@ -140,7 +140,7 @@ def test_states_of_a_model_that_is_wrapped_again(name: str) -> None:
 
 
 def unfrozen_later(name: str) -> None:
-    """A state waits for its frozen parameter, and has the dtype of main weights when that is trained."""
+    """Unfreeze a parameter whose state was kept while it was frozen: the state has the dtype of main weights."""
     model = model_of(torch.bfloat16)
     model[2].requires_grad_(False)  # type: ignore[operator, index]
     optimizer = zeropp.ZeroOptimizer(made(name, model), model, make_config(**BF16))
@@ -159,7 +159,7 @@ def test_states_of_frozen_parameters(name: str) -> None:
 
 
 def cast_after_steps() -> None:
-    """A model that becomes float32 once it has states in bf16, which plain torch would go on with."""
+    """Wrap a model that was cast to float32 after steps in bf16; plain torch would keep the states in bf16."""
     model = model_of(torch.bfloat16)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model, 0, 0).backward()
@@ -173,7 +173,7 @@ def cast_after_steps() -> None:
 
 
 class LowMomentum(torch.optim.SGD):
-    """Keeps its momentum in bf16 on purpose."""
+    """SGD that keeps its momentum in bf16 on purpose."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Parameters frozen, unfrozen and added to groups after wrapping train as in plain torch: the same calls on both."""
+"""Parameters frozen, unfrozen and added to groups after wrapping train as in plain torch with the same calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.freezing_model import Tower, batch, trained
 from tests.support.rank_pool import run_ranks, spread
 from tests.support.sharded_and_plain import Pair
 
-# Ranks, ranks per node, settings.
+# By name: ranks, ranks per node, settings.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
     "stage 3": (2, 2, {}),
     "bare": (2, 2, {"prefetch": 0, "reuse": 0, "live": 0, "overlap_comm": False}),
@@ -36,7 +36,15 @@ Story = Callable[[Tower, torch.optim.Optimizer, int, int], None]
 
 
 class Tale:
-    """How a model starts, and what happens before micro-batch ``micro`` of each step (-1: before the step's end)."""
+    """A sequence of changes to a model in training.
+
+    Args:
+        start: function that prepares the model before it is wrapped.
+        tell: function that changes the model before each micro-batch. It is also called before the step, with -1 as the
+            micro-batch.
+        given: function that returns the parameters for the optimizer.
+        micros: micro-batches in a step.
+    """
 
     def __init__(self, start: Callable[[Tower], object], tell: Story, given: Any = everything, micros: int = 1) -> None:
         self.start, self.tell, self.given, self.micros = start, tell, given, micros
@@ -72,7 +80,7 @@ def groups(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int
     if micro == 0 and step == 1:
         model.blocks[3].requires_grad_(True)
         optimizer.add_param_group({"params": model.blocks[3].parameters(), "lr": 0.01})
-    if micro == 0 and step == 2:  # frozen for another two steps
+    if micro == 0 and step == 2:  # both blocks are frozen; block 1 is unfrozen at step 4
         optimizer.add_param_group({"params": [*model.blocks[1].parameters(), *model.blocks[0].parameters()]})
     if micro == 0 and step == 4:
         model.blocks[1].requires_grad_(True)
@@ -80,7 +88,7 @@ def groups(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int
 
 def never_asked(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
     model.zero_grad() if micro == 0 else None
-    if micro == 0 and step == 2:  # trained by the model, but in no group until later
+    if micro == 0 and step == 2:  # requires gradients from now on, but is in no group until later
         model.blocks[2].requires_grad_(True)
     if micro == -1 and step == 3:
         optimizer.add_param_group({"params": model.blocks[2].lin.weight, "weight_decay": 0.2})
@@ -105,7 +113,7 @@ def at_random(seed: int) -> Story:
             for parameter in model.parameters():
                 if rng.random() < 0.3:
                     parameter.requires_grad_(rng.random() < 0.6)
-            model.out.bias.requires_grad_(True)  # something has to be left for backward
+            model.out.bias.requires_grad_(True)  # backward needs at least one trainable parameter
         if rng.random() < 0.2:
             with torch.no_grad():
                 model(torch.ones(1, WIDTH, dtype=torch.float64))
@@ -140,7 +148,7 @@ def live(name: str, settings: dict[str, object]) -> None:
 
 
 def live_tale(tale: Tale, settings: dict[str, object]) -> None:
-    """Six steps of a pair; the same story told to both halves."""
+    """Train a pair for six steps with the same changes to both models, and compare them at the end."""
     model = Tower()
     tale.start(model)
     pair = Pair(

@@ -1,4 +1,4 @@
-"""Freezing and unfreezing that cannot be: ranks that disagree are told, and complex parameters are named."""
+"""Changes of ``requires_grad`` that are refused: ranks that disagree raise, and complex parameters are named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from tests.support.rank_pool import run_ranks
 
 
 def disagreement() -> tuple[str, str, float]:
-    """Rank 1 freezes another block than rank 0; afterwards both come to terms."""
+    """Let each rank freeze another block, run the model twice, and then make the ranks agree.
+
+    Returns:
+        Errors of both forwards, and a sum of outputs after training on.
+    """
     model = Tower().double()
     optimizer = wrap(model)
     train(model, optimizer, 2)
@@ -52,7 +56,10 @@ def test_one_rank_alone_is_an_error_on_all() -> None:
 
 
 def there_and_back() -> str:
-    """Rank 0 freezes a block and thinks again, and unfreezes another that is trained; that concerns nobody."""
+    """Let rank 0 freeze and unfreeze a block, and unfreeze a block that is trainable already; return the error if any.
+
+    Nothing has changed by the next forward, so the ranks need not agree on anything.
+    """
     model = Tower().double()
     optimizer = wrap(model, hang_timeout=3)
     train(model, optimizer, 2)

@@ -1,4 +1,4 @@
-"""Values and optimizer state of parameters that are frozen or unfrozen: every bit stays, and is saved and loaded."""
+"""Weights and optimizer states of parameters that are frozen or unfrozen keep every bit, and are saved and loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 def precision() -> tuple[Tensor, Tensor]:
-    """A frozen float32 weight of a model that computes in bfloat16, before and after it is unfrozen."""
+    """Return a frozen float32 weight of a model that computes in bf16, before and after it is unfrozen."""
     model = Tower()
     model.blocks.requires_grad_(False)
     share(model)
@@ -35,7 +35,7 @@ def test_an_unfrozen_weight_keeps_every_bit() -> None:
 
 
 def with_history() -> tuple[Tower, torch.optim.Optimizer]:
-    """A model that was trained before it is wrapped, so that the optimizer has moments of every block."""
+    """Return a model that has been trained for one step, and its optimizer, which has moments of every block."""
     model = Tower().double()
     share(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -46,7 +46,7 @@ def with_history() -> tuple[Tower, torch.optim.Optimizer]:
 
 
 def adam_with_history() -> None:
-    """The optimizer has moments of a block that is frozen when the model is wrapped, and trained again later."""
+    """Wrap with moments of a block that is frozen, unfreeze the block later, and compare with plain torch."""
     model, first = with_history()
     moments = copy.deepcopy(first.state_dict())
 
@@ -70,13 +70,20 @@ def test_state_of_a_frozen_parameter_waits_for_it() -> None:
 
 
 def wholly_frozen(unfrozen_before_loading: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    """A model that starts wholly frozen, is unfrozen and trained; its state goes on elsewhere."""
+    """Unfreeze and train a model that was wholly frozen, and load its state into another model.
+
+    Args:
+        unfrozen_before_loading: time at which the other model is unfrozen: "before wrapping" or "before loading".
+
+    Returns:
+        The error of loading ("nothing" for none), and the weights of both models after one more step.
+    """
     model = Tower().double().requires_grad_(False)
     share(model)
     optimizer = wrap(model)
     model.requires_grad_(True)
     train(model, optimizer, 2)
-    state = copy.deepcopy(optimizer.state_dict())  # torch would let both optimizers share their moments
+    state = copy.deepcopy(optimizer.state_dict())  # without a copy, both optimizers would share their moments
     other = Tower().double().requires_grad_(unfrozen_before_loading == "before wrapping")
     wrapped = wrap(other)
     other.requires_grad_(True)
@@ -95,7 +102,11 @@ def test_a_state_goes_on_where_the_same_was_unfrozen(when: str) -> None:
 
 
 def history_saved() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Moments of a block that is frozen when the model is wrapped survive being saved and loaded before it thaws."""
+    """Unfreeze a block that had moments when it was frozen, without and with saving and loading in between.
+
+    Returns:
+        The weights after training on, in both cases.
+    """
     states = []
     for saved in (False, True):
         model, optimizer = with_history()
@@ -119,7 +130,14 @@ def test_waiting_states_are_saved() -> None:
 
 
 def saved(late: bool) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    """A state saved after a block was unfrozen, in a model wrapped with the block trainable, or frozen."""
+    """Save a state after a block was unfrozen, and load it into another model.
+
+    Args:
+        late: True to wrap the other model with the block frozen, False to wrap it with the block trainable.
+
+    Returns:
+        The error of loading ("nothing" for none), the saved weights, and the other model's weights after loading.
+    """
     model = Tower().double()
     share(model)
     model.blocks[3].requires_grad_(False)
@@ -147,7 +165,12 @@ def test_saved_states_know_what_was_unfrozen(late: bool) -> None:
 
 
 def rolled_back() -> tuple[str, dict[str, Tensor], dict[str, Tensor], bool]:
-    """A state from before a block was unfrozen, loaded before the next forward unfreezes it; whether it is trained."""
+    """Load a state from before a block was unfrozen, before the next forward applies the unfreezing.
+
+    Returns:
+        The error of loading ("nothing" for none), the saved weights, the weights after loading, and True if the block
+        is trained afterwards.
+    """
     model = Tower().double()
     share(model)
     model.blocks[3].requires_grad_(False)

@@ -1,4 +1,7 @@
-"""When a parameter may be frozen or unfrozen: between any two passes, also while graphs need it; not inside one."""
+"""Times at which a parameter may be frozen or unfrozen: between any two passes, but not inside a pass.
+
+Graphs may still need the parameter.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from zeropp.params.unit import UnitState
 
 
 def forward_given_up() -> None:
-    """A forward whose units are kept for a backward that never comes: one of them is unfrozen meanwhile."""
+    """Unfreeze a parameter of a unit that is kept gathered for a backward that never comes."""
     model = Tower()
     model.norm.requires_grad_(False)
     pair = Pair(model, make_config(), batch=batch)
@@ -44,7 +47,7 @@ def test_units_kept_for_a_backward_that_never_comes() -> None:
 
 
 def clipped_before() -> None:
-    """Between clipping and the step a block is unfrozen, and the model runs."""
+    """Unfreeze a block and run the model between clipping and the step."""
     model = Tower()
     model.blocks[1].requires_grad_(False)
     pair = Pair(model, make_config(), batch=batch)
@@ -65,7 +68,14 @@ def test_unfrozen_between_clipping_and_the_step() -> None:
 
 
 def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
-    """Two forwards, with a change between them, before one backward."""
+    """Run two forwards with a change of ``requires_grad`` between them, then one backward.
+
+    Args:
+        which: "frozen" freezes blocks between the forwards, "unfrozen" unfreezes the norm.
+
+    Returns:
+        Weights, and weights of plain torch.
+    """
     model = Tower().double()
     model.norm.requires_grad_(False)
     share(model)
@@ -77,7 +87,7 @@ def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str
         if which == "unfrozen":
             each.norm.requires_grad_(True)
         else:
-            each.blocks[:2].requires_grad_(on)  # torch itself refuses that for checkpointed ones
+            each.blocks[:2].requires_grad_(on)  # not block 2: torch refuses this change for checkpointed blocks
 
     for step in range(4):
         for each, stepper in ((model, optimizer), (plain, reference)):
@@ -102,7 +112,7 @@ def test_graphs_from_before_a_parameter_was_unfrozen_are_refused() -> None:
 
 
 class Eager(nn.Module):
-    """Unfreezes a part of itself while it runs."""
+    """Model that unfreezes one of its own weights during forward."""
 
     def __init__(self, which: str) -> None:
         super().__init__()
@@ -139,7 +149,7 @@ def test_not_while_the_model_runs(which: str) -> None:
 
 
 def lent() -> bool:
-    """Unfrozen where the values are whole."""
+    """Unfreeze a block inside GatheredParameters; return True if its weight requires gradients afterwards."""
     model = Tower()
     model.blocks[0].requires_grad_(False)
     pair = Pair(model, make_config(), batch=batch)
@@ -158,7 +168,7 @@ def test_inside_gathered_parameters() -> None:
 
 
 def in_inference_mode(stage: int) -> None:
-    """Validation comes first after a block is unfrozen, and a group is added in inference mode."""
+    """Unfreeze blocks, and run the model and add a group in inference mode before the next training pass."""
     model = Tower()
     model.blocks[:2].requires_grad_(False)
     pair = Pair(model, make_config(stage=stage), optimizer=lambda m: torch.optim.SGD(trained(m), lr=0.1), batch=batch)

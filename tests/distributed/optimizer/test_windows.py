@@ -1,4 +1,4 @@
-"""Loops over windows of micro-batches, each beside the plain torch loop that it stands for."""
+"""Loops over windows of micro-batches, each compared with the plain torch loop that has the same windows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.rank_pool import RankFailure, run_ranks
 from zeropp import ZeroOptimizer
 
 STEPS = 4  # micro-batches in a window
-EPOCHS = ((0, 10), (10, 16))  # micro-batches of each
+EPOCHS = ((0, 10), (10, 16))  # (first, end) micro-batch of each epoch
 
 
 class Net(nn.Module):
-    """Two losses of one forward."""
+    """Model that returns two losses of one forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ def batch(number: int, rank: int) -> Tensor:
 
 
 class Loop:
-    """What the loops below share.
+    """A model with its optimizer, for the loops below.
 
     Attributes:
-        taken: whether each call of ``step()`` was.
+        taken: for each call of ``step()``, True if a step was taken.
     """
 
     def __init__(self, settings: dict[str, object]) -> None:
@@ -69,7 +69,7 @@ class Loop:
 
 
 def every_time(loop: Loop) -> None:
-    """README's loop."""
+    """Call backward, step and zero_grad for each micro-batch, as README's loop does."""
     for first, end in EPOCHS:
         for number in range(first, end):
             loop.backward(number)
@@ -143,7 +143,7 @@ def without_sync(loop: Loop) -> None:
 
 
 def by_hand(loop: Loop) -> None:
-    """The end of an epoch cuts a window short."""
+    """Call ``step()`` at the end of each window, and ``step(now=True)`` at the end of an epoch, in a short window."""
     for first, end in EPOCHS:
         for number in range(first, end):
             loop.backward(number)
@@ -153,7 +153,10 @@ def by_hand(loop: Loop) -> None:
 
 
 def by_hand_told(loop: Loop) -> None:
-    """Without ``now``: a short window's step() does nothing and warns, and its gradients are part of the next one."""
+    """Call ``step()`` without ``now`` at the end of each window and epoch.
+
+    In a short window ``step()`` does nothing and warns, and the window's gradients are part of the next window.
+    """
     for first, end in EPOCHS:
         for number in range(first, end):
             loop.backward(number)
@@ -181,7 +184,7 @@ def what_is_there(loop: Loop) -> None:
 
 
 def nothing_left(loop: Loop) -> None:
-    """The data divides, and so there is nothing to take, in any order of calls."""
+    """Call ``step(now=True)`` after whole windows, where no gradients are left, so that no step is taken."""
     for first in (0, 8):
         for number in range(first, first + 8):
             loop.optimizer.zero_grad()
@@ -191,7 +194,7 @@ def nothing_left(loop: Loop) -> None:
 
 
 def resumed(loop: Loop) -> None:
-    """What an unfinished window holds is not of the state that is loaded."""
+    """Load a state inside an unfinished window, whose gradients are then discarded."""
     saved = copy.deepcopy(loop.optimizer.state_dict())
     for number in (20, 21):
         loop.backward(number)
@@ -219,7 +222,7 @@ def left_out_once(loop: Loop) -> None:
 
 
 def windows(*ends: int) -> list[range]:
-    """Micro-batches up to the first end, from there to the second, ..."""
+    """Return the ranges of micro-batches up to the first end, from there to the second end, and so on."""
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
@@ -249,7 +252,7 @@ LOOPS: dict[str, tuple[Callable[[Loop], None], dict[str, object], list[range], l
 
 
 def looped(name: str, settings: dict[str, object]) -> tuple[dict[str, Tensor], list[bool], list[str]]:
-    """Weights after the loop, steps that were taken, and what was said."""
+    """Return the weights after the loop, True for each ``step()`` that took a step, and the texts of warnings."""
     run, own, _, _ = LOOPS[name]
     loop = Loop({**settings, **own})
     with warnings.catch_warnings(record=True) as caught:
@@ -278,7 +281,7 @@ def check(name: str, settings: dict[str, object], world: int = 2, local: int | N
         assert taken == steps, f"rank {rank}"
         for key, value in reference.items():
             assert_close(state[key], value, 1e-9, f"rank {rank}: {key}")
-        # Once, and on the first rank.
+        # The warning comes once, and on rank 0 only.
         warned = [text for text in said if "step() did nothing" in text]
         assert len(warned) == (rank == 0 and not all(steps)), said
         remedies = ("step(now=True)", '{"managed_gradient_accumulation": false}')
@@ -301,12 +304,12 @@ PLACED: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("placement", PLACED)
 @pytest.mark.parametrize("name", ["every time", "two losses", "by hand", "now", "discarded"])
 def test_a_loop_equals_plain_torch_in_every_placement(name: str, placement: str) -> None:
-    """Where gradients wait in other places for the last micro-batch."""
+    """The placements differ in the level at which gradients are held until the last micro-batch."""
     check(name, PLACED[placement], world=4, local=2)
 
 
 def observed() -> list[str]:
-    """What a careful caller sees inside windows and at their ends; complaints."""
+    """Return texts on wrong norms, hook calls, steps and learning rates, inside windows and at their ends."""
     loop, wrong, hooks = Loop({}), [], []
     optimizer = loop.optimizer
     optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
@@ -322,7 +325,7 @@ def observed() -> list[str]:
         if whole and not 0 < float(optimizer.clip_grad_norm_(1e9)) <= 1e-3 * (1 + 1e-6) < norm:
             wrong.append(f"{number}: norm {norm} was not clipped")
         before = list(hooks)
-        optimizer.step_result.step_was_taken = True  # of an earlier step; a failed batch would leave it so
+        optimizer.step_result.step_was_taken = True  # as if left by an earlier step: step() must reset it
         loop.step()
         if hooks[len(before) :] != (["before", "after"] if whole else []):
             wrong.append(f"{number}: hooks {hooks[len(before) :]}")
@@ -348,7 +351,15 @@ def test_hooks_norms_and_schedulers_follow_the_steps() -> None:
 
 
 def scaled(managed: bool, how: str) -> tuple[str, bool, list[float]]:
-    """What torch's GradScaler hears after one of four micro-batches or at the end; a step taken, and the scale then."""
+    """Call torch's GradScaler after the first of four micro-batches, and step at the end of the window.
+
+    Args:
+        managed: ``managed_gradient_accumulation`` of the configuration.
+        how: call after the first micro-batch: "step" or "unscale_".
+
+    Returns:
+        The error of the refused call, True if the last step was taken, and the scale after it.
+    """
     loop = Loop({"managed_gradient_accumulation": managed})
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     refused = ""
@@ -362,7 +373,7 @@ def scaled(managed: bool, how: str) -> tuple[str, bool, list[float]]:
                 scaler.step(loop.optimizer)
         except RuntimeError as error:
             refused = str(error)
-            # A step of the program's own is no GradScaler's, whatever an earlier one has met.
+            # GradScaler's attributes must be removed, or a later step() of the user would count as GradScaler's.
             assert not {"found_inf", "grad_scale"} & loop.optimizer.__dict__.keys()
     if how == "unscale_":
         return refused, False, []
@@ -371,7 +382,7 @@ def scaled(managed: bool, how: str) -> tuple[str, bool, list[float]]:
 
 
 def test_grad_scaler_steps_where_a_window_ends() -> None:
-    """It is known by its protocol: it tells an optimizer that supports it the scale, and whether it found an Inf."""
+    """zeropp recognizes GradScaler by torch's protocol: GradScaler sets ``grad_scale`` and ``found_inf`` for a step."""
     for refused, taken, scales in run_ranks(2, scaled, True, "step"):
         assert re.search(r"step\(\) was called after 1 of gradient_accumulation_steps 4 micro-batches", refused), (
             refused
@@ -386,7 +397,7 @@ def test_gradients_that_were_unscaled_in_part_are_refused(managed: bool) -> None
 
 
 def unscaled_with_a_scheduler() -> float:
-    """The scale after steps whose gradients are set to None by hand, and whose scheduler reads the groups."""
+    """Return the scale after steps whose gradients are set to None by hand, while a scheduler reads the groups."""
     loop = Loop({"managed_gradient_accumulation": False})
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1)
@@ -406,9 +417,16 @@ def test_groups_that_are_read_between_steps_are_not_taken_for_an_early_unscale()
 
 
 def scaled_where_gradients_wait(settings: dict[str, Any], how: str) -> tuple[str, bool, float]:
-    """What GradScaler hears where a window is short, or held by no_sync(); whether weights stay; and a later scale.
+    """Call GradScaler's ``step`` while gradients wait in a short window or in ``no_sync()``.
 
-    In the short window one rank alone has a gradient that is not finite.
+    In the short window, only rank 1 has a non-finite gradient.
+
+    Args:
+        settings: settings of the configuration.
+        how: "no_sync"; "short" for a short window with ``now=True``; "unmanaged" for a short window without ``now``.
+
+    Returns:
+        The error ("stepped" for none), True if weights are unchanged, and the scale after a whole window afterwards.
     """
     loop = Loop(settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -441,13 +459,16 @@ WAITING: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_grad_scaler_is_refused_where_gradients_wait(name: str) -> None:
-    """It would not see them, or not on every rank: a step with gradients times the scale, or ranks that part."""
+    """GradScaler cannot check gradients that wait, or not on every rank.
+
+    Without the error, a step would use gradients times the scale, or ranks would decide differently.
+    """
     for refused, same, scale in run_ranks(2, scaled_where_gradients_wait, *WAITING[name], timeout=60):
         assert "some gradients wait for further ones" in refused and same and scale == 8.0
 
 
 def skipped_by_scaler() -> list[bool]:
-    """Whether a step is told as taken, after each of three micro-batches, the second of which overflows."""
+    """Return ``step_was_taken`` after each of three steps with GradScaler, the second of which overflows."""
     model = nn.Linear(4, 4)
     optimizer = ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     scaler, told = torch.amp.GradScaler("cpu", init_scale=4.0), []
@@ -465,7 +486,7 @@ def test_a_step_that_the_scaler_skips_was_not_taken() -> None:
 
 
 def uneven() -> None:
-    """Rank 1 has a micro-batch less, and comes to the end of its data first."""
+    """Train with one micro-batch less on rank 1, which ends first."""
     loop = Loop({"hang_timeout": 3})
     for number in range(STEPS - loop.rank):
         loop.backward(number)

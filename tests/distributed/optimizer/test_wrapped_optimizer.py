@@ -1,4 +1,4 @@
-"""What the wrapped optimizer shows of the one inside, to users, to schedulers and to reports."""
+"""``ZeroOptimizer`` gives users, schedulers and reports access to the wrapped optimizer's attributes and states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from tests.support.sharded_and_plain import Half
 
 
 def single() -> tuple[bool, list[str], int]:
-    """A model of one parameter: whether there is an average of it, its state, units that have sent something."""
+    """Wrap a model of one parameter and train it.
+
+    Returns:
+        True if its averaged weight equals its weight, the names in the whole state, and the number of units that sent
+        data.
+    """
     model = nn.Linear(8, 8, bias=False)
     zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     model(torch.ones(1, 8)).sum().backward()
@@ -34,7 +39,7 @@ def test_a_model_of_one_parameter_is_found_like_any_other() -> None:
 
 
 class Odd(torch.optim.SGD):
-    """With attributes of its own."""
+    """SGD with attributes and a method of its own."""
 
     schedule = "cosine"
 
@@ -72,7 +77,7 @@ def test_public_attributes_of_the_wrapped_optimizer_are_readable() -> None:
 
 
 def scheduled_before() -> list[str]:
-    """Warnings of a scheduler that was made for the optimizer before it was wrapped."""
+    """Return the warnings of a scheduler that was made for the optimizer before wrapping."""
     model = nn.Linear(8, 8)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
@@ -91,7 +96,7 @@ def test_a_scheduler_made_before_wrapping_sees_steps() -> None:
 
 
 class Turned(nn.Module):
-    """A weight that is stored transposed, and a layer."""
+    """Model with a weight that is stored transposed, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +113,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped_in_the_middle(settings: dict[str, object]) -> float:
-    """Three steps of plain torch, and three of an optimizer that was wrapped after them: how far weights are off."""
+    """Take three steps with plain torch and three after wrapping; return the weight difference from six plain steps."""
     halves = [Half(model, adam(model), [0], inputs) for model in (Turned().double(), Turned().double())]
     for _ in range(3):
         one_step(halves)
@@ -131,5 +136,5 @@ def inputs(step: int, micro: int, rank: int) -> Tensor:
 
 
 def test_state_of_a_transposed_parameter_is_taken_over() -> None:
-    """Pieces are cut in the order of storage, and so are the moments that the optimizer brings along."""
+    """Slices are cut in the order of storage, so the optimizer's existing moments must be cut in that order, too."""
     assert max(run_ranks(2, wrapped_in_the_middle, {})) < 1e-12
