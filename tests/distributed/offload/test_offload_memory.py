@@ -47,7 +47,7 @@ def test_a_model_that_has_no_room_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_limit_that_ends_what_is_in_memory(tmp_path: Path) -> None:
-    """The same model in host memory exceeds the limit, so the limit of the test above is effective."""
+    """In host memory the same model exceeds 600 MiB, so staying below this limit shows that states are on disk."""
     failed = train(tmp_path, 1024, 12, 2, "--limit", str(600 * MIB), "--cpu")
     assert failed.returncode != 0 and "can't allocate memory" in failed.stderr, failed.stderr[-2000:]
 

@@ -26,7 +26,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
     Args:
         held: "gather" blocks a collective until the next unit's copy to the device begins. "store" blocks a copy to
             the host until the next unit's reduction begins. "nothing" blocks nothing.
-        settings: of the configuration.
+        settings: settings of the configuration.
 
     Returns:
         Number of times work was blocked, number of times the block ended by its time limit, and losses.

@@ -118,7 +118,7 @@ def across() -> list[str]:
             losses = [each(rows(step)).square().mean(), each(rows(step + 5)).square().mean()]
             for loss in losses:
                 if each is model:
-                    with torch.inference_mode():  # RLHF loops often make these calls in inference mode
+                    with torch.inference_mode():  # RLHF rollouts run in inference mode
                         steps.offload_states()
                         steps.reload_states()
                 loss.backward()

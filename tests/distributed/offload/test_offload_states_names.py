@@ -64,7 +64,7 @@ def _on_host(optimizer: Any) -> dict[str, int]:
 
 
 def left_gathered(name: str) -> tuple[int, int, list[str]]:
-    """Return bytes that stay gathered before and after a call, and weights that differ from training without the call.
+    """Return gathered bytes before and after a call, and names of weights that differ from training without the call.
 
     Args:
         name: method of the optimizer that is called between forward and backward.

@@ -16,7 +16,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Headed(nn.Module):
-    """Model that, as one unit on two ranks, has only parts of the head on rank 1."""
+    """Model of which rank 1 of two has only parts of the head, if the model is one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_gradients_taken_away_stay_away_until_a_rank_uses_them(how: str, place: 
 
 
 def clipped_by_layer(stage: int) -> float:
-    """Clip each gradient by its own norm, in a loop over names and tensors of the groups; return weight differences."""
+    """Clip each gradient by its own norm, in a loop over names and tensors of the groups; return the weight difference."""
     pair = Pair(Headed(), make_config(stage=stage), optimizer=by_names, batch=rows_of_six)
     for _ in range(2):
         pair.backward(True, True)

@@ -186,5 +186,5 @@ def removed(settings: dict[str, object]) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 1", "deferred"])
 def test_a_gradient_taken_away_leaves_what_is_held_of_others(name: str) -> None:
-    """Held gradients are divided over another number of ranks than optimizer states."""
+    """Held gradients are sharded over another number of ranks than optimizer states."""
     run_ranks(4, removed, HOLDING[name], local_world_size=2)

@@ -206,7 +206,7 @@ def test_norm_sees_edited_gradients() -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("bounds", [(0.4, 0.1), (0.1, 0.2)], ids=["again", "once"])
 def test_clipped_by_hand_and_by_the_configuration(bounds: tuple[float, float]) -> None:
-    """The configured clipping acts on gradients that the call has clipped.
+    """The configured clipping acts on gradients that ``clip_grad_norm_`` has clipped before.
 
     SGD is used because its steps depend on the size of gradients.
     """
@@ -286,7 +286,7 @@ def train_with_factor(recipe: Recipe, factor: float) -> Trained:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("top", [{}, {"gradient_allreduce_op": "sum"}])
 def test_given_factor(top: dict[str, object]) -> None:
-    """The factor replaces the mean or sum; it is not applied in addition."""
+    """A given ``gradient_scale`` replaces the mean or sum over ranks; it is not applied in addition."""
     recipe = Recipe(optimizer="SGD", steps=3, top=top)
     runs = run_ranks(2, train_with_factor, recipe, 0.37)
     for run, plain in zip(runs, train_plain(recipe, 2, scale=0.37), strict=True):
@@ -378,7 +378,7 @@ def step_behind_the_back() -> tuple[float, float]:
     with pytest.raises(RuntimeError, match="call step\\(\\) on that one"):
         inner.step()
     optimizer.clip_grad_norm_(0.1)
-    model.zero_grad()  # nothing is left to step with
+    model.zero_grad()  # no gradient is left, so step() must change nothing
     optimizer.step()
     return before, float(zeropp.full_state(model)["weight"])
 

@@ -322,7 +322,7 @@ def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
 
 
 def test_on_a_card_sums_are_read_late() -> None:
-    """The device's type decides this. All other tests here set ``reads_late`` themselves."""
+    """The device's type alone decides if sums are read late. All other tests here set ``reads_late`` themselves."""
     from zeropp.optimizer.step_sync import StepSync
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))

@@ -70,7 +70,10 @@ def some_wait_apart() -> list[str]:
 
 
 def test_a_rank_that_waits_raises_where_the_others_do() -> None:
-    """Otherwise the rank that waits would be one step ahead, and no other rank would join its next sum."""
+    """A rank that waits for sums raises at the same step as ranks that do not wait.
+
+    Otherwise the rank that waits would be one step ahead, and no other rank would join its next sum.
+    """
     for found in run_ranks(2, some_wait_apart, timeout=60):
         assert [bool(told) for told in found] == [False, True, False, False]
         assert "differed between ranks at the last step" in found[1]

@@ -1,4 +1,7 @@
-"""``optimizer.state`` with the model's parameters as keys, whose states are spread over slices; one rank's states."""
+"""``optimizer.state`` with the model's parameters as keys, whose states are spread over slices of several ranks.
+
+Further tests: ``state_dict()`` calls on some ranks only, and states of slices in a plain optimizer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ State = Any  # ``state`` of an optimizer
 
 
 def forgotten(settings: dict[str, Any], folder: str) -> float:
-    """Delete the states of other parameters after each of three steps, as ReLoRA does, and train on.
+    """After each of three steps, delete the states of a different third of the parameters, as ReLoRA does.
 
     Returns:
         The largest weight difference from plain torch.

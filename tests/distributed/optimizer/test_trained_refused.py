@@ -12,7 +12,7 @@ from tests.support.rank_pool import run_ranks
 
 
 def disagreement() -> tuple[str, str, float]:
-    """Let each rank freeze another block, run the model twice, and then make the ranks agree.
+    """Let each rank freeze a different block, run the model twice, and then make the ranks agree.
 
     Returns:
         Errors of both forwards, and a sum of outputs after training on.
