@@ -82,7 +82,7 @@ def offloads(folder: Path, stage: int) -> tuple[dict[str, dict[str, Any]], dict[
     if stage < 3:
         del apart["nvme for weights alone"]
         return beside, apart
-    # With a ratio between 0 and 1, the border between elements that the device steps and elements that the host steps
+    # With a ratio of 0.3 or 0.7, the border between elements that the device steps and elements that the host steps
     # is within a buffer. That buffer's main weights are on the device, also for elements that the host steps.
     beside["a part on the cpu"] = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     beside["a part on nvme"] = {

@@ -161,7 +161,7 @@ def halve(parameters: Any) -> None:
 
 
 def replaced() -> float:
-    """Replace gradients by half of them between micro-batches; return the largest weight difference from plain torch."""
+    """Halve gradients by replacement between micro-batches; return the largest weight difference from plain torch."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plain, sgd = model_and_sgd()
     model, inner = model_and_sgd()

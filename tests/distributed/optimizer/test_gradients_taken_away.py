@@ -189,7 +189,7 @@ def test_gradients_taken_away_stay_away_until_a_rank_uses_them(how: str, place: 
 
 
 def clipped_by_layer(stage: int) -> float:
-    """Clip each gradient by its own norm, in a loop over names and tensors of the groups; return the weight difference."""
+    """Clip each gradient by its own norm, in a loop over the groups' names and tensors; return weight differences."""
     pair = Pair(Headed(), make_config(stage=stage), optimizer=by_names, batch=rows_of_six)
     for _ in range(2):
         pair.backward(True, True)
