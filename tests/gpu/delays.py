@@ -1,9 +1,10 @@
-"""Training whose comm streams, or whose computing, begin late: what does not wait for them then computes with other
-values.
+"""Training with artificially delayed comm streams or computation, to find missing waits.
 
-On a card the sleeps are kernels, ``torch.cuda._sleep``, at the start of each piece of a comm stream's work and of each
-module's forward and backward. On CPU, where the model itself computes in the caller, comm streams are threads that
-sleep.
+Code that does not wait for the delayed work computes with wrong values, and the losses and weights show it.
+
+On a GPU the delays are sleep kernels (``torch.cuda._sleep``) at the start of each piece of work of a comm stream and of
+each module's forward and backward. On CPU the model computes in the caller's thread, comm streams are threads, and the
+delays are ``time.sleep``.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from zeropp.params import gradient
 
 __all__ = ["CYCLES", "Delays", "Trained", "sleep", "train"]
 
-CYCLES = 2_000_000  # about a millisecond of a card's clock
-SECONDS = 0.003  # on CPU
+CYCLES = 2_000_000  # GPU clock cycles of one sleep kernel, about a millisecond
+SECONDS = 0.003  # seconds of one sleep on CPU
 STEPS = 5
 
 
 def sleep(device: str) -> None:
-    """A card's current stream sleeps, and not the host; else this thread does."""
+    """Let the GPU's current stream sleep without blocking the host, or, on CPU, let the calling thread sleep."""
     if device == "cuda":
         torch.cuda._sleep(CYCLES)
     else:
@@ -43,15 +44,15 @@ def sleep(device: str) -> None:
 
 @dataclass
 class Delays:
-    """Where it is late, and which waits are left out for that to show.
+    """The places that are delayed, and the waits that are removed so that the delay changes results.
 
     Attributes:
         device: "cpu" or "cuda".
-        comm_streams: kinds of comm streams whose work begins with a sleep: gather, reduce, refresh.
-        computing: so do forwards and backwards of blocks.
-        unwaited: kinds of comm streams whose work nobody waits for.
+        comm_streams: kinds of comm streams ("gather", "reduce", "refresh") whose work begins with a sleep.
+        computing: True if each block's forward and backward begins with a sleep, too.
+        unwaited: kinds of comm streams whose events are replaced by finished events, so that no caller waits for them.
         unordered: kinds of comm streams that do not wait for the model's stream.
-        slept: how often it was late, by kind of comm stream, or "computing".
+        slept: number of sleeps, by kind of comm stream or "computing".
     """
 
     device: str
@@ -67,7 +68,7 @@ class Delays:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """For engines that are made inside."""
+        """Return a context manager: engines constructed inside it have delayed comm streams."""
 
         def make(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool) -> CommStreams:
             return CommStreams(lambda link: _Late(kind, self, device, hosted))
@@ -81,11 +82,11 @@ class Delays:
 
 
 class _Late:
-    """A stream of one kind of comm stream."""
+    """A stream that sleeps before its work, for one kind of comm stream."""
 
     def __init__(self, kind: str, delays: Delays, device: torch.device, hosted: bool) -> None:
         self.kind, self.delays = kind, delays
-        # On CPU always a thread: what would be done at once could not be late.
+        # On CPU the stream is always a thread, because work that runs at once in the caller cannot be late.
         name, on_card = f"late {kind}", device.type == "cuda"
         self.inner = make_stream(name, device, sends=False, overlap=True, hosted=hosted or not on_card)
 
@@ -111,7 +112,7 @@ class _Late:
 
 
 class Block(nn.Module):
-    """A residual block."""
+    """A residual block of a LayerNorm and a two-layer MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -125,14 +126,14 @@ class Block(nn.Module):
 
 @dataclass
 class Trained:
-    """Losses, norms and weights, for comparing bits."""
+    """Losses, gradient norms and weights of a training, compared bit by bit."""
 
     losses: list[float]
     norms: list[float | None]
     state: dict[str, Tensor]
 
     def differs(self, other: Trained) -> list[str]:
-        """What is not the same to the bit; a NaN equals nothing."""
+        """Return the names of the losses, norms and weights whose bits differ; a NaN differs from everything."""
         found = [f"loss {i}" for i, (a, b) in enumerate(zip(self.losses, other.losses, strict=True)) if a != b]
         found += [f"norm {i}" for i, (a, b) in enumerate(zip(self.norms, other.norms, strict=True)) if a != b]
         return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
@@ -141,9 +142,15 @@ class Trained:
 def train(
     device: str, settings: dict[str, Any], delays: Delays | None = None, micros: int = 2, late: bool | None = None
 ) -> Trained:
-    """A few steps of a small model of five blocks, clipped, each step of several micro-batches; from one seed.
+    """Train five blocks for ``STEPS`` steps with clipping and ``micros`` micro-batches per step, from one seed.
 
-    With ``late``, false or true, by a fused optimizer whose third step is spoilt: whether the host waits for sums.
+    Args:
+        device: "cpu" or "cuda".
+        settings: settings for :func:`make_config`.
+        delays: delays in force; None for none.
+        micros: micro-batches per step.
+        late: None for plain AdamW. True or False for fused AdamW, a NaN loss in the third step, and step sync results
+            that the host reads late (True) or waits for (False).
     """
     torch.manual_seed(0)
     width = 256 if device == "cuda" else 16
@@ -152,7 +159,7 @@ def train(
     generator = torch.Generator().manual_seed(3)
     batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=None if late is None else True)
-    # On a comm stream, as where there are other ranks; alone on a card one kernel would do it without.
+    # Reduce on a comm stream, as with several ranks. On a single GPU rank one kernel would reduce without a stream.
     on_streams = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
     with on_streams, delays.in_force() if delays is not None else contextlib.nullcontext():
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
@@ -174,7 +181,7 @@ def train(
         if late is None:
             norms.append(optimizer.grad_norm)
     if late is not None:
-        assert (optimizer.step_sync.reads == 0) is late, "whether the host has waited"
+        assert (optimizer.step_sync.reads == 0) is late, "the host must wait for sums only if late is False"
         norms += [optimizer.grad_norm, float(optimizer.skipped_steps)]
     found = Trained(torch.stack(losses).tolist(), norms, zeropp.full_state(model))
     optimizer.close()

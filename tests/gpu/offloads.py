@@ -1,4 +1,4 @@
-"""Training with states or weights off a card, and what of the host's memory is asked to be page-locked for it."""
+"""Training with offloaded states or weights on a GPU or CPU, and counts of the page-locked host memory in use."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ def train_fused(
     begun: Callable[[zeropp.ZeroOptimizer], object] = lambda optimizer: None,
     steps: int = STEPS,
 ) -> Trained:
-    """From one seed, by the fused AdamW, accumulated and clipped; one loss is NaN, and its step skipped.
+    """Train with fused AdamW from one seed, with accumulation and clipping; the NaN loss of one step makes it skipped.
 
     Args:
-        device: "cpu" or "cuda"; on a CPU the host's memory counts as another.
-        settings: as for :func:`make_config`.
-        begun: told of the optimizer before the first step.
-        steps: to take.
+        device: "cpu" or "cuda". On CPU, host memory is treated as separate from device memory.
+        settings: settings for :func:`make_config`.
+        begun: function called with the optimizer before the first step.
+        steps: number of steps.
+
+    Returns:
+        Losses of all micro-batches, norms of all steps (None for the skipped step), and the full weights.
     """
     with host_apart(device == "cpu"):
         model = make_model(device)
@@ -60,7 +63,7 @@ def train_fused(
                 losses.append(loss.detach())
                 optimizer.backward(loss * float("nan") if step == SPOILT else loss)
                 del loss
-            # Logs read the groups here, which may be scaled by whoever has them.
+            # Reading param_groups makes the engine treat gradient norms as outdated. Loggers read them here, too.
             assert optimizer.param_groups[0]["lr"] == 1e-3
             optimizer.step()
             assert optimizer.step_was_skipped is (step == SPOILT)
@@ -73,7 +76,7 @@ def train_fused(
 
 @contextlib.contextmanager
 def counted_rings(device: str) -> Iterator[list[int]]:
-    """Bytes of each ring that is to be page-locked; on a CPU, where nothing is, as if a card trained."""
+    """Yield a list of the bytes of each page-locked ring. On CPU nothing is pinned, but rings have the sizes for a GPU."""
     asked: list[int] = []
     make, choose = Ring.__init__, blueprint.choose_staging
 
@@ -92,5 +95,5 @@ def counted_rings(device: str) -> Iterator[list[int]]:
 
 
 def page_locked() -> int:
-    """Bytes of page-locked memory that are in use; torch's allocator rounds each block up to a power of two."""
+    """Return the bytes of page-locked memory in use; torch's allocator rounds each block up to a power of two."""
     return int(torch.cuda.host_memory_stats()["active_bytes.current"])

@@ -1,4 +1,4 @@
-"""With states and weights off the device, comm streams, computing, steps and files that are late change no bit."""
+"""With offloaded states and weights, delays of comm streams, computation, host steps and file access change no bit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SMALL = {"device": "cpu", "pin_memory": True, "buffer_count": 2, "buffer_size": 
 SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer": CPU,
     "optimizer, bf16, nothing kept": {**CPU, **BF16, "reuse": 0, "prefetch": 0},
-    # Rings of which each buffer is used several times in a gather.
+    # Buffers smaller than a row, so that one gather uses each buffer of the ring several times.
     "both, bf16": {**CPU, **BF16, "offload_param": SMALL, "reuse": 0, "sub_group_size": 4096},
-    # New weights are sent on, and their memory is another's soon.
+    # The refresh sends the new weights, and the memory that they are sent from is reused soon.
     "stage 1, bf16": {**CPU, **BF16, "stage": 1, "overlap_comm": True},
     "qwZ, bf16": {**CPU, **BF16, "zero_quantized_weights": True, "reuse": 0},
     "a part": {"offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": True}, "reuse": 0},
@@ -33,7 +33,7 @@ KINDS = ("gather", "reduce", "refresh")
 
 
 def settings_of(name: str, folder: Path) -> dict[str, Any]:
-    """With a folder for files where there are any."""
+    """Return the settings of a case, with ``nvme_path`` set to ``folder`` in each block for "nvme"."""
     return {
         key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and value.get("device") == "nvme" else value
         for key, value in SETTINGS[name].items()
@@ -41,7 +41,7 @@ def settings_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 LATE = ("all", "streams", "computing", "host")
-# On CPU the first of each in the default suite, and the rest in the campaign.
+# On CPU the default suite runs "all" for every setting and every delay for "optimizer". The campaign runs the rest.
 CASES = [
     pytest.param("cpu", name, late, marks=() if late == "all" or name == "optimizer" else pytest.mark.campaign)
     for name in SETTINGS for late in LATE

@@ -1,4 +1,4 @@
-"""Comm streams that begin late, and computing that does, change no bit; a wait left out does."""
+"""Delayed comm streams and delayed computation change no bit of the results; a removed wait changes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("gather", "reduce", "refresh")
 
 
 def used(settings: dict[str, Any]) -> set[str]:
-    """Kinds of comm streams that have work: below stage 3 whole weights are renewed after a step, and never fetched."""
+    """Return the kinds of comm streams with work: stage 1 refreshes full weights after a step and never gathers."""
     return {"refresh", "reduce"} if settings.get("stage") == 1 else {"gather", "reduce"}
 
 
@@ -41,7 +41,7 @@ def test_no_bit_changes(device: str, name: str, late: str) -> None:
 @pytest.mark.parametrize("name", ["nothing kept", "stage 1 bf16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sums_that_no_host_waits_for(device: str, name: str) -> None:
-    """By a fused optimizer: the device alone leaves out the spoilt step, however late it comes to it."""
+    """With a fused optimizer the device skips the step with a NaN loss, although the host reads the sum later."""
     expected = train(device, SETTINGS[name], late=False)
     assert expected.norms[1] == 1.0
     for delays in (None, Delays(device, comm_streams=KINDS, computing=True)):
@@ -53,7 +53,7 @@ def test_sums_that_no_host_waits_for(device: str, name: str) -> None:
     [
         ("cpu", "reduce", "stage 3"),
         pytest.param("cuda", "reduce", "stage 3", marks=pytest.mark.gpu),
-        # Not on CPU: threads that nobody waits for write to memory that the process has given back.
+        # "gather" is not tested on CPU: a thread without a wait would write to memory that was already freed.
         pytest.param("cuda", "gather", "nothing kept", marks=pytest.mark.gpu),
         pytest.param("cuda", "refresh", "stage 1 bf16", marks=pytest.mark.gpu),
     ],
@@ -66,7 +66,7 @@ def test_work_that_nobody_waits_for_shows(device: str, kind: str, name: str) -> 
 
 @pytest.mark.gpu
 def test_a_stream_that_does_not_wait_for_the_model_shows() -> None:
-    """On CPU what the caller has issued is done; on a card a gradient would be packed before it is there."""
+    """Without the wait, a GPU packs a gradient before it is computed. On CPU the caller's work is always finished."""
     expected = train("cuda", SETTINGS["stage 3"])
     delays = Delays("cuda", computing=True, unordered=("reduce",))
     assert expected.differs(train("cuda", SETTINGS["stage 3"], delays))

@@ -1,4 +1,4 @@
-"""The engine on one card: same results as plain torch, no host wait inside forward and backward, memory as planned."""
+"""The engine on one GPU: results of plain torch, no host wait in forward and backward, memory as planned."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_float64_training_equals_plain_torch(zero: dict[str, object]) -> None:
 
 
 def test_forward_backward_and_a_fused_step_never_wait_for_the_device() -> None:
-    """One rank need promise nothing for its sums to be read late."""
+    """With a single rank the step sync is read late without ``static_graph``, so no step waits for the device."""
     torch.manual_seed(0)
     model = Model().cuda()
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), model, config())
@@ -125,7 +125,7 @@ def test_a_step_that_the_host_decides_waits_once() -> None:
 
 
 def allocated() -> int:
-    """Bytes of tensors on the card; cuBLAS's workspaces, which stay for each stream, are not counted."""
+    """Return the bytes of tensors on the GPU, without cuBLAS's workspaces, which cuBLAS keeps for each stream."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -175,7 +175,7 @@ def test_what_the_model_s_stream_waits_for_is_timed_without_stopping_the_host() 
     event = stream.run(work)
     with stalls.timing("unit", "gather"):
         event.wait(1.0)
-    assert told == [], "the host has waited"
+    assert told == [], "a stall was reported before synchronize(), so the host waited"
     torch.cuda.synchronize()
     stalls.collect()
     assert told == [pytest.approx(begin.elapsed_time(end) / 1000, rel=0.2)]

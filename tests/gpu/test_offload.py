@@ -1,4 +1,4 @@
-"""Offload on one card: the losses of training without, the same bits wherever states are, and nothing else pinned."""
+"""Offload on one GPU: the losses of training without offload, the same bits on every tier, and only rings pinned."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from tests.gpu.offloads import config_of, counted_rings, make_model, page_locked
 CARD = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CARD]
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-6}
-"""Relative, of losses after ten steps in float32: a card's AdamW and the host's round otherwise. On CPU it is one."""
+"""Relative tolerance of losses and norms after ten float32 steps: AdamW on a GPU rounds differently from AdamW on CPU.
+
+On CPU both trainings use the same AdamW, so the results are equal.
+"""
 _SMALL = {"buffer_count": 3, "buffer_size": 4096}
-_SPARE = 1 << 20  # bytes that the engine pins with and without offload: one row of numbers a step
+_SPARE = 1 << 20  # bytes that every engine may pin in any case: a small row of numbers for each step
 
 
 def ways(folder: Path) -> dict[str, dict[str, Any]]:
-    """Where states and weights are, and how they get there; all must give the same bits."""
+    """Return settings for every tier of states and weights, pinned and pageable; all must give the same bits."""
     found: dict[str, dict[str, Any]] = {}
     for place in ("cpu", "nvme"):
         own: dict[str, Any] = {"device": place, **({"nvme_path": str(folder)} if place == "nvme" else {})}
@@ -55,9 +58,9 @@ def offloaded(device: str, bf16: bool = False) -> Trained:
 
 
 def apart(one: Trained, other: Trained) -> float:
-    """The largest relative difference of losses, those of a step that was skipped included, and of norms."""
+    """Return the largest relative difference of the losses (skipped steps included) and of the norms."""
     pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
-    # A step that is skipped has no norm. Python's max would pass over NaN, and torch's does not.
+    # A skipped step has norm None. torch's max returns NaN if any entry is NaN; Python's max may miss it.
     found = torch.tensor([(a, b) for a, b in pairs if a is not None and b is not None], dtype=torch.float64)
     return float(((found[:, 0] - found[:, 1]) / found[:, 1]).abs().max())
 
@@ -69,7 +72,7 @@ def test_losses_are_those_without_offload(device: str) -> None:
     assert apart(offloaded(device), plain) <= TOLERANCE[device]
 
 
-# A CPU pins nothing, so that there both would be the same.
+# On CPU nothing is pinned, so "pinned" cases would repeat the pageable ones.
 EACH = [("cpu", name) for name in WAYS if ", pinned" not in name]
 EACH += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in WAYS]
 
@@ -78,7 +81,7 @@ EACH += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in WAYS]
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("device", "name"), EACH)
 def test_the_same_bits_wherever_states_are(device: str, name: str, bf16: bool, tmp_path: Path) -> None:
-    """In bf16 new weights are a second copy, which is rounded here or there."""
+    """In bf16 the weights have a second, rounded copy, which the device or the host makes; the bits are the same."""
     found = train_fused(device, {**ways(tmp_path / "swap")[name], "bf16": {"enabled": bf16}})
     assert offloaded(device, bf16).differs(found) == []
 
@@ -86,7 +89,7 @@ def test_the_same_bits_wherever_states_are(device: str, name: str, bf16: bool, t
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ratio", [0.3, 0.8])
 def test_a_part_of_the_states(device: str, ratio: float) -> None:
-    """What the device steps has its rounding, and the rest the host's."""
+    """The device's part and the host's part round differently, so losses agree within the tolerance only."""
     found = train_fused(device, {"offload_optimizer": {"device": "cpu", "ratio": ratio}})
     assert apart(found, trained(device)) <= TOLERANCE[device]
 

@@ -1,7 +1,7 @@
-"""Hops over a group of one rank change nothing, and an engine that is made to take them trains as without.
+"""Hops in a group of one rank leave data unchanged, and an engine forced to use such hops trains with the same bits.
 
-On a card the group is NCCL's: the collectives that many ranks use, on the streams that they use. On CPU the same calls
-go through the stand-in for it, :mod:`bench.common.staged`.
+On a GPU the group is NCCL's, so the test runs the collectives and streams of a run with many ranks. On CPU the same
+calls go through the stand-in backend :mod:`bench.common.staged`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 
 
 def join(device: str) -> None:
-    """A world of this rank alone."""
+    """Initialize a process group of world size 1 with the device's backend."""
     staged.register()
     if device == "cuda":
         torch.cuda.set_device(0)
@@ -51,7 +51,7 @@ def join(device: str) -> None:
 
 
 def hops(device: str) -> dict[str, list[bool]]:
-    """By collective, whether each dtype's result is what was given."""
+    """Return, for each collective, one boolean per dtype: True if the result equals the input."""
     join(device)
     ledger = Ledger()
     hop = Hop(HopSpec(1, 1, (0,), "local"), dist.group.WORLD, BACKENDS[device], 0, ledger, "gather")
@@ -66,15 +66,15 @@ def hops(device: str) -> dict[str, list[bool]]:
         (part,) = hop.all_to_all(given, "a unit", "plain")
         (whole,) = hop.all_to_all(given, "a unit", "plain", apart=False)
         found["all_to_all"].append(torch.equal(part, given) and torch.equal(whole, given))
-        if dtype != torch.uint8:  # codes are never added
+        if dtype != torch.uint8:  # codes are never summed, so no reduce_scatter
             found["reduce_scatter"].append(torch.equal(hop.reduce_scatter(given, "a unit", "plain"), given))
-    assert ledger.rows and all(row.bytes == 0 for row in ledger.rows), "a rank alone has sent something"
+    assert ledger.rows and all(row.bytes == 0 for row in ledger.rows), "a single rank has sent bytes"
     return found
 
 
 @contextlib.contextmanager
 def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
-    """Paths of one rank have hops, one for each class of links, where they have none otherwise."""
+    """Give the paths of a single rank one hop per class of links; without this, such paths have no hops."""
     specs = tuple(HopSpec(1, 1, (0,), link) for link in links)
 
     def gradient_paths(
@@ -100,7 +100,7 @@ def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
 
 
 def trained(device: str, settings: dict[str, Any], links: tuple[str, ...], late: bool) -> tuple[Trained, set[str]]:
-    """Results over hops of one member, and which ways went over them."""
+    """Train over hops of one rank; return the results and the set of "collective kind link" strings of the calls."""
     join(device)
     taken: set[str] = set()
 
@@ -143,7 +143,7 @@ def test_an_engine_over_hops_of_one_rank_trains_as_without(device: str, name: st
         assert expected.differs(found) == []
         kind = "refresh" if SETTINGS[name].get("stage") == 1 else "gather"
         assert {f"all_gather {kind} {link}" for link in links} <= taken
-        # NCCL sums what has 32 bits by itself.
+        # NCCL sums fp32 messages in reduce_scatter. Other messages use all_to_all, and the engine sums them.
         way = "reduce_scatter" if device == "cuda" and "bf16" not in SETTINGS[name] else "all_to_all"
         assert {f"{way} reduce {link}" for link in links} <= taken
 

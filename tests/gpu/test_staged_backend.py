@@ -1,4 +1,4 @@
-"""Two and four ranks on one card, over a backend that stages CUDA tensors through gloo: streams, events, order."""
+"""Two and four ranks on one GPU: streams, events and the order of collectives, over a backend that uses gloo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_four_ranks_as_two_nodes() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_codecs_beside_the_model_give_the_bits_of_codecs_in_its_stream(name: str) -> None:
-    """Streams and events order everything: with ``overlap_comm`` off there are none."""
+    """With ``overlap_comm`` false no comm streams exist, so equal bits show that streams and events order all work."""
     results = []
     for overlap in (True, False):
         settings = {**SETTINGS[name], "overlap_comm": overlap}

@@ -1,4 +1,4 @@
-"""Calls of each operation with arguments that hit every branch, done by the plain reference and by the kernels."""
+"""Calls of every operation that cover every branch, run by the plain reference and by the kernels and compared."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ Arguments = tuple[object, ...]
 
 
 def check(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
-    """Run an operation both ways on copies; the arguments at ``outputs`` must end equal. They keep the results."""
+    """Run an operation by the reference and by the kernels on copies, and require bit-equal outputs.
+
+    Args:
+        name: name of the operation.
+        arguments: positional arguments of the call. The output tensors among them receive the results.
+        outputs: positions of the arguments that the operation writes.
+    """
 
     def copied(argument: object, where: str) -> object:
         if isinstance(argument, Tensor):
             moved = torch.empty(argument.numel() + 1, dtype=argument.dtype, device=where)
-            moved = moved[1:] if argument.data_ptr() % 16 else moved[:-1]  # misaligned as it was
+            # Keep an address that is no multiple of 16, because kernels choose narrow access for it.
+            moved = moved[1:] if argument.data_ptr() % 16 else moved[:-1]
             return moved.view(argument.shape).copy_(argument)
         if isinstance(argument, list):
             return [copied(item, where) for item in argument]
@@ -43,11 +50,11 @@ def check(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
             target.copy_(left)
 
 
-SCALED = {"reduce_quantize_": 4, "reduce_": 5, "sum_": 3, "gather_": 5, "scatter_": 5}  # where the scale stands
+SCALED = {"reduce_quantize_": 4, "reduce_": 5, "sum_": 3, "gather_": 5, "scatter_": 5}  # position of the scale
 
 
 def check_scales(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
-    """As :func:`check`, and once more with the scale in a tensor, which counts in place of the number: same bits."""
+    """Run :func:`check` twice: with the scale as a number, and in a tensor, which overrides the number; same bits."""
 
     def cloned(argument: object) -> object:
         if isinstance(argument, list):
@@ -59,14 +66,14 @@ def check_scales(name: str, arguments: Arguments, outputs: Sequence[int]) -> Non
 
     again = [cloned(argument) for argument in arguments]
     scale = torch.tensor([0.0, arguments[SCALED[name]]])
-    # In the middle of a buffer, and of no dimension.
+    # A one-element view inside a larger buffer for some operations, and a tensor without dimensions for the others.
     device_scale = scale[1:] if name in ("reduce_", "gather_") else scale[1].clone()
     again[SCALED[name]] = 7.0
     check(name, arguments, outputs)
     check(name, (*again, device_scale), outputs)
     for position in outputs:
         if isinstance(arguments[position], Tensor):
-            assert same_bits(arguments[position], again[position]), f"{name}: the tensor makes another {position}"
+            assert same_bits(arguments[position], again[position]), f"{name}: scale in a tensor changes {position}"
 
 
 def states(numel: int, count: int, bits: int, feedback: bool) -> Tensor | None:
@@ -91,7 +98,7 @@ def quantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 
 def quantize_spoilt(bits: int) -> None:
-    """Groups that are not finite keep their errors, but for a reset."""
+    """Groups with NaN keep their stored error, and a step with ``reset`` clears it."""
     count, numel = 2, 3 * message_layout(1, bits).group
     state = states(numel, count, bits, feedback=True)
     for step, reset in enumerate((False, False, True)):
@@ -111,7 +118,7 @@ def dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 def reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     variants = [(1, False, 1.0, False), (4, True, 0.25, False), (3, False, 1 / 3, True), (2, True, 3e38, False)]
-    variants += [(2, True, 0.5, True)] if dtype == torch.float32 else []  # sums of no other dtype are added to
+    variants += [(2, True, 0.5, True)] if dtype == torch.float32 else []  # only float32 can accumulate
     for count, rotate, scale, accumulate in variants:
         messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
         accumulate = accumulate and dtype == torch.float32
@@ -122,7 +129,7 @@ def reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 
 def stats(numel: int) -> tuple[Tensor, Tensor]:
-    """Norms that every block must overwrite, and a flag that is not set."""
+    """Return norms [blocks] of NaN, of which every block must be overwritten, and a flag [1] that is 0."""
     return torch.full((-(-numel // 256),), float("nan")), torch.zeros(1, dtype=torch.int32)
 
 
@@ -130,7 +137,8 @@ def plain_sum(numel: int, dtype: torch.dtype) -> None:
     for count, scale, accumulate in [(1, 1.0, False), (2, 0.5, True), (3, 1 / 3, True), (5, 3e38, False)]:
         for spoilt in (False, True):
             messages = torch.cat([values(numel, dtype, rank, spoilt=spoilt) for rank in range(count)])
-            # At an odd address and at an even one; of what is long, spoilt values at one and others at the other.
+            # Messages at an aligned and at a misaligned address. Long runs on CPU use only one address for each kind of
+            # values, because the interpreter is slow: aligned for finite values, misaligned for those with Inf and NaN.
             both = (messages, torch.cat([messages[:1], messages])[1:])
             for moved in both if numel < 1000 or DEVICE == "cuda" else both[spoilt : spoilt + 1]:
                 out = values(numel, torch.float32, 9, spoilt=False)
@@ -141,7 +149,7 @@ def plain_sum(numel: int, dtype: torch.dtype) -> None:
 
 
 def wide_sum(dtype: torch.dtype) -> None:
-    """Messages whose strides are whole accesses, so that programs load all but the end with 128 bits."""
+    """Sum messages whose stride is a multiple of 16 bytes, so that all tiles but the last use 128-bit loads."""
     numel, count = 2 * 16384 + 8, 4
     messages = torch.cat([values(numel, dtype, rank, spoilt=False) for rank in range(count)])
     arguments = (messages, values(numel, torch.float32, 9, spoilt=False), count, 0.25, True, *stats(numel))
@@ -159,20 +167,20 @@ def reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
         check_scales("reduce_quantize_", arguments, [5, 9] if feedback else [5])
 
 
-SCALES = [-1.0, 0.0, 1e30]  # gaps stay +0 under each
+SCALES = [-1.0, 0.0, 1e30]  # with each of them, gaps of the flat buffer must be +0, not -0 or NaN
 
 
 SHAPES = {
     "even": [(64, 3), (1024,), (64,), (8, 640)],
     "odd": [(7, 3), (0,), (1000,), (1,), (513,)],
     "misaligned": [(64, 3), (1024,), (64,), (8, 640)],
-    # Tiles that lie in one tensor, in several, and at an end, whatever their size; the last tensor is misaligned.
+    # Has tiles inside one tensor, across several, and at an end, for every tile size. The last tensor is misaligned.
     "large": [(70_000,), (7, 3), (65_536,), (40_001,)],
 }
 
 
 def laid_out(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
-    """Tensors, and their places on blocks with a gap here and there, in two messages."""
+    """Return tensors of the shapes in ``SHAPES[kind]`` and a table that leaves gaps, in a buffer of two messages."""
     shapes = SHAPES[kind]
     numels = [torch.Size(shape).numel() for shape in shapes]
     tensors = [values(n, dtype, i).view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]
@@ -237,7 +245,7 @@ def delta(numel: int, dtype: torch.dtype) -> None:
 
 
 def weights(numel: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    """Values near a reference, some of them far, some of them special."""
+    """Return new values and a bfloat16 reference: most new values are close to the reference, every 17th is not."""
     held = values(numel, torch.bfloat16, seed)
     noise = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     new = (held.float() * (1 + 0.02 * noise)).to(dtype)

@@ -1,4 +1,4 @@
-"""What the kernel tests share: lengths, and values that hit every branch."""
+"""Values, lengths and comparisons that the kernel tests share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ LENGTHS = (1, 127, 128, 129, 255, 256, 257, 100_003)
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0, *, spoilt: bool = True) -> Tensor:
-    """Heavy-tailed values of every size, at an odd address; among them, where there is room, the special cases.
+    """Return heavy-tailed values [numel] at a misaligned address, with special cases if ``numel`` is large enough.
 
-    Whole groups of zeros and of subnormals, -0, the largest finite value, and with ``spoilt`` Inf and NaN.
+    The special cases are whole groups of zeros and of subnormals, -0, the largest finite value, and with ``spoilt``
+    also Inf and NaN.
     """
     generator = torch.Generator().manual_seed(1000 * seed + numel)
     spread = torch.randn(numel + 1, generator=generator).mul_(3).exp_()
@@ -37,15 +38,15 @@ def values(numel: int, dtype: torch.dtype, seed: int = 0, *, spoilt: bool = True
 
 
 def poisoned(nbytes: int) -> Tensor:
-    """Bytes that no operation may leave behind."""
+    """Return bytes of 0xA5, to show places that an operation has not overwritten."""
     return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True if both have the same dtype, shape and bits; any NaN equals any other, since machines choose its payload."""
+    """True if dtype, shape and bits are equal. Any NaN equals any other, because machines choose NaN payloads."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    # Flat: a tensor without dimensions has no view as bytes.
+    # A tensor without dimensions cannot be viewed as bytes, so flatten first.
     a, b = a.cpu().reshape(-1), b.cpu().reshape(-1)
     if a.dtype.is_floating_point:
         nan = a.isnan()

@@ -1,4 +1,4 @@
-"""The Triton side of each operation, on CUDA tensors or, under Triton's interpreter, on those of the CPU."""
+"""The Triton implementation of each operation, for CUDA tensors or, under Triton's interpreter, for CPU tensors."""
 
 from __future__ import annotations
 

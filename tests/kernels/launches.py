@@ -1,7 +1,7 @@
-"""Which configurations the operations launch, found without a GPU: what Triton's launcher would compile is noted.
+"""Find all configurations that the operations launch, without a GPU, by recording the arguments of Triton's launcher.
 
-Run as a program, with Triton's interpreter off; prints those that `zeropp_kernels.aot` does not know, how many of
-those that it knows were seen, and what decoding lossless messages takes.
+Run as a program, with Triton's interpreter off. It prints the launched configurations that `zeropp_kernels.aot` does
+not compile, their number, and the number of GPU calls that decode lossless messages. It exits with 1 if any is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Configuration = tuple[object, ...]
 
 
 def seen(kernel: jit.JITFunction, arguments: tuple[object, ...], options: dict[str, object]) -> Configuration:
-    """Name, and of each parameter its type, its value if it is a constant, and whether it is known to be aligned."""
+    """Return the kernel's name and, for each parameter, its type and its constant value or True if it is aligned."""
     bind = jit.create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGET))
     _, found, _ = bind(*arguments, **options)
     parts = []
@@ -39,7 +39,7 @@ def seen(kernel: jit.JITFunction, arguments: tuple[object, ...], options: dict[s
 
 
 def known(case: Case) -> Configuration:
-    """The same of a case."""
+    """Return the configuration of a case of `zeropp_kernels.aot` in the form of :func:`seen`."""
     source = case.source(TARGET)
     parts = []
     for parameter in case.kernel.params:
@@ -51,7 +51,7 @@ def known(case: Case) -> Configuration:
 
 
 def launch_everything() -> set[Configuration]:
-    """Do the calls of the agreement tests with launches noted in place of made."""
+    """Run the calls of the agreement tests with a launcher that only records; return the configurations."""
     found = set()
 
     def run(self: jit.JITFunction, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
@@ -60,7 +60,7 @@ def launch_everything() -> set[Configuration]:
 
     def check(name: str, arguments: tuple[object, ...], outputs: object) -> None:
         getattr(device, name)(*arguments)
-        getattr(reference, name)(*arguments)  # the next operation's input
+        getattr(reference, name)(*arguments)  # computes the input of the next operation
 
     jit.JITFunction.run = run
     agreement.check = check
@@ -87,7 +87,7 @@ def launch_everything() -> set[Configuration]:
 
 
 class Calls(TorchDispatchMode):
-    """Counts torch operations."""
+    """A dispatch mode that counts torch operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of_lossless_decoding(count: int) -> int:
-    """What decoding ``count`` messages has a GPU do."""
+    """Return the number of kernels and torch operations that decoding ``count`` messages launches on a GPU."""
     numel, room = 5000, 100
     messages = torch.empty(count * lossless_layout(numel, room, room).nbytes, dtype=torch.uint8)
     held = torch.empty(count * numel, dtype=torch.bfloat16)

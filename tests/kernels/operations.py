@@ -1,4 +1,4 @@
-"""One call of every registered operation, and which of its tensors it says it writes."""
+"""One call of every registered operation, and the tensors that its schema declares as written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def real_messages_of(x: Tensor, rotate: bool = False) -> Tensor:
 
 
 def samples() -> dict[str, tuple[object, ...]]:
-    """Arguments of one call of each operation, as torch.ops sees them."""
+    """Return the arguments of one call of each operation, in the order of its torch.ops schema."""
     x = values(NUMEL, torch.bfloat16)
     state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
     held = values(NUMEL, torch.bfloat16, 1)
@@ -69,13 +69,13 @@ NAMES = list(samples())
 
 
 def written(name: str, arguments: tuple[object, ...]) -> list[Tensor]:
-    """The tensors that an operation says it writes."""
+    """Return the tensors among ``arguments`` that the operation's schema declares as written."""
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
     pairs = zip(declared, arguments, strict=True)
     return [t for each, value in pairs if each.alias_info and each.alias_info.is_write for t in listed(value)]
 
 
 def listed(argument: object) -> list[Tensor]:
-    """The tensors of an argument."""
+    """Return the tensors of one argument: itself, the tensors in a list, or none."""
     found = argument if isinstance(argument, list) else [argument]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]

@@ -1,7 +1,7 @@
-"""The formulas of the wire a third time, in numpy and float64, written from the design and not from either program.
+"""The formulas of the messages in numpy float64: an independent implementation written from the design.
 
-Float64 holds every product and sum of two float32 numbers exactly or rounds it innocuously, so one rounding to float32
-after each operation is float32 arithmetic.
+After each operation the result is rounded to float32. That equals float32 arithmetic, because float64 has enough bits
+that rounding a product or sum of two float32 numbers twice gives the same result as rounding once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ LEVELS = {8: 127.0, 4: 7.0}
 
 
 def single(x: Values) -> Values:
-    """Rounded to float32."""
+    """Round to float32, and return the result as float64."""
     with np.errstate(over="ignore"):
         return x.astype(np.float32).astype(np.float64)
 
 
 def bfloat16_up(x: Values) -> Values:
-    """The smallest number of 8 significant bits that is not below x > 0, and at least 2**-126."""
+    """Return the smallest number with 8 significant bits that is >= x, for x > 0, and at least 2**-126."""
     mantissa, exponent = np.frexp(x)
     return np.maximum(np.ldexp(np.ceil(mantissa * 256) / 256, exponent), 2.0**-126)
 
@@ -31,7 +31,7 @@ def grouped(x: Values, group: int) -> Values:
 
 
 def encode(x: Values, bits: int, group: int | None = None) -> tuple[Values, Values]:
-    """(codes [groups, group], scales [groups])."""
+    """Return the codes [groups, group] and the scales [groups]."""
     rows = grouped(x, group or GROUP[bits])
     peak = np.abs(rows).max(axis=1)
     finite = np.isfinite(peak)
@@ -46,7 +46,7 @@ def decode(codes: Values, scales: Values, numel: int) -> Values:
 
 
 def unpack(message: npt.NDArray[np.uint8], numel: int, bits: int, group: int | None = None) -> tuple[Values, Values]:
-    """Codes and scales out of a message; byte j of 64 has element j of 128 below, and j + 64 above."""
+    """Return codes and scales of a message. In 4 bits, byte j of 64 has element j (low half) and j + 64 (high half)."""
     group = group or GROUP[bits]
     groups = -(-numel // group)
     size = groups * group * bits // 8
@@ -61,7 +61,7 @@ def unpack(message: npt.NDArray[np.uint8], numel: int, bits: int, group: int | N
 
 
 def feedback(x: Values, error: Values, bits: int, beta: float) -> tuple[Values, Values, Values, Values]:
-    """(codes, scales, codes and scales of the new error); the error in 8 bits, in the groups of the message."""
+    """Return the message's codes and scales and those of the new error, which has 8 bits in the message's groups."""
     h = single(x + error)
     codes, scales = encode(h, bits)
     lost = single(h - decode(codes, scales, len(h)))
@@ -71,7 +71,7 @@ def feedback(x: Values, error: Values, bits: int, beta: float) -> tuple[Values, 
 
 
 def hadamard() -> Values:
-    """The orthonormal matrix of 32, by doubling."""
+    """Return the orthonormal Hadamard matrix [32, 32], built by doubling."""
     matrix = np.ones((1, 1))
     while len(matrix) < 32:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -79,13 +79,13 @@ def hadamard() -> Values:
 
 
 def rotated(x: Values) -> Values:
-    """Each 32 elements of 128, 16 in a row of both halves, through the orthonormal matrix; up to their order."""
+    """Multiply each 32 elements by the Hadamard matrix, up to their order: 16 from each half of a row of 128."""
     rows = grouped(x, 128).reshape(-1, 2, 4, 16).transpose(0, 2, 1, 3).reshape(-1, 32)
     return rows @ hadamard()
 
 
 def summed(shares: list[tuple[Values, Values]], numel: int, factor: float) -> Values:
-    """Float32 sum of messages in their order, then times the factor."""
+    """Return the float32 sum of decoded messages in their order, multiplied by ``factor``."""
     total = np.zeros(numel)
     for share in shares:
         total = single(total + decode(*share, numel))
@@ -93,13 +93,13 @@ def summed(shares: list[tuple[Values, Values]], numel: int, factor: float) -> Va
 
 
 def unkey(number: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
-    """The bfloat16 bits of a key, which counts modulo 2**16."""
+    """Return the bfloat16 bits of integer keys, which wrap modulo 2**16."""
     signed = ((number + 2**15) % 2**16 - 2**15).astype(np.int16)
     return np.where(signed < 0, signed ^ 0x7FFF, signed).astype(np.int16).view(np.uint16)
 
 
 def key(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """An integer for each bfloat16 that grows with the number."""
+    """Return an integer for each bfloat16; larger numbers have larger keys."""
     signed = bits.view(np.int16)
     return np.where(signed < 0, signed ^ 0x7FFF, signed).astype(np.int64)
 
@@ -107,21 +107,21 @@ def key(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
 def differences(
     new: npt.NDArray[np.uint16], old: npt.NDArray[np.uint16]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Differences of keys in [-32768, 32767], and which of them escape to 8 bits and which to 16."""
+    """Return key differences in [-32768, 32767] and masks of the escapes to 8 bits and to 16 bits."""
     found = (key(new) - key(old) + 2**15) % 2**16 - 2**15
     to16 = (found < -128) | (found > 127)
     return found, ((found < -7) | (found > 6)) & ~to16, to16
 
 
 def lossless_sizes(numel: int, room8: int, room16: int) -> list[int]:
-    """Bytes of a lossless message's parts: 4-bit codes, starts, 8-bit codes, gap, 16-bit values, gap."""
+    """Return the bytes of a lossless message's parts: 4-bit codes, starts, 8-bit codes, gap, 16-bit values, gap."""
     sizes = [-(-numel // 256) * 128, -(-numel // 2048) * 8, room8]
     sizes += [-sum(sizes) % 16, 2 * room16]
     return [*sizes, -sum(sizes) % 128]
 
 
 def in_bytes(x: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """What belongs to elements, zeros to the end of a block, in the order of 4-bit codes: j, j + 64, j + 1, ..."""
+    """Pad to whole blocks with zeros, and order elements as the 4-bit codes in bytes: j, j + 64, j + 1, j + 65, ..."""
     padded = np.pad(x.astype(np.int64), (0, -len(x) % 256))
     return padded.reshape(-1, 2, 64).transpose(0, 2, 1).reshape(-1)
 
@@ -132,7 +132,7 @@ def lossless_values(
     words: npt.NDArray[np.uint16],
     old: npt.NDArray[np.uint16],
 ) -> npt.NDArray[np.uint16]:
-    """Bits of the values that a message of no more room than it needs stands for."""
+    """Decode a lossless message whose rooms have exactly the needed sizes, to bfloat16 bits."""
     marks = np.stack([codes & 15, codes >> 4], axis=1).reshape(-1).astype(np.int64)
     change = np.where(marks > 7, marks - 16, marks)
     change[marks == 8] = bytes8

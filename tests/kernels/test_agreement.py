@@ -1,4 +1,4 @@
-"""The plain reference and the Triton kernels give the same bits, for every operation, dtype, and awkward length."""
+"""The plain reference and the Triton kernels give equal bits for every operation, dtype and awkward length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, same_bits
 from tests.kernels.fast import device
 from zeropp_kernels import message_layout, reference
 
-# The interpreter takes its time: 257 elements are whole groups and a part of one, and 100003 many tiles and a part.
+# The interpreter is slow, so the default suite runs few lengths: 257 has a partly filled group, 100003 many tiles.
 SLOW = pytest.mark.campaign if DEVICE == "cpu" else ()
 EVERY = [pytest.param(numel, marks=SLOW if numel in (127, 128, 129, 255) else ()) for numel in (0, *LENGTHS)]
 EVERY.append(pytest.param(1_000_000, marks=pytest.mark.campaign))
-# Every pair of dtypes in tensors of every other shape; in large ones each dtype once on either side.
+# All pairs of dtypes. For "large" tensors the default suite runs two pairs, which contain each dtype on some side.
 COPIES = [
     pytest.param(
         shapes, source, target, id=f"{shapes}-source{i}-target{j}",
@@ -58,7 +58,7 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_norms_of_a_sum_end_where_it_ends(bits: int) -> None:
-    """A rotation spreads values behind the last element."""
+    """A rotation writes values after the last element of the message, and norms must not include them."""
     agreement.reduce(100, torch.float32, bits)
 
 
@@ -111,7 +111,10 @@ def test_lossless(numel: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_sum_of_negative_zeros_is_one(bits: int) -> None:
-    """Scales below zero, which no encoder writes: the first product opens the sum, whatever its sign."""
+    """A sum starts with the first product, not with +0, so -0 stays -0. Only a negative scale makes such products.
+
+    Encoders write no negative scales, so the test writes them.
+    """
     layout = message_layout(4096, bits)
     message = torch.zeros(2 * layout.nbytes, dtype=torch.uint8)
     for own in message.view(2, -1):

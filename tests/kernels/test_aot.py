@@ -1,6 +1,7 @@
-"""Kernels compile for GPUs that are not here, and what comes out is as wide and as lean as it should be.
+"""Kernels compile for GPUs that this machine lacks, and their machine code keeps within the expected properties.
 
-In processes of their own: the interpreter, which the other tests run under, and the compiler cannot share one.
+Each compilation runs in a process of its own, because the other tests run under Triton's interpreter, and compiler and
+interpreter cannot share a process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def run_python(*arguments: str, interpret: str = "0") -> subprocess.CompletedPro
 
 
 def compile_all(*arguments: str) -> str:
-    """What `python -m zeropp_kernels.aot` prints."""
+    """Return the output of `python -m zeropp_kernels.aot`."""
     done = run_python("-m", "zeropp_kernels.aot", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
@@ -48,7 +49,7 @@ def test_every_setting_on_sm_90() -> None:
 
 @pytest.mark.timeout(600)
 def test_every_kernel_on_two_targets() -> None:
-    """One setting each, for a card of NVIDIA and one of AMD; the campaign has all settings on four targets."""
+    """Compile one setting of each kernel for one NVIDIA and one AMD GPU; the campaign compiles all for four targets."""
     said = compile_all("--cover", "one", "--targets", "sm_90", "gfx942")
     kernels = {case.name for case in cases("all")}
     assert f"{len(kernels)} cases on 2 targets" in said and " 0 wrong" in said
@@ -74,11 +75,11 @@ LEAN = Facts(
 
 
 def wrong(changes: dict[str, int], **settings: object) -> list[str]:
-    """What the checks say of a kernel that is in order but for ``changes``: 32 elements a thread of float16."""
+    """Return the messages of ``budgets.check`` for a correct kernel with ``changes``; 32 fp16 values per thread."""
     kernel = SimpleNamespace(__name__="delta_apply_kernel")
     case = Case(kernel, {"EVEN": True, **settings}, {"reference": "fp16"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budgets, "_ELEMENTS", 32)  # the interpreter's tiles are larger
+        patch.setattr(budgets, "_ELEMENTS", 32)  # the interpreter's tiles are larger than a GPU's
         return budgets.check(case, replace(LEAN, **changes), "cuda")
 
 
@@ -90,7 +91,7 @@ def wrong(changes: dict[str, int], **settings: object) -> list[str]:
         ({"fused": 1}, "1 fused multiply-adds, not 0"),
         ({"wide_loads": 4}, "4 loads and 4 stores of 128 bits, not 5 and 4"),
         ({"wide_stores": 3}, "5 loads and 3 stores of 128 bits, not 5 and 4"),
-        # 32 values one by one at an end, and 4 for scales.
+        # The limit is 36: 32 values one by one in a tile at an end, and 4 scales.
         ({"narrow_loads": 37}, "37 loads and 0 stores below 32 bits"),
         ({"narrow_stores": 37}, "1 loads and 37 stores below 32 bits"),
     ],
@@ -108,7 +109,7 @@ def test_what_is_not_even_may_be_narrow() -> None:
 @pytest.mark.parametrize(
     ("backend", "loads", "wrong"),
     [
-        # Two elements a thread of float32, so half an access a message; tile of 4 makes it two.
+        # A thread has 8 float32 elements of each message (TILE 4), so two loads. The code loads three messages: 6.
         ("cuda", 6, []),
         ("cuda", 8, ["8 loads and 2 stores of 128 bits, not 6 and 2"]),
         ("hip", 6, []),
@@ -128,13 +129,13 @@ def test_only_whole_messages_may_be_unrolled_and_only_on_amd(backend: str, loads
     [
         ({}, []),
         ({"registers": 97}, ["97 registers, more than 96"]),
-        # Two escapes in one access: their places need not follow each other.
+        # Two escapes loaded in one access would be wrong, because places of escapes need not be adjacent.
         ({"narrow_loads": 31}, ["31 loads and 0 stores below 32 bits"]),
         ({"narrow_stores": 1}, ["32 loads and 1 stores below 32 bits"]),
     ],
 )
 def test_escapes_are_looked_up_one_by_one(changes: dict[str, int], said: list[str]) -> None:
-    """One section for 128 threads: 16 elements each, with an 8-bit access and a 16-bit one."""
+    """A thread has 16 elements of a section, and reads one 8-bit and one 16-bit place for each: 32 narrow loads."""
     kernel = SimpleNamespace(__name__="lossless_decode_kernel")
     case = Case(kernel, {"EVEN": True, "TILE": 1}, {"reference": "bf16", "out": "bf16"})
     lean = replace(LEAN, wide_loads=2, wide_stores=2, narrow_loads=32)
@@ -152,12 +153,12 @@ def test_every_kernel_is_compiled_for_wide_access_too() -> None:
 def test_what_is_launched_is_what_is_compiled() -> None:
     done = run_python("-m", "tests.kernels.launches")
     assert done.returncode == 0 and " 0 unknown" in done.stdout, done.stdout + done.stderr
-    # Receivers decode the messages of all ranks: one kernel, and nothing that torch would do beside it.
+    # One kernel decodes the messages of all ranks, without further torch operations.
     assert "calls that decode 1, 2 and 64 lossless messages: 1 1 1\n" in done.stdout, done.stdout
 
 
 def test_the_checks_can_fail() -> None:
-    """Without the switch that keeps bits equal there are fused multiply-adds, and the check says so."""
+    """With fused multiply-adds enabled, bits would differ from the reference's, and the check reports them."""
     program = (
         "from zeropp_kernels.aot import __main__, build\n"
         "options = build.launch_options\n"

@@ -1,4 +1,4 @@
-"""The registered operations on a card: streams, graphs, devices, pinned memory, and a host that never waits."""
+"""The registered operations on a GPU: streams, graphs, devices, pinned memory, and no wait of the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMELS, OFFSETS, NUMEL = [300, 4096, 7], [0, 512, 4608], 4864
 
 
 def on_card(name: str, device: str = "cuda") -> tuple[object, ...]:
-    """Arguments of one call, all on the card but the host's side of a table."""
+    """Return the arguments of one call, moved to ``device`` except for the table's host tensor."""
 
     def moved(argument: object) -> object:
         if isinstance(argument, list):
@@ -35,7 +35,7 @@ def on_card(name: str, device: str = "cuda") -> tuple[object, ...]:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the card raises."""
+    """Raise an error if an operation inside makes the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -76,11 +76,11 @@ def test_on_a_device_that_is_not_current(name: str) -> None:
 
 
 def test_launched_on_the_current_stream() -> None:
-    """Work that a busy stream has before the call is done before it; another stream's reader waits for it."""
+    """The kernels run on the current stream, after its earlier work; the host does not wait for a busy stream."""
     side, x = torch.cuda.Stream(), torch.zeros(1 << 22, device="cuda")
     message = torch.empty(message_layout(x.numel(), 8).nbytes, dtype=torch.uint8, device="cuda")
     out = torch.empty_like(x)
-    for _ in range(2):  # compiles what the busy stream would not wait for
+    for _ in range(2):  # compile the kernels first, because compiling takes longer than the sleep
         kernels.quantize_(x, message)
         kernels.dequantize_(message, out)
     torch.cuda.synchronize()
@@ -100,7 +100,7 @@ def parts(numels: Sequence[int] = NUMELS) -> list[Tensor]:
 
 
 def test_pinned_memory_both_ways() -> None:
-    """147 tiles, for which 32 programs take turns."""
+    """The buffer has 147 tiles, and 32 programs copy them in a loop."""
     numels, offsets, numel = [300, 600_000, 7], [0, 512, 600_576], 600_832
     table, given = block_table(numels, offsets, numel, device="cuda"), parts(numels)
     flat = torch.full((numel,), float("nan"), pin_memory=True)
@@ -125,7 +125,10 @@ def test_pageable_memory_and_mixed_devices_are_refused() -> None:
 
 
 def test_in_a_graph() -> None:
-    """Replays read the tensors anew; a graph that would keep addresses of the moment is refused."""
+    """A replay reads the tensors' current values. A capture with new tensors is refused.
+
+    The captured graph would send the addresses of the capture at every replay.
+    """
     table, given = block_table(NUMELS, OFFSETS, NUMEL, device="cuda"), parts()
     flat = torch.empty(NUMEL, device="cuda")
     message = torch.empty(message_layout(NUMEL, 4).nbytes, dtype=torch.uint8, device="cuda")
@@ -148,7 +151,7 @@ def test_in_a_graph() -> None:
 
 
 def test_staging_of_addresses_survives_a_busy_stream() -> None:
-    """Many calls queued with other tensors each: none may see the addresses of a later one."""
+    """Many queued calls use different tensors, and no call may read the addresses that a later call sends."""
     table = block_table(NUMELS, OFFSETS, NUMEL, device="cuda")
     several = [[torch.full((numel,), float(call), device="cuda") for numel in NUMELS] for call in range(50)]
     flats = [torch.empty(NUMEL, device="cuda") for _ in several]

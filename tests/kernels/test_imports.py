@@ -1,6 +1,6 @@
-"""The package is imported again: reloaded, after it has left sys.modules, or as a copy; and its version.
+"""A second import of the package works: after a reload, after removal from sys.modules, or of a copy; and its version.
 
-In processes of their own, since what one has imported is hard to take back.
+Each test runs in a process of its own, because an import cannot be undone completely.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def copy_of_the_package(folder: Path) -> Path:
 @pytest.mark.every(4)
 @pytest.mark.parametrize("way", AGAIN)
 def test_a_second_import_is_no_error(way: str, tmp_path: Path) -> None:
-    """The operations of the first serve both, as long as the process lives."""
+    """torch keeps the operations that the first import registered, and every later import uses them."""
     copy_of_the_package(tmp_path)
     done = run(f"{AGAIN[way]}\ncheck(again); gc.collect(); check(again); print('both work')", str(tmp_path))
     assert done.returncode == 0 and done.stdout == "both work\n", done.stderr
@@ -73,7 +73,7 @@ VERSIONS = {
         (FIRST, f'_register("new_", "Tensor x", _quantize)\n{FIRST}'),
         "needs zeropp::new_(Tensor x) -> (); this process has no zeropp::new_, from another version",
     ),
-    # Two releases may compute other bits behind equal signatures.
+    # Equal signatures are not enough: two releases may compute different bits.
     "another number": (
         ("from .version import __version__", '__version__ = "9.9"'),
         f"finds the operations of another version, {zeropp_kernels.__version__}, in this process",
@@ -84,7 +84,7 @@ VERSIONS = {
 @pytest.mark.every(2)
 @pytest.mark.parametrize("difference", VERSIONS)
 def test_another_version_is_refused_by_name(difference: str, tmp_path: Path) -> None:
-    """One whose operations take other arguments, or which has more of them; nothing of it is defined."""
+    """The import fails if the registered operations have other signatures or another version; it registers none."""
     dispatch = copy_of_the_package(tmp_path) / "dispatch.py"
     (old, new), expected = VERSIONS[difference]
     text = dispatch.read_text()
@@ -113,7 +113,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 
 def test_a_source_tree_has_no_version(tmp_path: Path) -> None:
-    """Nobody has installed it; then it says so."""
+    """A source tree that is not installed reports the version "0+unknown"."""
     copy_of_the_package(tmp_path)
     program = (
         "import importlib.metadata, sys; sys.path.insert(0, sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""Buffers of more than 2**31 elements: offsets must not wrap. Needs about 13 GB of memory."""
+"""Offsets do not wrap in buffers of more than 2**31 elements. The tests need about 13 GB of memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.kernels.cases import DEVICE
 from zeropp_kernels import dequantize_, message_layout, quantize_, reduce_
 
 NUMEL = (1 << 31) + (1 << 20) + 77
-END = 4096 + 77  # elements from a group's start to the end of the buffer
+END = 4096 + 77  # elements compared at the end of the buffer, from the start of a group
 
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.campaign
 
 
 def pattern(start: int, numel: int) -> Tensor:
-    """Values that tell where they belong."""
+    """Return values computed from the element's index, so that a value at a wrong place is noticed."""
     place = torch.arange(start, start + numel, device=DEVICE)
     return ((place * 2654435761 % 65521) - 32760).to(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Lossless messages where something ends: sections, rooms, lengths; and messages that no sender made."""
+"""Lossless messages at borders of sections, rooms and lengths, and damaged messages that no encoder has written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.kernels.fast import device
 from zeropp_kernels import lossless_layout, reference
 from zeropp_kernels.wire import SECTION
 
-NUMEL = 3 * SECTION + 300  # a section that is partly filled, and a row and a block of it
+NUMEL = 3 * SECTION + 300  # three full sections, and one with a full block and 44 elements
 BORDERS = [0, 63, 64, 127, 128, 2047, 2048, 4095, 4096, 6143, 6144, 6271, 6272, 6399, 6400, NUMEL - 1]
 
 
 def moved(held: Tensor, steps: Tensor) -> Tensor:
-    """The bfloat16 values that many keys away."""
+    """Return the bfloat16 values whose keys differ from those of ``held`` by ``steps``."""
 
     def turned(bits: Tensor) -> Tensor:
         return torch.where(bits < 0, bits ^ 0x7FFF, bits)
@@ -26,14 +26,14 @@ def moved(held: Tensor, steps: Tensor) -> Tensor:
 
 
 def counted(new: Tensor, held: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Starts, and the rooms that fit exactly."""
+    """Return the starts of each section, and the exact number of escapes to 8 and to 16 bits."""
     starts = torch.full((2, -(-new.numel() // SECTION) + 1), -1)
     check("lossless_count_", (new, held, starts), [2])
     return starts, (int(starts[0, -1]), int(starts[1, -1]))
 
 
 def round_trip(new: Tensor, held: Tensor) -> tuple[int, int]:
-    """The number of escapes of both kinds; both programs give the same bytes, and the values come back."""
+    """Encode and decode, require the exact values back, and return the number of escapes of both kinds."""
     starts, rooms = counted(new, held)
     message = poisoned(lossless_layout(new.numel(), *rooms).nbytes)
     check("lossless_encode_", (new, held, starts, message, *rooms), [3])
@@ -46,7 +46,7 @@ def round_trip(new: Tensor, held: Tensor) -> tuple[int, int]:
 @pytest.mark.every(8)
 @pytest.mark.parametrize("place", BORDERS)
 def test_an_escape_at_a_border(place: int) -> None:
-    """Alone, of each kind; and with others in all sections."""
+    """A single escape of each kind, and then the same place among escapes in all sections."""
     _, held = weights(NUMEL, torch.bfloat16, 0)
     for size, rooms in ((7, (1, 0)), (-8, (1, 0)), (6, (0, 0)), (-128, (1, 0)), (128, (0, 1)), (-129, (0, 1))):
         steps = torch.zeros(NUMEL, dtype=torch.int64)
@@ -70,7 +70,7 @@ def test_lengths_around_a_section(numel: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_escapes_do_not_use_of_their_rooms_is_zeros(dtype: torch.dtype) -> None:
-    """So equal values give equal bytes; also where rooms are much larger than a program clears at a time."""
+    """Equal values then give equal bytes. Some rooms are larger than the part that one program clears at a time."""
     new, held = weights(NUMEL, dtype, 3)
     starts, (room8, room16) = counted(new, held)
     tight = poisoned(lossless_layout(NUMEL, room8, room16).nbytes)
@@ -88,7 +88,7 @@ def test_what_escapes_do_not_use_of_their_rooms_is_zeros(dtype: torch.dtype) -> 
 
 
 def test_rooms_that_are_too_small() -> None:
-    """What finds no room is left out; what does is decoded as it was, and nothing else is overwritten."""
+    """Escapes without a place are lost. All other elements are decoded correctly."""
     new, held = weights(NUMEL, torch.bfloat16, 4)
     starts, (room8, room16) = counted(new, held)
     for few8, few16 in [(room8 - 1, room16 - 1), (room8 // 2, room16), (room8, 1), (0, 0)]:
@@ -107,7 +107,7 @@ def test_rooms_that_are_too_small() -> None:
 
 
 def test_starts_past_32_bits_end_at_the_room() -> None:
-    """More escapes than int32 counts: what goes into the message is the room's end, not what wrapping would leave."""
+    """Starts above 2**32 are limited to the room in the message; wrapping to int32 would give a wrong place."""
     new, held = weights(SECTION, torch.bfloat16, 5)
     starts, rooms = counted(new, held)
     far = starts + (1 << 32)
@@ -128,7 +128,7 @@ def spoilt(message: Tensor, part: slice, seed: int) -> Tensor:
 @pytest.mark.parametrize("part", ["codes", "starts", "everything"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_damaged_message_is_read_within_its_bounds(count: int, part: str, seed: int) -> None:
-    """Both programs give the same bits, whatever lies in front of the messages and behind them."""
+    """Kernel and reference give equal bits, whatever bytes surround the messages; the kernel writes only its output."""
     new, held = weights(NUMEL, torch.bfloat16, 6)
     starts, (room8, room16) = counted(new, held)
     rooms = (room8, room16) if seed % 2 else (room8 // 2 + 3, room16 // 2)

@@ -1,4 +1,4 @@
-"""Messages as values: the functions that allocate, and views of codes and scales."""
+"""The functions that return new messages, and views of a message's codes and scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeropp_kernels import message_layout
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("numel", [0, *LENGTHS])
 def test_split(numel: int, bits: int) -> None:
-    """Codes and scales of two messages, by the statement of the format; and their products are the values."""
+    """Codes and scales of two messages equal ``statement.unpack``, and their products are the decoded values."""
     x = values(2 * numel, torch.float32, spoilt=False)
     messages = kernels.quantize(x, bits=bits, count=2)
     codes, scales = kernels.split(messages, numel, bits, count=2)
@@ -66,7 +66,7 @@ def test_new_memory_holds_what_given_memory_does(dtype: torch.dtype, bits: int, 
 
 
 def test_inside_a_compiled_region() -> None:
-    """Whole, of sizes that change, in two graphs."""
+    """The functions compile without graph breaks, into one graph for the first size and one for all other sizes."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

@@ -1,8 +1,8 @@
-"""Offsets beyond 2**32 elements, in every kernel, in little memory and time.
+"""Offsets beyond 2**32 elements in every kernel, with little memory and time.
 
-Buffers are reserved and hardly touched, and of each launch only the last program runs, under Triton's interpreter,
-which counts in the 32 and 64 bits that a GPU would. What it writes must be what the reference makes of the end of the
-buffer alone. ``test_large.py`` runs whole buffers.
+Buffers are reserved address ranges that stay almost untouched. Only the last program of each launch runs, under
+Triton's interpreter, which computes with the integer widths of a GPU. Its results must equal the reference's on the end
+of the buffer. ``test_large.py`` runs whole buffers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from zeropp_kernels import block_table, lossless_layout, message_layout, referen
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs Triton's interpreter; test_large.py is for GPUs")
 
-FAR = 1 << 32  # of which half a byte each passes 2**31 bytes
-TAIL = 20 * 256 + 77  # elements of the last tile, whatever its size
-LENGTHS = [FAR + TAIL, FAR + (1 << 15)]  # narrow and wide access, which takes a whole tile of the interpreter's
+FAR = 1 << 32  # elements; even their 4-bit codes take 2**31 bytes, more than int32 offsets reach
+TAIL = 20 * 256 + 77  # elements after FAR: fewer than a tile of any kernel, so the last tile has exactly these
+# The first length makes the last tile narrow. The second fills a whole tile of the interpreter, which is wide.
+LENGTHS = [FAR + TAIL, FAR + (1 << 15)]
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +42,26 @@ def only_the_last_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter.GridExecutor, "__init__", init)
     monkeypatch.setattr(builder, "set_grid_dim", lambda *_: set_size(*size))
     monkeypatch.setattr(builder, "set_grid_idx", lambda *_: set_index(*(each - 1 for each in size)))
-    # Arguments are on CPU already; copying them onto themselves would touch every page.
+    # Arguments are on CPU already, and copying them onto themselves would touch every page of the reserved buffers.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
     yield
 
 
 def reserved(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Memory that takes none until it is touched, more of it than the machine has."""
+    """Return a zero tensor in reserved memory, which is larger than RAM and takes pages only when they are touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def ending(tail: Tensor, numel: int) -> Tensor:
-    """A buffer of ``numel`` elements that ends in ``tail``."""
+    """Return a buffer of ``numel`` elements whose last elements are ``tail``."""
     buffer = reserved(numel, tail.dtype)
     buffer[numel - tail.numel() :] = tail
     return buffer
 
 
 def end_of(message: Tensor, numel: int, bits: int, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of the groups that hold the last elements of a message."""
+    """Return codes and scales of the groups that hold the last ``numel - FAR`` elements of a message."""
     group = group or message_layout(numel, bits).group
     first, groups = FAR // group, -(-numel // group)
     scales_offset = groups * group * bits // 8
@@ -83,7 +84,7 @@ def encode(x: Tensor, bits: int) -> Tensor:
 
 
 def far_message(x: Tensor, numel: int, bits: int) -> Tensor:
-    """A message of ``numel`` elements of which the last are ``x``."""
+    """Return a message of ``numel`` elements whose last elements are the encoded ``x``."""
     layout, small = message_layout(numel, bits), message_layout(x.numel(), bits)
     message, own = reserved(layout.nbytes), encode(x, bits)
     message[layout.codes_nbytes - small.codes_nbytes : layout.codes_nbytes] = own[: small.codes_nbytes]
@@ -112,7 +113,7 @@ def test_quantize_with_feedback(numel: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_dequantize_and_sums(numel: int, bits: int) -> None:
-    """The second of two messages lies past 2**31 bytes as a whole."""
+    """The second message begins beyond 2**31 bytes."""
     tails = [values(numel - FAR, torch.float32, seed) for seed in range(2)]
     message, small = far_message(tails[0], numel, bits), encode(tails[0], bits)
     out, expected = reserved(numel, torch.bfloat16), torch.empty(numel - FAR, dtype=torch.bfloat16)
@@ -146,14 +147,14 @@ def test_plain_sums(numel: int) -> None:
     expected, wanted = torch.empty(numel - FAR), torch.empty(-(-(numel - FAR) // 256))
     device.sum_(both, out, 2, 0.3, False, norms, None)
     reference.sum_(torch.cat(tails), expected, 2, 0.3, False, wanted, None)
-    part = min(numel - FAR, 1 << 14)  # tiles of sums are half as large
+    part = min(numel - FAR, 1 << 14)  # a tile of sum_kernel has 2**14 elements, and only the last tile is computed
     blocks = -(-part // 256)
     assert same_bits(out[-part:], expected[-part:]) and same_bits(norms[-blocks:], wanted[-blocks:])
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_last_of_many_messages(bits: int) -> None:
-    """Messages of 2**20 elements, 4097 of them: the product of index and size passes 2**31 bytes."""
+    """4097 messages of 2**20 elements: the offset ``index * nbytes`` of the last message exceeds 2**31 bytes."""
     numel, count = 1 << 20, 4097
     layout = message_layout(numel, bits)
     tail = values(numel, torch.bfloat16)
@@ -162,7 +163,7 @@ def test_the_last_of_many_messages(bits: int) -> None:
     out = reserved(numel * count, torch.float32)
     last = messages[-layout.nbytes :]
     small = encode(tail, bits)
-    begin = (numel - 32768) * bits // 8  # codes of the last tile, and of fewer where scales have a tile more
+    begin = (numel - 32768) * bits // 8  # first byte of the codes of the last tile, which has 32768 elements
     assert torch.equal(last[begin : layout.codes_nbytes], small[begin : layout.codes_nbytes])
     last.copy_(small)
     device.dequantize_(messages, out, count, bits, False)
@@ -186,11 +187,11 @@ def test_delta(numel: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("pinned", [False, True])
 def test_tensors_that_lie_far_apart(bits: int, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tensor alone passes 2**32 elements, and its end is in the last tile with the second."""
+    """The first tensor has more than 2**32 elements, and the last tile holds its end and the second tensor."""
     from zeropp_kernels.device import copy
 
     monkeypatch.setattr(copy, "is_pinned", lambda *_: pinned)
-    # A program for each tile, so that the last one has the last tile alone.
+    # One program for each tile. With 32 programs, the last program would also run earlier tiles.
     monkeypatch.setattr(copy, "_PINNED_PROGRAMS", 1 << 31)
     numel = FAR + 20 * 256
     first, second = values(2 * 256, torch.bfloat16), values(17 * 256, torch.bfloat16, 1)
@@ -209,7 +210,7 @@ def test_tensors_that_lie_far_apart(bits: int, pinned: bool, monkeypatch: pytest
     assert same_bits(back[0][FAR:], first) and same_bits(back[1], second)
 
 
-@pytest.mark.parametrize("tail", [TAIL, 6 * 2048])  # narrow access throughout, and wide
+@pytest.mark.parametrize("tail", [TAIL, 6 * 2048])  # narrow access (not a multiple of 256), wide access
 def test_lossless(tail: int) -> None:
     numel = FAR + tail
     held = values(tail, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The registered operations as torch sees them: schemas, what they write, empty inputs, layouts of memory, flags."""
+"""The registered operations as torch uses them: schemas, written tensors, empty inputs, memory layouts and flags."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_opcheck(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_count_as_written(name: str) -> None:
-    """Autograd refuses a backward through a value that an operation has overwritten since."""
+    """Operations raise the version of outputs, so autograd refuses a backward through a value overwritten since."""
     arguments = samples()[name]
     outputs = written(name, arguments)
-    # Plain torch needs no addresses in a table, and a flag stays 0.
+    # Outputs that stay unchanged are left out: the reference stores no addresses in a table, and the flag stays 0.
     outputs = [each for each in outputs if name.startswith("lossless") or each.dtype not in (torch.int64, torch.int32)]
     before = [each._version for each in outputs]
     getattr(torch.ops.zeropp, name)(*arguments)
@@ -37,7 +37,7 @@ def test_outputs_count_as_written(name: str) -> None:
 
 
 def test_after_inference_mode_and_with_gradients() -> None:
-    """Memory that calls share was first made in inference mode; inputs that require gradients are only read."""
+    """Scratch memory made in inference mode can be used outside; inputs that require gradients are only read."""
 
     def round_trip(x: Tensor) -> Tensor:
         message, out = messages_for(x.numel(), 4), torch.empty(x.numel())
@@ -58,7 +58,7 @@ def test_after_inference_mode_and_with_gradients() -> None:
             kernels.scatter_(x.clone(), targets, block_table([100, 300], [0, 256], NUMEL))
         found.append(torch.cat([target.detach() for target in targets]))
 
-    thread = threading.Thread(target=work)  # shared memory belongs to a thread
+    thread = threading.Thread(target=work)  # a new thread, because scratch memory is kept per thread
     thread.start()
     thread.join()
     assert len(found) == 4 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -90,7 +90,7 @@ def test_empty_inputs(dtype: torch.dtype, bits: int) -> None:
 
 
 def test_tensors_are_read_in_the_order_of_their_memory() -> None:
-    """channels_last, transposed, and with sizes of 1: whatever has no gaps."""
+    """channels_last, transposed and size-1 tensors are accepted, as is every tensor without gaps in memory."""
     x = torch.arange(2 * 3 * 4 * 5.0)
     shapes = [x.view(2, 4, 5, 3).permute(0, 3, 1, 2), x.view(30, 4).t(), x.view(1, 120, 1)]
     table = block_table([120] * 3)
@@ -122,7 +122,7 @@ def test_the_flag_is_that_of_what_is_written() -> None:
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
 def test_a_scale_on_the_device_that_is_not_finite_shows(factor: float) -> None:
-    """Nobody reads it in time to refuse it; what it spoils is flagged, and gaps of a flat buffer stay zeros."""
+    """The host cannot refuse such a scale without waiting. The flags are set, and gaps of a flat buffer stay zero."""
     scale, table, x = torch.tensor(factor), block_table([100, 100]), torch.ones(100)
     for place in (reference, device):
         flat, out, flags = torch.ones(512), torch.ones(100), torch.zeros(3, 1, dtype=torch.int32)
@@ -135,7 +135,7 @@ def test_a_scale_on_the_device_that_is_not_finite_shows(factor: float) -> None:
 
 
 def test_a_sum_that_passes_the_largest_number_shows() -> None:
-    """In float32 as Inf and to the next hop as NaN; 16 bits hold their largest value."""
+    """A float32 sum becomes Inf, which the next hop encodes as NaN; 16-bit results are clamped to the largest value."""
     messages = torch.cat([real_messages_of(torch.full((256,), 3e38)) for _ in range(3)])
     out, small = torch.empty(256), torch.empty(256, dtype=torch.bfloat16)
     kernels.reduce_(messages, out, count=3)
@@ -149,7 +149,7 @@ def test_a_sum_that_passes_the_largest_number_shows() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rotated_sum_that_passes_the_largest_number_shows(dtype: torch.dtype) -> None:
-    """All 32 elements that are rotated together, and no other; a clamped rotation would look finite."""
+    """Exactly the 32 elements that are rotated together become NaN. A clamped rotation would look finite."""
     x = torch.zeros(256)
     x[32:48] = x[96:112] = 3e38
     out = torch.empty(256, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Arguments that the operations refuse, each by name."""
+"""The operations refuse wrong arguments, and the error names the argument."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_another_device_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_that_autograd_watches_are_refused(name: str) -> None:
-    """A backward through what they were before would be silently wrong; under no_grad they are plain memory."""
+    """Autograd would compute a backward with overwritten values. Under no_grad, outputs are plain memory."""
     arguments = samples()[name]
     outputs = [each for each in written(name, arguments) if each.is_floating_point()]
     for output in outputs:

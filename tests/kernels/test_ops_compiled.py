@@ -1,4 +1,4 @@
-"""The registered operations inside torch.compile: one graph, the same results, and sizes that may change."""
+"""The registered operations inside torch.compile: one graph, the results of eager calls, and changing sizes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from zeropp_kernels import block_table, message_layout, state_layout
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_a_compiled_region(name: str) -> None:
-    """One graph, and the same results; the compiler sees through to the operation and its outputs."""
+    """The operation compiles without a graph break, and the compiled call writes the same outputs as the eager call."""
     operation = getattr(torch.ops.zeropp, name)
 
     def run(*arguments: object) -> None:
         operation(*arguments)
 
-    torch._dynamo.reset()  # one function serves all operations, and compiles anew for each
+    # All operations share the code object of ``run``, and recompiling it for each would exceed Dynamo's limit.
+    torch._dynamo.reset()
     plain, compiled = samples()[name], samples()[name]
     run(*plain)
     torch.compile(run, fullgraph=True, backend="aot_eager")(*compiled)
@@ -48,7 +49,7 @@ def test_public_functions_compile_whole() -> None:
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_scale_in_a_tensor_may_change() -> None:
-    """One graph, whatever its value, where numbers take one each; with the results of numbers."""
+    """A scale in a tensor gives one graph for all values, with the results of eager calls with a number."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     table, messages = block_table([NUMEL]), real_messages(NUMEL, 8, 2)
@@ -77,7 +78,7 @@ def test_a_scale_in_a_tensor_may_change() -> None:
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_layouts_inside_a_compiled_region() -> None:
-    """The compiler reads how they are made, of sizes that are symbols, and has nothing to say against the cache."""
+    """The compiler traces layouts with symbolic sizes, and gives no warning about their lru_cache."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -96,7 +97,7 @@ def test_layouts_inside_a_compiled_region() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 def test_default_compiler() -> None:
-    """Through inductor, which plans memory anew: what operations write stays where they write it."""
+    """Inductor plans memory itself; the tensors that operations write must still hold the results."""
     table, norms = block_table([100, 300], [0, 256], NUMEL), torch.empty(3)
 
     def step(x: Tensor, message: Tensor, state: Tensor, out: Tensor, targets: list[Tensor]) -> Tensor:
@@ -115,7 +116,7 @@ def test_default_compiler() -> None:
 
 
 def test_sizes_may_change_inside_a_compiled_region() -> None:
-    """Sizes, counts and rooms are symbols to the compiler: one graph for fixed ones, and one for all others."""
+    """Sizes and counts become symbols of the compiler, so 11 calls with changing sizes need at most 6 graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

@@ -1,4 +1,4 @@
-"""What must hold of every encoding, whatever the values; on the CPU path, which the kernels equal bit for bit."""
+"""Properties that every encoding has for all values, on the CPU path, which the kernels match bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GROUP = {8: 256, 4: 128}
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """A few drawn numbers among many random ones of a drawn size."""
+    """Draw a tensor [1 to 700] of random values of one drawn magnitude, with up to six freely drawn numbers in it."""
     numel = draw(st.integers(1, 700))
     size = 10.0 ** draw(st.integers(-44, 36))
     x = values(numel, torch.float32, draw(st.integers(0, 50)), spoilt=False).clamp_(-1e3, 1e3) * size
@@ -60,7 +60,7 @@ def decoded(message: Tensor, numel: int, bits: int, dtype: torch.dtype = torch.f
 
 
 def scales_of(message: Tensor, numel: int, bits: int) -> Tensor:
-    """float64, one for each element."""
+    """Return the scale of each element, float64 [numel]."""
     layout = message_layout(numel, bits)
     scales = message[layout.scales_offset :][: 2 * layout.groups].view(torch.bfloat16).to(torch.float64)
     return scales.repeat_interleave(layout.group)[:numel]
@@ -68,14 +68,14 @@ def scales_of(message: Tensor, numel: int, bits: int) -> Tensor:
 
 @given(tensors(), bits_of)
 def test_error_is_half_a_step(x: Tensor, bits: int) -> None:
-    """Plus what the product with the inverse is rounded by: two roundings of 2**-24 of |x|."""
+    """The error is at most ``scale / 2 + |x| * 2**-23``: rounding the inverse and the product costs 2**-24 each."""
     message = encoded(x, bits)
     error = (decoded(message, x.numel(), bits).double() - x.double()).abs()
     assert (error <= scales_of(message, x.numel(), bits) / 2 + x.double().abs() * 2**-23).all()
 
 
 def test_half_a_step_alone_is_not_kept() -> None:
-    """The formula multiplies by a rounded inverse: next to a tie the error can pass half a step by 2**-15 of it."""
+    """Next to a tie the error exceeds half a step by a relative 2**-15, because the inverse of the scale is rounded."""
     passed = 0.0
     for mantissa in range(129, 256):
         scale = mantissa / 128
@@ -130,7 +130,7 @@ def test_a_group_that_is_not_finite_becomes_nan_alone(bits: int, bad: float) -> 
     out[group : 2 * group] = clean[group : 2 * group]
     assert torch.equal(out, clean)
     codes = message[: message_layout(x.numel(), bits).codes_nbytes].view(4, -1)
-    assert (codes[1] == 0).all(), "codes of such a group are zeros on every machine"
+    assert (codes[1] == 0).all(), "codes of a group with Inf or NaN must be zeros on every machine"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,14 +141,14 @@ def test_zeros_and_the_smallest_values(bits: int, dtype: torch.dtype) -> None:
     message = encoded(x, bits)
     assert (scales_of(message, 512, bits) == 2.0**-126).all()
     assert same_bits(decoded(message, 512, bits, dtype), torch.zeros(512, dtype=dtype))
-    x[5] = torch.finfo(dtype).smallest_normal / 4  # subnormal
+    x[5] = torch.finfo(dtype).smallest_normal / 4  # a subnormal number
     step = scales_of(encoded(x, bits), 512, bits)
     assert (decoded(encoded(x, bits), 512, bits).double() - x.double()).abs().le(step / 2).all()
 
 
 @given(st.integers(1, 600), bits_of, st.randoms(use_true_random=False))
 def test_every_code_survives_packing(numel: int, bits: int, random: object) -> None:
-    """Codes in, codes out: values that are whole multiples of a power of two."""
+    """Values that are whole multiples of a power-of-two scale are encoded exactly, so decoding returns them."""
     top = {8: 127, 4: 7}[bits]
     x = torch.tensor([float(random.randint(-top, top)) for _ in range(numel)])  # type: ignore[attr-defined]
     x[:: GROUP[bits]] = top
@@ -180,7 +180,7 @@ def test_feedback_with_beta_0_carries_the_last_error(x: Tensor, bits: int) -> No
     layout = state_layout(x.numel(), bits)
     state = torch.zeros(layout.nbytes, dtype=torch.uint8)
     message = encoded(x, bits, state=state, beta=0.0)
-    assert torch.equal(message, encoded(x, bits)), "there is no error to add yet"
+    assert torch.equal(message, encoded(x, bits)), "the first message must not change, because the error is still zero"
     lost = x.float() - decoded(message, x.numel(), bits)
     codes = state[: layout.codes_nbytes].view(torch.int8).double()[: x.numel()]
     step = state[layout.scales_offset :][: 2 * layout.groups].view(torch.bfloat16).double()
@@ -202,7 +202,7 @@ def test_feedback_keeps_the_state_of_groups_that_are_not_finite(bits: int) -> No
     assert torch.equal(state[group : 2 * group], before[group : 2 * group]) and scales[1] == old[1]
     assert not torch.equal(state[:group], before[:group])
     encoded(x, bits, state=state, reset=True)
-    assert not state[group : 2 * group].any() and scales[1] == 0, "a reset holds for every group"
+    assert not state[group : 2 * group].any() and scales[1] == 0, "reset must clear groups with NaN, too"
     assert state[:group].any()
 
 
@@ -246,7 +246,10 @@ def test_requantizing_is_reducing_and_quantizing(count: int, parts: int, source:
 
 @given(st.integers(1, 900), st.integers(0, 20))
 def test_delta_converges_to_the_shard(numel: int, seed: int) -> None:
-    """What four bits lose stays in the shard: the reference comes closer until bfloat16 has no nearer value."""
+    """The remaining difference stays in the shard, so the reference comes closer with every message.
+
+    The bound is one bfloat16 rounding of the value plus one rounding of a difference code.
+    """
     shard = values(numel, torch.float32, seed, spoilt=False).clamp_(-100, 100)
     owner = torch.zeros(numel, dtype=torch.bfloat16)
     receiver = owner.clone()
@@ -262,7 +265,7 @@ def test_delta_converges_to_the_shard(numel: int, seed: int) -> None:
 @settings(max_examples=10)
 @given(st.integers(0, 1000))
 def test_lossless_is_exact_for_every_pattern(seed: int) -> None:
-    """All 65536 encodings, -0, subnormals and NaN payloads among them, against any reference."""
+    """All 65536 bit patterns, with -0, subnormals and NaN payloads, come back exactly with any reference."""
     generator = torch.Generator().manual_seed(seed)
     new = torch.randperm(65536, generator=generator).to(torch.int16).view(torch.bfloat16)
     near = new.view(torch.int16) + torch.randint(-9, 10, (65536,), generator=generator).to(torch.int16)
@@ -278,7 +281,7 @@ def test_lossless_is_exact_for_every_pattern(seed: int) -> None:
 
 
 def test_rotation_is_its_own_inverse() -> None:
-    """Eight bits of a single rotated value: exact where nothing is rounded."""
+    """Decoding with rotation returns a single value within an 8-bit step; without rotation, 32 elements hold it."""
     for place in range(0, 256, 7):
         x = torch.zeros(256)
         x[place] = 2.0**place if place < 100 else -3.0

@@ -1,4 +1,4 @@
-"""Feedback and rotation do what they are for: less error after Adam's averaging."""
+"""Error feedback and rotation reduce the quantization error of Adam's first moment."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Noise = Callable[[torch.Generator], Tensor]
 
 
 def student(generator: torch.Generator) -> Tensor:
-    """Heavy tails: Student's t with four degrees of freedom."""
+    """Return heavy-tailed noise: Student's t with four degrees of freedom."""
     chi = torch.randn(4, NUMEL, generator=generator).square().mean(0).sqrt()
     return torch.randn(NUMEL, generator=generator) / chi
 
 
 def lognormal(generator: torch.Generator) -> Tensor:
-    """Heavier ones, and coordinates of very different sizes."""
+    """Return noise with heavier tails than :func:`student` and with very different sizes per coordinate."""
     sizes = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5)).mul_(1.5).exp_()
     tails = torch.randn(NUMEL, generator=generator).mul_(0.7).exp_()
     return torch.randn(NUMEL, generator=generator) * tails * sizes
 
 
 def gradients(step: int, noise: Noise) -> list[Tensor]:
-    """Each worker's: a common part that stays, and noise of its own."""
+    """Return one gradient per worker: a common part that is the same in every step, plus noise of the worker."""
     common = 0.1 * noise(torch.Generator().manual_seed(0))
     return [common + noise(torch.Generator().manual_seed(1 + step * WORKERS + worker)) for worker in range(WORKERS)]
 
 
 def error_energy(noise: Noise, beta: float, rotate: bool, feedback: bool) -> float:
-    """The error of the first-moment average (beta 0.9) of int4 sums against exact ones, summed over the second half."""
+    """Return the relative error energy of Adam's first moment (beta 0.9) with int4 sums, over the second half."""
     states = [torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8) for _ in range(WORKERS)]
     nbytes = message_layout(NUMEL, 4).nbytes
     messages, mean = torch.empty(WORKERS * nbytes, dtype=torch.uint8), torch.empty(NUMEL)
@@ -67,7 +67,7 @@ def test_less_error_after_adam_s_average(noise: Noise, beta: float) -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.8])
 def test_feedback_sends_what_was_lost(beta: float) -> None:
-    """A value far below its group's step gets through in time; without feedback it never would."""
+    """A value far below the step of its group arrives on average with feedback; without feedback it is always lost."""
     x, state = torch.zeros(128), torch.zeros(state_layout(128, 4).nbytes, dtype=torch.uint8)
     x[0], x[1] = 7.0, 0.1
     message, out, total = torch.empty(message_layout(128, 4).nbytes, dtype=torch.uint8), torch.empty(128), 0.0

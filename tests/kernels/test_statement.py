@@ -1,4 +1,4 @@
-"""The reference against the statement of the formulas in numpy; the kernels equal the reference (test_agreement)."""
+"""The reference equals the formulas in ``statement.py``; test_agreement shows that the kernels equal the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeropp_kernels import (
     sum_,
 )
 
-NUMEL = 150_011  # more than one of the tiles that the reference works through
+NUMEL = 150_011  # more than one of the tiles in which the reference works
 
 
 def wide(x: Tensor) -> statement.Values:
@@ -46,7 +46,7 @@ def encoded(x: Tensor, bits: int, **options: object) -> Tensor:
 def test_codes_scales_and_values(dtype: torch.dtype, bits: int) -> None:
     x = values(NUMEL, dtype)
     if bits == 4 and dtype == torch.float32:
-        x[1024] = 3e38  # the largest ones have a rule of their own, see test_properties
+        x[1024] = 3e38  # the largest values follow another rule, see test_properties
     message = encoded(x, bits)
     codes, scales = statement.unpack(message.numpy(), NUMEL, bits)
     expected, expected_scales = statement.encode(wide(x), bits)
@@ -93,7 +93,7 @@ def test_plain_sum_in_message_order_scaled_once() -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("source_bits", BITS)
 def test_the_sum_is_encoded_for_the_next_hop(source_bits: int, bits: int) -> None:
-    """With feedback: two steps, the second with the error of the first."""
+    """Two steps with error feedback: the second adds the error of the first."""
     state = torch.zeros(state_layout(NUMEL, bits).nbytes, dtype=torch.uint8)
     error = np.zeros(NUMEL)
     for step in range(2):
@@ -130,7 +130,7 @@ def test_feedback(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_rotation(bits: int) -> None:
-    """The same length of every 32, codes of the rotated values, and the way back within the codes' steps."""
+    """Codes are those of the rotated values in one of two output orders, and decoding is exact to half a code step."""
     x = values(NUMEL, torch.float32, spoilt=False).clamp_(-1e4, 1e4)
     message = encoded(x, bits, rotate=True)
     codes, scales = statement.unpack(message.numpy(), NUMEL, bits)
@@ -186,12 +186,12 @@ def test_lossless() -> None:
     expected = np.where(to16, 7, np.where(to8, 8, difference & 15))
     np.testing.assert_array_equal(np.stack([codes & 15, codes >> 4], axis=1).reshape(-1), statement.in_bytes(expected))
     np.testing.assert_array_equal(pairs.view(np.int32).reshape(-1, 2), (np.cumsum(counts, axis=1) - counts).T)
-    # Escapes lie in the order of their marks in the bytes, not in that of the elements.
+    # Escapes are stored in the order of their marks in the message, which is not the order of the elements.
     ordered8, ordered16 = statement.in_bytes(to8).astype(bool), statement.in_bytes(to16).astype(bool)
     np.testing.assert_array_equal(bytes8, statement.in_bytes(difference & 255)[ordered8])
     np.testing.assert_array_equal(words.view(np.uint16), statement.in_bytes(patterns[0])[ordered16])
     assert not gap.any() and not end.any()
-    # And back, from the bytes that were just looked at.
+    # Decode the bytes that were checked above.
     back = statement.lossless_values(codes, bytes8.view(np.int8), words.view(np.uint16), patterns[1])
     np.testing.assert_array_equal(back, patterns[0])
     out = torch.zeros_like(held)
@@ -201,7 +201,7 @@ def test_lossless() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies(dtype: torch.dtype) -> None:
-    """Values, and norms to the rounding of their 256 terms, and the flag; both ways."""
+    """Copies are exact in both directions, norms agree within rounding, and the flag is set for Inf only."""
     numels, starts, numel = [1000, 3, 700], [0, 1024, 1536], 2560
     parts = [values(each, dtype, index, spoilt=False).float().clamp_(-1e4, 1e4).to(dtype).clone()
              for index, each in enumerate(numels)]  # fmt: skip
@@ -213,7 +213,7 @@ def test_copies(dtype: torch.dtype) -> None:
         expected[start : start + part.numel()] = statement.single(wide(part) * factor)
     np.testing.assert_array_equal(wide(flat), expected)
     squares = (expected.reshape(-1, 256) ** 2).sum(axis=1)
-    np.testing.assert_allclose(wide(norms), squares, rtol=9 * 2.0**-24)  # eight additions and a square
+    np.testing.assert_allclose(wide(norms), squares, rtol=9 * 2.0**-24)  # one square and eight additions
     assert int(flag) == 0
     back = [torch.empty_like(part) for part in parts]
     scatter_(flat, back, table, scale=2.0, norms=norms, flag=flag)

@@ -1,4 +1,4 @@
-"""The table of tensors that lie anywhere: kernels find them wherever they are at the moment of the call."""
+"""The table of tensors anywhere in memory: kernels use the tensors' addresses at the time of the call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_it_says(places: BlockTable) -> None:
 
 
 def test_other_tensors_at_every_call(places: BlockTable) -> None:
-    """Gradients are new tensors at every step; both are alive, so their addresses differ."""
+    """Gradients are new tensors at every step. Both sets of tensors stay alive here, so their addresses differ."""
     first, second = tensors(1), tensors(2)
     for given in (first, second, first):
         flat = gathered(given, places)

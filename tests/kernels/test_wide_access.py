@@ -1,4 +1,4 @@
-"""Which programs take 128-bit access: all but those at an end, and those whose values begin at an odd address."""
+"""Programs use 128-bit access except in tiles at an end and for values at an address that is no multiple of 16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TILE = 256 * 128  # elements of a tile under the interpreter
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What every program has decided, in the order of programs."""
+    """A list of the decisions for wide access (True) or narrow access, in the order of programs."""
     from zeropp_kernels.device import blocks, places, reduce
 
     found: list[bool] = []
@@ -64,8 +64,8 @@ def test_a_message_is_narrow_that_begins_at_an_odd_address(chosen: list[bool]) -
 
 
 @pytest.mark.parametrize(
-    # Of each of two tiles, half as large here: the first message, the second, and the sum. The second message begins at
-    # a multiple of 16 bytes or does not, and no tile at an end is wide.
+    # Each of two tiles, half as large as TILE, decides for the first message, the second message and the output. The
+    # second message begins at a multiple of 16 bytes or not, and a tile at an end is never wide.
     ("numel", "wide"),
     [(TILE, [True] * 6), (TILE // 2 + 4, [True] * 3 + [False] * 3), (TILE // 2 + 3, [True, False, True] + [False] * 3)],
 )
@@ -86,7 +86,7 @@ def test_delta_is_wide_but_at_the_end(chosen: list[bool]) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_tensor_at_an_odd_address_makes_no_other_narrow(chosen: list[bool], offset: int) -> None:
-    """Four tiles: one in the first tensor, its end, one in the second, and its end with a third."""
+    """Tiles 0 and 2 lie inside tensors 0 and 1. Tiles 1 and 3 contain ends of tensors, so they are narrow."""
     numels = [TILE + 5, 3 * TILE - 1000, 300]
     given = [torch.randn(numels[0]), torch.randn(numels[1] + 1)[offset:][: numels[1]], torch.randn(numels[2])]
     table = block_table(numels)
@@ -120,5 +120,5 @@ def test_pinned_memory_is_filled_by_few_programs(monkeypatch: pytest.MonkeyPatch
     for name in ("gather_pinned_kernel", "scatter_pinned_kernel"):
         monkeypatch.setattr(copy, name, Noting(getattr(copy, name)))
     agreement.copies("large", torch.bfloat16, torch.float32)
-    # Six tiles by two programs.
+    # Two programs copy the six tiles.
     assert launched and set(launched) == {2}

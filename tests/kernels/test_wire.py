@@ -1,4 +1,4 @@
-"""Message layouts, by integers alone."""
+"""Message layouts: sizes, offsets and alignment, computed from integers without tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_parts_follow_each_other_aligned(numel: int, bits: int) -> None:
 
 @given(st.integers(1, 1 << 25), bits)
 def test_bits_of_an_element(blocks: int, bits: int) -> None:
-    """8.06 and 4.125 on the wire, but for the end of the message."""
+    """An element takes ``bits + 16 / group`` bits (8.06 or 4.125), plus at most 128 bytes of padding per message."""
     layout = message_layout(blocks * BLOCK, bits)
     assert layout.nbytes * 8 <= blocks * BLOCK * (bits + 16 / GROUPS[bits]) + 128 * 8
 
@@ -58,7 +58,7 @@ def test_lossless_parts_follow_each_other_aligned(numel: int, room8: int, room16
 
 @given(numels, bits)
 def test_a_layout_is_made_once(numel: int, bits: int) -> None:
-    """Every call asks for one; what it is equal to are its elements, bits and group."""
+    """Layouts are cached because every call needs one; two layouts are equal if elements, bits and group are equal."""
     layout = message_layout(numel, bits)
     assert message_layout(numel, bits) is layout and state_layout(numel, bits) is state_layout(numel, bits)
     assert layout == MessageLayout(numel, bits, GROUPS[bits]) != message_layout(numel + 1, bits)
