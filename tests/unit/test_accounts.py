@@ -1,4 +1,4 @@
-"""What is made of ranks' accounts: the likely cause first, in words."""
+"""The error text made from the status reports of all ranks names the likely cause first, in plain words."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_accounts_travel() -> None:
 
 
 class Group:
-    """Two ranks, of which the other one is not there."""
+    """A stand-in for a process group of two ranks in which receiving from the other rank raises a given error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""Checksums of cached weights: any changed word shows, wherever it lies and whoever keeps it, and nothing else does."""
+"""Checksums of cached weights differ exactly if any rank's copy differs from the others' in any bit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from zeropp.optimizer import step_sync
 from zeropp.optimizer.step_sync import CacheChecksum
 
 WORLD = 4
-WORDS = 64  # in a block of 256 elements of 16 bits
+WORDS = 64  # 64-bit words in a block of 256 16-bit elements
 
 
 def words(blocks: int, seed: int) -> Tensor:
-    """Cached weights, as 64-bit words that all differ."""
+    """Return cached weights as 64-bit words [blocks * WORDS] that are all different."""
     return torch.randperm(blocks * WORDS, generator=torch.Generator().manual_seed(seed)) * 0x123456789ABCDF
 
 
 def checksum_of(rank: int, caches: Iterable[tuple[Tensor, int]]) -> CacheChecksum:
-    """The checksum of a rank that caches whole weights or slices: words, and ranks among which they are spread."""
+    """Return the checksum of a rank that caches buffers.
+
+    Args:
+        rank: the rank.
+        caches: for each buffer its words on this rank and its level: 1 for full weights, L for one of L slices, and 0
+            if the rank caches nothing.
+    """
     chain = SimpleNamespace(slice_index=lambda rank, level: rank % level)
     buffers = [
         SimpleNamespace(
@@ -39,7 +45,7 @@ def checksum_of(rank: int, caches: Iterable[tuple[Tensor, int]]) -> CacheChecksu
 
 
 def differ(ranks: list[list[tuple[Tensor, int]]]) -> bool:
-    """What every rank finds, given what each of them keeps."""
+    """Return the common result of all ranks; ``ranks`` lists the cached buffers of each rank."""
     checksums = [checksum_of(rank, caches) for rank, caches in enumerate(ranks)]
     summed = torch.stack([each.sums() for each in checksums]).sum(0).tolist()
     (found,) = {each.differ(summed) for each in checksums}
@@ -47,7 +53,7 @@ def differ(ranks: list[list[tuple[Tensor, int]]]) -> bool:
 
 
 def same() -> list[list[tuple[Tensor, int]]]:
-    """Two whole buffers and two spread over pairs of ranks, which differ inside a pair; and one that keeps nothing."""
+    """Return matching caches of all ranks: two full buffers, two that a pair of ranks shares, and one not cached."""
     return [
         [
             (words(1, 1), 1), (words(2, 10 + rank % 2), 2), (words(1, 20), 0), (words(1, 3), 1),

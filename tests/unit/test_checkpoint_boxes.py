@@ -1,4 +1,4 @@
-"""Flat ranges as boxes, stretches of memory of boxes, and finding boxes that meet."""
+"""Boxes of a tensor: flat ranges as boxes, contiguous runs of a box in memory, and the search for overlapping boxes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHAPES = [(), (1,), (5,), (3, 4), (2, 3, 4), (1, 3, 1, 2), (2, 2, 2, 2)]
 
 
 def places(box: Box, strides: Sequence[int]) -> list[int]:
-    """Where the elements of a box lie, in its own row-major order."""
+    """Return the memory positions of a box's elements, in the box's row-major order."""
     ranges = (range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
     return [sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*ranges)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_range_of_every_order_of_dimensions(shape: tuple[int, ...]) -> None:
-    """Each element once, in the order of memory, in at most 2N-1 boxes."""
+    """The boxes contain each element once, in the order of memory. N dimensions need at most 2N-1 boxes."""
     for order in itertools.permutations(range(len(shape))):
         strides, step = [0] * len(shape), 1
         for dimension in reversed(order):
@@ -53,7 +53,7 @@ def test_a_part_that_is_whole_in_its_last_dimensions_is_one_stretch() -> None:
 
 
 def test_boxes_that_meet() -> None:
-    """The same as looking at all of them, for cuts along any dimension."""
+    """The index finds the same boxes as comparing with all of them, for cuts along any dimension."""
     chosen = random.Random(1)
     for _ in range(300):
         shape = [chosen.randint(1, 6) for _ in range(chosen.randint(1, 3))]

@@ -1,4 +1,4 @@
-"""Files of tensors: read by other programs, written and read in blocks, summed by either algorithm."""
+"""Checkpoint files of tensors: readable by other programs, written and read in blocks, with either checksum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def test_other_programs_read_them(tmp_path: Path) -> None:
-    """Every dtype, scalars, transposed tensors, and boxes under names with their ranges."""
+    """safetensors reads every dtype, scalars, transposed tensors, and boxes, whose names contain their ranges."""
     tensors = {f"t.{code}": values((3, 5), dtype) for code, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(2.5), "transposed": torch.arange(12.0).reshape(3, 4).t()}
     parts = [whole(name, tensor) for name, tensor in tensors.items()]
@@ -46,7 +46,7 @@ def test_other_programs_read_them(tmp_path: Path) -> None:
 
 
 def test_no_file_is_larger_than_the_limit(tmp_path: Path) -> None:
-    """Large tensors are cut; every element is there once."""
+    """A tensor larger than the limit is split over several files, and reading all boxes gives the tensor back."""
     tensor = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
     found = write_files(
         tmp_path, "rank", [whole("large", tensor), whole("small", torch.ones(3))], Checksums.best(), 1 << 17
@@ -65,7 +65,7 @@ def test_no_file_is_larger_than_the_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 511, 4096, STRETCH, STRETCH + 1, 8 * STRETCH, 19 * STRETCH + 77])
 def test_blocks(nbytes: int, tmp_path: Path) -> None:
-    """What is written is read back from any place, and stretches are checked whole."""
+    """Any ranges can be read from a file written in blocks, and checksums are computed over whole stretches."""
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     checks = Checksums.best()
     sums = write_blocks(
@@ -85,7 +85,7 @@ def test_blocks(nbytes: int, tmp_path: Path) -> None:
 
 
 def test_ranges_that_overlap(tmp_path: Path) -> None:
-    """The same bytes twice, one range in another, across borders of blocks and from one on."""
+    """Ranges may be equal, contain each other, and cross borders of blocks."""
     data = torch.randint(0, 256, (20 * STRETCH,), dtype=torch.uint8)
     (tmp_path / "file").write_bytes(bytes(data.numpy()))
     block = 8 * STRETCH
@@ -116,7 +116,7 @@ def test_either_algorithm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_xxhash_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CRC-32 serves; and what was written with XXH3 says what it needs."""
+    """Without xxhash, CRC-32 is used for writing, and a checkpoint with XXH3 checksums asks for xxhash."""
     real = importlib.import_module
 
     def without(module: str, *rest: Any) -> Any:
@@ -133,7 +133,7 @@ def test_where_xxhash_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_share_work_also_when_the_program_has_ended() -> None:
-    """A checkpoint that is still being written is finished; an executor would take no more work."""
+    """Work is still done after the main thread has ended, where a thread pool executor would accept no more work."""
     program = """
 import runpy, sys, threading
 tasks = runpy.run_path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Files of torch.save by others: values, places of tensors and records; whatever else they name is refused, not run."""
+"""Files of torch.save from other programs: values, tensor positions and records are read, and code is never run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
 
 
 def archive(path: Path, data: bytes, **entries: bytes) -> Path:
-    """A file as torch.save writes it, of a pickle that is given."""
+    """Write a file as torch.save does, with ``data`` as its pickle and ``entries`` as further entries."""
     with zipfile.ZipFile(path, "w") as made:
         for name, each in {"data.pkl": data, "version": b"3\n", **entries}.items():
             made.writestr(f"archive/{name.replace('_', '/')}", each)
@@ -46,9 +46,10 @@ def test_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_tensors_are_where_they_lie(old: bool, tmp_path: Path) -> None:
-    """Views, transposed and empty ones, numbers, and dtypes that torch stores without a type.
+    """The positions of tensors in the file are right for views, empty tensors, scalars and 1-byte dtypes.
 
-    Older versions of torch do not say how they lay a file out; their places are looked up in it.
+    With ``old``, the file lacks the entry with the format version, as files of older versions of torch do. Then
+    positions are read from the zip directory.
     """
     row = torch.arange(24, dtype=torch.float32)
     given = {
@@ -96,17 +97,18 @@ def test_a_part_of_a_file(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_by_the_file(tmp_path: Path) -> None:
-    # Memory that is never written to is not resident, and the file has a hole in its place.
+    # skip_data writes a hole instead of the values, and untouched memory of torch.empty is not resident, so the test
+    # itself uses little memory.
     with torch.serialization.skip_data():
         torch.save({"large": torch.empty(2**28)}, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").stat().st_size > 2**30
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert read_torch_file(tmp_path / "a.pt")["large"].shape == (2**28,)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**14  # in KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**14  # in KiB, so less than 16 MiB
 
 
 def test_values_in_several_places(tmp_path: Path) -> None:
-    """They stay one object, also where each of many levels has the next one twice, or a list has itself."""
+    """Shared values stay one object, also in 60 levels of doubled references and in a list that contains itself."""
     shared: Any = (torch.ones(2),)
     for _ in range(60):
         shared = (shared, shared)
@@ -121,7 +123,7 @@ def test_values_in_several_places(tmp_path: Path) -> None:
 
 
 class Made:
-    """Becomes a record, if its package is asked for."""
+    """A class that is read as a Record if the reader allows its package."""
 
     def __init__(self) -> None:
         self.scale = 3
@@ -144,7 +146,7 @@ def test_records_are_inert(tmp_path: Path) -> None:
 
 
 class Calls:
-    """Pickled as a call."""
+    """An object that is pickled as a function call."""
 
     def __init__(self, *call: Any) -> None:
         self._call = call
@@ -176,10 +178,10 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_crafted_ones_run_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file of torch.save, and as the metadata of a folder of torch.distributed.checkpoint."""
+    """Crafted pickles are refused as torch.save files and as metadata of torch.distributed.checkpoint folders."""
     data, message = CRAFTED[name]
     monkeypatch.chdir(tmp_path)
-    # Lengths of texts are in the pickle, so they are not changed.
+    # Pad the name, because the pickle also contains the lengths of its strings.
     data = data.replace(b"{mark}", b"%-6s" % b"mark")
     with pytest.raises(CheckpointError, match=f"(?s)a.pt'.*({message})"):
         read_torch_file(archive(tmp_path / "a.pt", data))
@@ -190,11 +192,11 @@ def test_crafted_ones_run_nothing(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_tensors_beyond_their_entries(tmp_path: Path) -> None:
-    """More elements than the file has for them, or than their storage is said to have."""
+    """Refuse tensors with more elements than their entry in the file, or than their declared storage, has."""
     torch.save(torch.arange(4.0), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as made:
         data = made.read("a/data.pkl")
-    assert data.count(b"K\x04") == 2  # of the storage, and of the shape
+    assert data.count(b"K\x04") == 2  # one in the storage and one in the shape
     for changed in (data.replace(b"K\x04", b"K\x05"), data[::-1].replace(b"\x04K", b"\x05K", 1)[::-1]):
         path = archive(tmp_path / "b.pt", changed, data_0=bytes(16), byteorder=b"little")
         with pytest.raises(CheckpointError, match=r"no entry of it|is damaged"):
@@ -202,7 +204,7 @@ def test_tensors_beyond_their_entries(tmp_path: Path) -> None:
 
 
 def test_files_that_another_program_packed(tmp_path: Path) -> None:
-    """Tensors at other places than torch would give them, and in another order of bytes, are refused."""
+    """Tensors at other positions than torch would choose, and big-endian files, are refused."""
     torch.save([torch.arange(4.0), torch.arange(9.0)], tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as made:
         entries = {info.filename.partition("/")[2]: made.read(info) for info in made.infolist()}
@@ -219,7 +221,7 @@ class Own(torch.Tensor):
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # they are deprecated, and users may have some
+    warnings.simplefilter("ignore")  # quantized tensors are deprecated, but users may have some
     QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
@@ -239,7 +241,7 @@ def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
 
 
 def test_whatever_is_damaged_is_an_error_of_its_own(tmp_path: Path) -> None:
-    """A flipped bit anywhere leads to values or to a CheckpointError."""
+    """A flipped bit anywhere gives either values or a CheckpointError that names the file."""
     path, refused, numbers = tmp_path / "a.pt", 0, random.Random(5)
     torch.save({"a": torch.ones(3), "b": OrderedDict(c=[1, "two"])}, path)
     data = path.read_bytes()

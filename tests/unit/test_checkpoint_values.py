@@ -1,4 +1,4 @@
-"""What checkpoints keep besides tensors of the model: there and back, or refused by name."""
+"""Values that checkpoints store besides the model's tensors come back unchanged, or are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeropp.checkpoint.metadata import comparable, decode, encode, tensors_in
 def there_and_back(value: object) -> Any:
     tensors: dict[str, Tensor] = {}
     text = json.dumps(encode(value, "it", tensors), allow_nan=False)
-    # What reads a checkpoint, which refuses some of what json writes.
+    # Checkpoints are read by pydantic's parser, which refuses some texts that json writes.
     return decode(from_json(text), tensors.__getitem__)
 
 
@@ -119,7 +119,7 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-class Shade(str, enum.Enum):  # as Python 3.10 has them
+class Shade(str, enum.Enum):  # the form of string enumerations in Python 3.10
     DARK = "dark"
 
 
@@ -128,7 +128,7 @@ class Own(Tensor):
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # they are deprecated, and users may have some
+    warnings.simplefilter("ignore")  # these tensors are deprecated, but users may have some
     QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
@@ -178,13 +178,13 @@ def test_tensors_without_memory_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_others_are_refused_by_name(kind: str) -> None:
-    """Nothing is pickled, so nothing runs when a checkpoint is read."""
+    """Unsupported values raise an error instead of being pickled, so reading a checkpoint runs no code."""
     with pytest.raises(CheckpointError, match="it"):
         encode(REFUSED[kind], "it", {})
 
 
 def test_what_older_versions_wrote() -> None:
-    """Integers of any size, and strings with halves of surrogate pairs."""
+    """Older checkpoints contain integers of any size and strings with half of a surrogate pair; both are read."""
     assert decode(from_json(f'[{3**300}, {{"~utf8": "edb3bf2f78"}}]'), {}.__getitem__) == [3**300, "\udcff/x"]
 
 

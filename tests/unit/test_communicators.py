@@ -1,4 +1,4 @@
-"""Limits of NCCL's thread blocks: what they add up to, and how they reach NCCL. No card and no NCCL are needed."""
+"""Limits of NCCL's thread blocks: their sums, and their way to NCCL. The tests need neither a GPU nor NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_limits_follow_the_card() -> None:
 
 
 def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends and receives round up to a power of two, and the environment overrules a program."""
+    """NCCL rounds channels of sends and receives up to a power of two, and its variables overrule the program."""
     gather, exchange = (13, False), (13, True)
     assert most_ctas([gather, exchange]) == 13 + 16
     assert most_ctas([gather, (None, True)]) is None
@@ -57,7 +57,7 @@ def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = r"97 thread blocks \(gather over 2 ranks, reduce over 2 ranks; limits \[33\]\), and cuda:0 has 64"
     with pytest.raises(ValueError, match=listed):
         require_room([held(kind, 33) for kind in ("gather", "reduce")], CARD)
-    # The user's own group carries sums.
+    # All-reduces over the user's own group need thread blocks as well, more of them for larger messages.
     few = [held("gather", 20), held("reduce", 32)]
     require_room(few, CARD, sums_nbytes=12 << 12)
     with pytest.raises(
@@ -69,13 +69,13 @@ def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cards_that_differ() -> None:
-    """NCCL's channels are as many on every rank."""
+    """All ranks use the smallest limits, because NCCL needs the same number of channels on every rank."""
     assert least([Ctas(16, 8), Ctas(13, 6), Ctas(16, 8)]) == Ctas(13, 6)
     assert least([Ctas(), Ctas()]) == Ctas()
 
 
 def test_the_limit_reaches_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's options of the group; a torch that is built without NCCL has no class for them."""
+    """The limit is passed in the group's NCCL options, which the test replaces: torch may be built without NCCL."""
     options = SimpleNamespace(config=SimpleNamespace(max_ctas=None), _timeout=None)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
     default = SimpleNamespace(bound_device_id=None)
@@ -97,7 +97,7 @@ def test_the_limit_reaches_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, "cuda", True, True),
         ({"zeropp": {"share_communicators": False}}, "cuda", True, False),
-        # Threads launch.
+        # With offload, threads launch the work, so kinds of traffic have no common order and share no communicator.
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "cuda", False, False),
         ({}, "cpu", False, False),
         ({"zero_optimization": {"stage": 3, "overlap_comm": False}}, "cpu", True, True),
@@ -109,7 +109,7 @@ def test_what_is_shared(settings: dict[str, Any], device: str, kinds: bool, engi
 
 
 def counts(world: int, local: int, *, offload: bool) -> list[tuple[int | None, bool]]:
-    """(limit, whether it exchanges) of each communicator that is planned for an H100."""
+    """Return a pair (limit, True if it sends and receives) for each communicator planned for an H100."""
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 5000}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -122,7 +122,7 @@ def counts(world: int, local: int, *, offload: bool) -> list[tuple[int | None, b
 
 
 def test_the_page_says_how_many() -> None:
-    """docs/nccl.md gives the number of communicators and thread blocks on an H100."""
+    """docs/nccl.md gives the right number of communicators and of thread blocks on an H100."""
     text = re.sub(r"\s+", " ", NCCL_PAGE.read_text())
     plain, offloaded = counts(16, 8, offload=False), counts(16, 8, offload=True)
     assert "2 on one node" in text and len(counts(8, 8, offload=False)) == 2

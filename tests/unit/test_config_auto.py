@@ -1,4 +1,4 @@
-"""What a configuration leaves open: `"auto"` that no trainer filled in, and a stage that is not set."""
+"""Values that a configuration leaves open: `"auto"` that no trainer filled in, and a stage that is not set."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 def loaded(source: dict[str, Any] | str | Path | None) -> tuple[Config, list[str]]:
-    """The configuration and the warnings that come with it, each of which points here."""
+    """Return the configuration and the messages of its warnings, and check that warnings point at the caller."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = load_config(source)
@@ -70,7 +70,7 @@ def loaded(source: dict[str, Any] | str | Path | None) -> tuple[Config, list[str
     return config, [str(w.message) for w in caught]
 
 
-# "auto"
+# Values of "auto".
 
 
 def test_auto_is_the_default() -> None:
@@ -163,7 +163,7 @@ def test_a_value_given_under_another_spelling_is_no_default() -> None:
         load_config({"zero_optimization": zero})
 
 
-# the stage
+# A stage that is not set.
 
 
 @pytest.mark.parametrize("source", [{}, {"bf16": {"enabled": True}}, {"zero_optimization": {"overlap_comm": True}}])
@@ -199,7 +199,7 @@ def test_one_line_of_code_warns_once() -> None:
     assert len(caught) == 2
 
 
-# Hugging Face's file
+# The configuration file published by Hugging Face.
 
 
 def variant(*dropped: str, **more: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The batch triple."""
+"""Batch size, micro-batch size and accumulation steps: missing values are derived, contradictions are errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zeropp.config import ConfigError, load_config
 
-# what is tested here seldom depends on the stage
+# These tests seldom set a stage, so ignore the warning about that.
 pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

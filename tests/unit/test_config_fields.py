@@ -1,4 +1,4 @@
-"""Every documented key: its spellings, default and bounds, written out here independently of the models."""
+"""Every documented configuration key: spellings, default and bounds, listed here independently of the models."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 from zeropp.config import Config, ConfigError, load_config
 
-# what is tested here seldom depends on the stage
+# These tests seldom set a stage, so ignore the warning about that.
 pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
 
 FLAG = ("flag",)
-COUNT = ("count",)  # integers from 0
-BOUND = ("bound",)  # likewise, with fractions rounded down
-POSITIVE = ("positive",)  # integers from 1
+COUNT = ("count",)  # integers >= 0
+BOUND = ("bound",)  # numbers >= 0; fractions are rounded down
+POSITIVE = ("positive",)  # integers >= 1
 FRACTION = ("fraction",)  # numbers from 0 to 1
-REAL = ("real",)  # finite numbers from 0
+REAL = ("real",)  # finite numbers >= 0
 DTYPE = ("dtype",)
-HALF = ("half",)  # a dtype of 16 bits
+HALF = ("half",)  # a 16-bit dtype
 
 # block path -> {key: (default, kind)}
 DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
@@ -181,7 +181,7 @@ def read(config: Config, block: str, key: str) -> object:
 
 
 def samples(kind: tuple[str, ...]) -> tuple[list[object], list[object]]:
-    """Values that a kind of key takes, and values that it refuses."""
+    """Return values that a kind of key accepts, and values that it refuses."""
     not_numbers: list[object] = [True, "many", None, [], math.nan, math.inf]
     match kind:
         case ("flag",):

@@ -1,4 +1,4 @@
-"""The forms a configuration comes in: dict, file, base64; and what is wrong with each."""
+"""The forms of a configuration (dict, file, base64), and the errors for each form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.config.loading import parse
 
-# what is tested here seldom depends on the stage
+# These tests seldom set a stage, so ignore the warning about that.
 pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
 
 GIVEN = {"gradient_clipping": 0.25, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e6}}
@@ -104,7 +104,7 @@ def test_plain_json_is_read_as_json_reads_it(value: object, indent: int) -> None
 
 @given(JSON, st.sampled_from(["//x,]\n", "# }\n", '/* , " ] */', "/**/"]))
 def test_comments_between_tokens_change_nothing(value: object, comment: str) -> None:
-    # json.dumps puts the separators between tokens only, so a mark no string has shows where comments may go
+    # json.dumps writes separators only between tokens. The NUL marks these places, because no string can contain it.
     text = json.dumps(value, separators=("\0,\0", "\0:\0")).replace("\0", comment)
     assert parse(comment + text + comment, "text") == value
 
@@ -188,7 +188,7 @@ def test_config_survives_a_round_trip() -> None:
 
 
 def test_keys_with_dots_are_named_and_left_out() -> None:
-    """TRL writes them beside the blocks, where DeepSpeed reads nothing, either; other names are errors."""
+    """Known keys with a dot in the name only warn, because TRL writes such keys; unknown ones are errors."""
     given = {"zero_optimization": {"stage": 3}, "zero_optimization.stage3_prefetch_bucket_size": 3686.4}
     with pytest.warns(UserWarning, match=r"no effect: zero_optimization\.stage3_prefetch_bucket_size; the keys of"):
         config = load_config(given)

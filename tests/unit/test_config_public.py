@@ -1,4 +1,4 @@
-"""Habits of public DeepSpeed configurations: comments, dead and misplaced keys, fractions, numbers in strings."""
+"""Properties of public DeepSpeed configurations: comments, dead or misplaced keys, fractions, numbers in strings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def zero(stage: int = 2, **keys: object) -> dict[str, object]:
 
 
 def loaded(source: dict[str, Any]) -> tuple[Config, list[str]]:
-    """The configuration, which this version supports, and the warnings that came with it."""
+    """Return the configuration, after checking that this version supports it, and the messages of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = load_config({**STAGE, **source})
@@ -34,7 +34,7 @@ def loaded(source: dict[str, Any]) -> tuple[Config, list[str]]:
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
-    """``{"a": {"b": value}}`` of "a.b"; what is above has what it cannot do without."""
+    """Return ``{"a": {"b": value}}`` for the path "a.b", with the keys that the blocks above require."""
     content = value
     for part in reversed(path.split(".")):
         content = {part: content}
@@ -48,7 +48,7 @@ def nested(path: str, value: object) -> dict[str, Any]:
 
 
 def remedies(source: dict[str, Any]) -> dict[str, str]:
-    """Unknown keys, by their whole paths, and what is said of each."""
+    """Return the remedies for unknown keys, by the keys' full paths."""
     with pytest.raises(ConfigError) as caught:
         load_config({**STAGE, **source}, final=False)
     return dict(
@@ -63,7 +63,7 @@ def read(config: object, path: str) -> object:
 
 
 TAKEN: dict[str, tuple[dict[str, Any], str, object, tuple[str, ...]]] = {
-    # what: (configuration, a key, its value then, parts of the notes)
+    # Name of the case: (configuration, path of a key, its expected value, parts of the expected warnings).
     "sub-groups of nothing": (zero(3, sub_group_size=0), "zero_optimization.sub_group_size", 10**9, ()),
     "sub-groups of a fraction": (zero(3, sub_group_size=0.3), "zero_optimization.sub_group_size", 10**9, ()),
     "weights on the host below stage 3": (
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"total_num_steps": 9},
         "set scheduler.params.total_num_steps instead",
     ),
-    # Opposites, however much alike.
+    # Keys that look like a known key but mean the opposite.
     "fp16.max_loss_scales": ({"fp16": {"max_loss_scales": 2}}, "did you mean 'loss_scale'?"),
     "fp16.loss_scaler": ({"fp16": {"enabled": False, "loss_scaler": 2}}, "did you mean 'loss_scale'?"),
     "fp16.max_loss_scale": ({"fp16": {"max_loss_scale": 2}}, "remove it: the dynamic scale has no upper bound"),
@@ -314,11 +314,11 @@ def test_a_block_that_would_be_refused_is_not_written_out(source: dict[str, obje
     assert "write" not in str(caught.value)
 
 
-# numbers
+# Numbers.
 
 
 def numeric() -> Iterator[tuple[str, str]]:
-    """(path, bounds) of every number of the configuration."""
+    """Yield (path, bounds) of every numeric key of the configuration."""
     for where, model in blocks(Config):
         for name, field in model.model_fields.items():
             is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
@@ -362,7 +362,7 @@ def test_fractions_of_a_count_are_not(key: str) -> None:
         load_config({**STAGE, **nested(key, 1.5)})
 
 
-# comments
+# Comments.
 
 
 @pytest.mark.parametrize("key", ["_comment", "comment", "Comment 2", "__fp16__", "//", "# note", "_stage"])
@@ -382,11 +382,11 @@ def test_comments_may_repeat_their_key() -> None:
         parse('{"stage": 1, "stage": 3}', "text")
 
 
-# the tables
+# Tables of foreign, moved and removed keys.
 
 
 def value_for(path: str) -> object:
-    """A value that a key takes, other than its default where that says nothing."""
+    """Return a value that a key accepts; mostly not its default."""
     samples: dict[str, object] = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2,
         "data_types.grad_accum_dtype": "fp32", "data_types.param_dtype": "bf16", "communication_data_type": "fp32",
@@ -410,7 +410,7 @@ PLACES = {".".join(where) for where, _ in blocks(Config)} | {"optimizer.params",
 
 
 def written_in_full(name: str) -> str:
-    """A key as the tables have it, with all blocks that lead to it."""
+    """Return the full path of a key as the tables name it."""
     block, _, key = name.rpartition(".")
     (where,) = [each for each in PLACES if f".{each}".endswith(f".{block}")] if block else [""]
     return f"{where}.{key}" if where else key
@@ -442,12 +442,12 @@ def test_tables_and_keys_do_not_overlap() -> None:
 @pytest.mark.parametrize("key", sorted(FOREIGN))
 def test_foreign_keys_are_named_once(key: str) -> None:
     assert loaded({key: "x"})[1] == [f"these keys of the configuration have no effect: {key}"]
-    # Below the top level DeepSpeed refuses them, too.
+    # DeepSpeed, too, refuses these keys below the top level.
     assert f"zero_optimization.{key}" in remedies({"zero_optimization": {"stage": 2, key: "x"}})
 
 
 def keys_and_fields() -> Iterator[tuple[str, type[Block], str]]:
-    """(path, block, field) of every spelling of every key."""
+    """Yield (path, block, field) for every spelling of every key."""
     for where, model in blocks(Config):
         for name, field in model.model_fields.items():
             yield from ((".".join((*where, key)), model, name) for key in spellings(name, field))
@@ -457,7 +457,7 @@ RECOMMENDED = {path: (model, name) for path, model, name in keys_and_fields() if
 
 
 def another(path: str, model: type[Block], name: str) -> object:
-    """A value of a key that is not its default, and that needs no other key than is known."""
+    """Return a value other than the key's default, which needs no further keys except those in NEEDED."""
     field = model.model_fields[name]
     samples: dict[str, object] = {
         "weight_codec": "int8", "nvme_path": "/x", "device": "cpu", "keep_in_fp32_modules": ["norm"],
@@ -490,7 +490,7 @@ def put(source: dict[str, Any], path: str, value: object) -> None:
     source[last] = value
 
 
-# Keys without which others have no effect, or are refused: prefix of a path -> configuration.
+# Keys that other keys need to have an effect or to be accepted: prefix of a path -> configuration.
 NEEDED: dict[str, dict[str, object]] = {
     "zero_optimization.offload_param.": {"zero_optimization.offload_param.device": "cpu"},
     "zero_optimization.offload_optimizer.": {"zero_optimization.offload_optimizer.device": "cpu"},
@@ -515,7 +515,7 @@ def needed(path: str) -> dict[str, object]:
 
 
 def completed(path: str, model: type[Block], name: str) -> dict[str, Any]:
-    """A configuration with a key, in stage 3, and with the keys that it needs."""
+    """Return a stage 3 configuration that sets a key and the keys that it needs."""
     source: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     for key, value in needed(path).items():
         put(source, key, value)
@@ -532,7 +532,7 @@ def test_a_recommended_key_is_neither_refused_nor_ignored(path: str) -> None:
 
 
 def suggested(told: str, where: Sequence[str], key: str) -> list[str]:
-    """Paths of the keys to which a remedy for a key in the block at `where` leads."""
+    """Return the paths of the keys that a remedy suggests for ``key`` in the block at ``where``."""
     here = [".".join((*where, each)) for each in re.split(r" or |, ", told.partition(": ")[2])]
     if told.startswith("remove it, or use one of: "):
         return here
@@ -554,7 +554,7 @@ def suggested(told: str, where: Sequence[str], key: str) -> list[str]:
 
 
 def test_no_remedy_names_a_key_that_is_refused_or_ignored() -> None:
-    """Every key in every block where it does not belong, and in its own with a letter missing."""
+    """Try every key in every block where it does not belong, and every key of a block with a letter missing."""
     refused = {path.rpartition(".")[2] for path, model, name in keys_and_fields() if not is_accepted(model, name)}
     assert {"deepcompile", "super_offload", "sparse_gradients", "legacy_stage1", "zenflow"} <= refused
     every = {path.rpartition(".")[2] for path in (*(path for path, _, _ in keys_and_fields()), *MOVED, *REMOVED)}
@@ -572,7 +572,7 @@ def test_no_remedy_names_a_key_that_is_refused_or_ignored() -> None:
             for target in suggested(told, where, key):
                 argument = re.fullmatch(r"(optimizer|scheduler)\.params\.\w+", target)
                 assert argument or target in RECOMMENDED, (path, told)
-                # Never by a word that means another thing in each block.
+                # "enabled" means something different in each block, so it must not be suggested from another block.
                 assert target.rpartition(".")[2] != "enabled" or key != "enabled", (path, told)
             count += 1
     assert count > 5000
@@ -585,9 +585,9 @@ def test_reasons_name_keys_that_are_recommended() -> None:
                 assert path in RECOMMENDED, reason
 
 
-# Wrong keys of public files, each with the right place of its value.
+# Wrong keys of public files, each with a value and the key where the value belongs.
 FOLLOWED: dict[str, tuple[object, str]] = {
-    # Of whole batches, parts of them, and sums of gradients.
+    # Batch sizes, accumulation and clipping.
     "micro_batch": (4, "train_micro_batch_size_per_gpu"),
     "microbatch_size": (4, "train_micro_batch_size_per_gpu"),
     "per_device_batch_size": (4, "train_micro_batch_size_per_gpu"),
@@ -609,12 +609,12 @@ FOLLOWED: dict[str, tuple[object, str]] = {
     "grad_norm_clipping": (1.0, "gradient_clipping"),
     "fp16.grad_clip": (1.0, "gradient_clipping"),
     "accumulate_in_fp32": ("fp32", "data_types.grad_accum_dtype"),
-    # Of precision.
+    # Precision.
     "autocast": (True, "torch_autocast.enabled"),
     "bf16.enable": (True, "bf16.enabled"),
     "fp16.active": (True, "fp16.enabled"),
     "fp16.initial_scale_pow": (8, "fp16.initial_scale_power"),
-    # Of the zero block.
+    # The zero_optimization block.
     "zero_optimization.level": (2, "zero_optimization.stage"),
     "zero_optimization.zero_stage": (2, "zero_optimization.stage"),
     "zero_optimization.offload": ({"device": "cpu"}, "zero_optimization.offload_optimizer"),
@@ -627,7 +627,7 @@ FOLLOWED: dict[str, tuple[object, str]] = {
     "zero_optimization.offload_optimizer.pipeline": (True, "zero_optimization.offload_optimizer.pipeline_read"),
     "zero_optimization.offload_optimizer.pinned": (True, "zero_optimization.offload_optimizer.pin_memory"),
     "zero_optimization.offload_param.swap_dir": ("/x", "zero_optimization.offload_param.nvme_path"),
-    # Of the rest.
+    # Other keys.
     "timeout": (9, "zeropp.hang_timeout"),
     "drop_last": (True, "dataloader_drop_last"),
     "allreduce_op": ("sum", "gradient_allreduce_op"),
@@ -660,7 +660,7 @@ def test_a_remedy_that_is_followed_leads_to_a_key_that_acts(key: str) -> None:
     assert loaded(source)[0] != loaded(without)[0]
 
 
-# who warns
+# Ranks that warn.
 
 
 def test_the_first_rank_alone_warns(monkeypatch: pytest.MonkeyPatch) -> None:

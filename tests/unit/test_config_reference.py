@@ -1,4 +1,4 @@
-"""docs/configuration.md: current, complete, and worded by the fields' own docstrings."""
+"""docs/configuration.md is current and complete, and takes its descriptions from the fields' docstrings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_runs_as_a_module() -> None:
 
 
 def reach(status: str) -> int:
-    """How far a row reaches, by its last column: 0 works, 1 changes nothing, 2 is refused."""
+    """Return the rank of a row by its last column: 0 for works, 1 for no effect, 2 for refused."""
     return 0 if status == "works" else 1 if status in ("nothing to do", "no effect", "only switched off") else 2
 
 
@@ -131,10 +131,10 @@ def test_every_field_has_a_docstring(path: tuple[str, ...], model: type, name: s
     assert len(text.split()) >= 3
     assert text[0].isupper() or text[0] in "`" or text.startswith("fp32")
     assert text.endswith((".", "?")), text
-    # a docstring that was not the field's own would be another field's too
+    # Each field must have its own docstring; a docstring that pydantic attributes wrongly would appear twice.
     assert [n for n, f in model.model_fields.items() if f.description == field.description] == [name]
     if isinstance(field.default, int | float) and not isinstance(field.default, bool):
-        assert any(unit in text.lower() for unit in UNITS), f"what is {name} counted in?"
+        assert any(unit in text.lower() for unit in UNITS), f"the docstring of {name} must name its unit"
 
 
 def test_every_block_has_a_docstring() -> None:

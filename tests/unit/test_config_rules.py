@@ -1,4 +1,4 @@
-"""Rules between keys: deprecated forms, contradictions, unknown keys, keys without effect."""
+"""Rules between configuration keys: deprecated forms, contradictions, unknown keys, and keys without effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropp.config.ignored_keys import OutsideKeys
 from zeropp.config.supported import SUPPORT, Kind
 
 STAGE = {"zero_optimization": {"stage": 3}}
-# what is tested here seldom depends on the stage
+# These tests seldom set a stage, so ignore the warning about that.
 pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
 
 
@@ -24,7 +24,7 @@ def problems(source: dict[str, object]) -> tuple[str, ...]:
     return caught.value.problems
 
 
-# deprecated forms
+# Deprecated forms.
 
 
 def loaded_with_warnings(source: dict[str, object]) -> tuple[Config, list[str]]:
@@ -122,7 +122,7 @@ def test_allgather_size_without_the_boolean_form() -> None:
     assert config.zero.allgather_bucket_size == 500_000_000
 
 
-# contradictions
+# Contradictions.
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_overlap_comm_follows_the_stage(zero: dict[str, object], expected: bool)
 
 
 def refused_offload(stage: int, **blocks: object) -> tuple[str, ...]:
-    # Loading says nothing yet: for a model without an optimizer some of it does not matter.
+    # Loading raises no error yet, because some rules do not matter for a model without an optimizer.
     config = load_config({"zero_optimization": {"stage": stage, **blocks}})
     said = []
     for check in (require_supported, require_stage_for_offload):
@@ -184,7 +184,7 @@ def test_one_compute_type() -> None:
     assert load_config({"fp16": on, "bf16": {"enabled": False}}).fp16.enabled
 
 
-# unknown keys
+# Unknown keys.
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_problems_say_what_was_given_and_expected() -> None:
     assert str(caught.value).splitlines()[0] == "the configuration cannot be used, 2 problems:"
 
 
-# keys without effect
+# Keys without effect.
 
 
 UNREAD = [key for key in OutsideKeys.model_fields if SUPPORT[Config][key].kind is Kind.UNREAD]

@@ -1,4 +1,4 @@
-"""No setting is silently ignored: each field is honoured, has nothing to do, or is refused."""
+"""No setting is silently ignored: each field works, has nothing to do, or is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropp.config.describe import blocks, nested_block
 from zeropp.config.supported import SUPPORT, Kind, uncovered
 from zeropp.config.zero_block import OffloadParamConfig, ZeroConfig
 
-# what is tested here seldom depends on the stage
+# These tests seldom set a stage, so ignore the warning about that.
 pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
 
 FIELDS = [(path, model, name) for path, model in blocks(Config) for name in model.model_fields]
@@ -68,7 +68,7 @@ def test_governors_exist_and_are_limited() -> None:
         support = SUPPORT[model][name]
         if support.kind is not Kind.GOVERNED:
             continue
-        # the governor is a key of the same block, or the key of the block itself
+        # The governor is a key of the same block, or the key that names the block.
         owner = model if support.governor in model.model_fields else parent(path)
         assert SUPPORT[owner][support.governor].kind is Kind.LIMITED, (path, name)
 
@@ -85,7 +85,7 @@ def test_keys_with_nothing_to_do_say_why() -> None:
 
 
 def others(model: type[Block], name: str) -> Iterator[object]:
-    """Values of a limited field that this version does not have."""
+    """Return values of a limited field that this version does not support."""
     special: dict[str, list[object]] = {
         "ratio": [0.5],
         "passes": [["prefetch"]],
@@ -119,7 +119,7 @@ def test_every_limited_field_is_refused_by_name(path: tuple[str, ...], model: ty
 def test_defaults_at_stage_3_are_supported() -> None:
     require_supported(load_config(None))
     assert refusals({}) == ()
-    # every block written out with its defaults
+    # Write every block with its defaults, because a written default must be accepted like an absent key.
     written = load_config(None).model_dump(exclude_none=True, exclude={"zero_optimization": {"overlap_comm"}})
     require_supported(load_config(written))
 

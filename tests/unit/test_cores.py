@@ -1,4 +1,4 @@
-"""Threads that step: who runs what, with how many intra-op threads, what stays behind; and steps cut for them."""
+"""Threads of the host's optimizer step: their work, their intra-op threads, the memory they keep; and divided steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
-    """The number of intra-op threads that the process has chosen is 3."""
+    """Set the number of intra-op threads of the process to 3 during the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -37,7 +37,7 @@ def three_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_everyone_works_at_once(count: int) -> None:
-    """As many chunks as threads meet inside, so each has one; the caller is among them, and every chunk runs once."""
+    """All threads, with the caller among them, run chunks at the same time, and every chunk runs once."""
     cores, meeting = CpuStepPool(count), threading.Barrier(count)
     found: list[int] = []
 
@@ -57,7 +57,7 @@ def test_everyone_works_at_once(count: int) -> None:
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a thread that begins now."""
+    """Return the result of ``work`` in a new thread."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
@@ -67,7 +67,7 @@ def elsewhere(work: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_intra_op_threads_stay_with_others(three_threads: None, count: int) -> None:
-    """Inside there is one, in the caller too; the caller, and threads that begin later or meanwhile, have theirs."""
+    """A chunk runs with one intra-op thread, also in the caller. The caller and all other threads keep their number."""
     cores, meeting = CpuStepPool(count), threading.Barrier(count)
     inside: list[tuple[int, bool, int]] = []
 
@@ -88,7 +88,7 @@ def test_intra_op_threads_stay_with_others(three_threads: None, count: int) -> N
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_errors_come_after_all_have_run(count: int) -> None:
-    """The first one, and the cores work on."""
+    """The first error is raised after all chunks have run, and the pool can be used again."""
     cores = CpuStepPool(count)
     failed, ran = threading.Event(), list[int]()
 
@@ -101,7 +101,7 @@ def test_errors_come_after_all_have_run(count: int) -> None:
         ran.append(0)
         raise KeyError("a later one")
 
-    # One thread takes them in order; with several, later ones wait for the first.
+    # A single thread takes the chunks in order. With several threads, the last chunk waits until the first has failed.
     with pytest.raises(ValueError, match="the first"):
         cores.run_chunks([fail, *[partial(ran.append, number) for number in range(1, 50)], fail_later])
     assert sorted(ran) == list(range(50))
@@ -112,7 +112,7 @@ def test_errors_come_after_all_have_run(count: int) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_tensor_stays(fails: bool) -> None:
-    """Without the garbage collector's help: neither in idle threads nor in an error that has been dropped."""
+    """Chunks and errors are freed without the garbage collector, so neither idle threads nor errors keep a tensor."""
     cores = CpuStepPool(3)
     meeting = threading.Barrier(3)
 
@@ -139,15 +139,15 @@ def test_no_tensor_stays(fails: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_chunks_are_let_go_before_the_caller_hears(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a thread that is slow to go on would keep their tensors for a while after ``run``."""
+    """Otherwise a slow thread would keep the chunks' tensors for a while after ``run_chunks`` has returned."""
     meeting, held = threading.Barrier(count), list[list[int]]()
     chunks = [partial(meeting.wait, 60) for _ in range(count)]
 
     class Watched(SimpleQueue[None]):
         def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
-            meeting.wait(60)  # all have run
+            meeting.wait(60)  # all chunks have run
             held.append([sys.getrefcount(chunk) for chunk in chunks])
-            meeting.wait(60)  # all have looked
+            meeting.wait(60)  # all threads have counted references
             super().put(item)
 
     before = [sys.getrefcount(chunk) for chunk in chunks]
@@ -247,7 +247,7 @@ def test_rows_step_like_torch(
     ],
 )
 def test_rows_that_kernels_would_misread_are_refused(name: str, bad: Tensor | None) -> None:
-    """Before anything is stepped, of good steps as well: kernels would read and write beyond the tensors."""
+    """The error is raised before any slice is stepped, because kernels would read and write beyond the tensors."""
     optimizer = AdamW([nn.Parameter(torch.ones(512))])
     rule = rule_of(optimizer)
     assert rule is not None
@@ -266,7 +266,7 @@ def test_rows_that_kernels_would_misread_are_refused(name: str, bad: Tensor | No
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the number of cores and what runs take, by their number of threads; a list is of one run after another."""
+    """Return a function that sets the number of cores and the seconds of successive runs, by number of threads."""
 
     def script(cores: int, times: dict[int, list[float]]) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -287,13 +287,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ],
 )
 def test_as_many_cores_as_help(scripted: Callable[..., None], times: dict[int, float], expected: int) -> None:
-    """16 cores for 2 ranks are 7 beside the training thread; it is measured once."""
+    """16 cores for 2 ranks leave 7 beside each training thread. The measurement runs once."""
     scripted(16, {count: [9 * seconds, seconds, 1.1 * seconds, seconds] for count, seconds in times.items()})
     assert [spare_cores(2), spare_cores(2)] == [expected] * 2
 
 
 def test_noise_is_not_believed(scripted: Callable[..., None]) -> None:
-    """One fast run of four says nothing; all cores of the rank are the answer then."""
+    """If one of four runs is much faster, the runs prove nothing, and all cores of the rank are used."""
     scripted(6, {1: [8.0] * 4, 2: [8.0, 3.0, 7.0, 6.0], 4: [7.0] * 4, 5: [7.0] * 4})
     assert spare_cores(1) == 5
 
@@ -305,7 +305,7 @@ def test_a_single_core_is_not_measured(scripted: Callable[..., None], cores: int
 
 
 def test_the_measurement_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one thread and with two, whatever it finds; none of them is left."""
+    """The real measurement gives 1 or 2 for two cores, and leaves no thread running."""
     monkeypatch.setattr(module, "_ALIKE", float("inf"))
     before = len(names())
     assert module._useful.__wrapped__(2) in (1, 2)

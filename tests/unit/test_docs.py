@@ -1,10 +1,9 @@
-"""The documentation: an index of all pages, a recipe that works at the top of each, and links that lead somewhere.
+"""The documentation: an index of all pages, a working recipe at the top of each page, and working links.
 
 The first Python blocks of concepts.md, design/README.md, models.md, contracts.md, offload-states.md and
-kernels/README.md run here, and the output of those that print is compared. Those of using.md, checkpoints.md, fsdp2.md
-and training.md need ranks and names of the reader's:
-tests/distributed/comm/test_process_groups.py and the files test_docs_recipes.py run them. That of lightning.md is
-compiled alone.
+kernels/README.md run here, and printed output is compared. The first blocks of using.md, checkpoints.md, fsdp2.md and
+training.md need several ranks and names that the reader defines. tests/distributed/comm/test_process_groups.py and the
+test_docs_recipes.py files run them. The first block of lightning.md is only compiled.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in [*DOCS, KERNELS] if page != INDEX]
 LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [*DOCS, KERNELS]
 DESIGN = ROOT / "docs" / "design"
-TOP = 20  # lines in which a page's first recipe begins
+TOP = 20  # last line in which the first recipe of a page may begin
 RUN_HERE = ("concepts", "design", "models", "contracts", "offload-states", "kernels")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block of a page.
 
     Attributes:
-        language: after the opening fence.
-        line: of that fence, from 1.
-        text: between the fences.
+        language: word after the opening fence.
+        line: line number of the opening fence, from 1.
+        text: text between the fences.
     """
 
     language: str
@@ -61,7 +60,7 @@ def name_of(page: Path) -> str:
 
 @cache
 def read(page: Path) -> tuple[list[str], list[Block]]:
-    """Lines outside of fenced blocks, and the blocks."""
+    """Return the lines outside of fenced blocks, and the fenced blocks."""
     outside, blocks, opened = list[str](), list[Block](), None
     for number, line in enumerate(page.read_text().splitlines(), 1):
         fence = re.match(r"\s*```(\w*)", line)
@@ -80,7 +79,7 @@ def read(page: Path) -> tuple[list[str], list[Block]]:
 
 
 def recipe(name: str) -> Block:
-    """The first block of a page."""
+    """Return the first fenced block of a page."""
     return next(read(page)[1][0] for page in PAGES if name_of(page) == name)
 
 
@@ -88,7 +87,7 @@ def recipe(name: str) -> Block:
     "page", [page for page in PAGES if page.parent != DESIGN or page.name == "README.md"], ids=name_of
 )
 def test_a_recipe_begins_within_twenty_lines(page: Path) -> None:
-    """After a title, and words that say what it does."""
+    """A title and at least a sentence that ends with a colon stand before the recipe."""
     block = read(page)[1][0]
     assert block.line <= TOP and block.language in ("python", "sh", "json")
     title, *words = re.sub(r"<!--.*?-->", "", "\n".join(page.read_text().splitlines()[: block.line - 1])).split("\n")
@@ -97,7 +96,7 @@ def test_a_recipe_begins_within_twenty_lines(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors that GitHub gives: a title that comes again has a number."""
+    """Return the anchors of a page's headings as GitHub makes them; repeated titles get a number."""
     found, seen = set[str](), Counter[str]()
     for line in read(page)[0]:
         title = re.match(r"#{1,6} +(.*)", line)
@@ -109,14 +108,14 @@ def headings(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[str]:
-    """Targets of links to files and headings."""
+    """Return the targets of links to files and headings; links to other sites are left out."""
     text = re.sub(r"`[^`\n]*`", "", "\n".join(read(page)[0]))
     found = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)]
     return [target for target in found if not re.match(r"[a-z]+:", target)]
 
 
 def fault(page: Path, target: str) -> str | None:
-    """The fault of a link; None if it has none."""
+    """Return the fault of a link as text; None if the link works."""
     name, _, title = target.partition("#")
     path = (page.parent / name).resolve() if name else page
     if not path.exists():
@@ -145,7 +144,7 @@ def test_the_index_has_every_page() -> None:
 
 
 def messages() -> list[str]:
-    """String literals of the package; a NUL stands for each inserted value."""
+    """Return all string literals of the package, with NUL in place of inserted values."""
     found = []
     for path in (ROOT / "zeropp").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -158,7 +157,7 @@ def messages() -> list[str]:
 
 
 def test_troubleshooting_quotes_messages_of_the_code() -> None:
-    """An ellipsis in a quote stands for inserted values."""
+    """Each quote occurs in a string literal. An ellipsis in a quote stands for inserted values."""
     quotes = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     text = "\n\n".join(messages())
     gone = [quote for quote in quotes if not re.search("[^\n]*?".join(map(re.escape, quote.split(" … "))), text)]
@@ -193,7 +192,7 @@ def test_a_first_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     else:
         sent, plain, error = (float(word) for word in re.findall(r"\d+(?:\.\d+)?", printed.getvalue()))
         assert sent / plain == pytest.approx(0.516 / 2, abs=0.001)
-        # Half the largest scale; differences, scales and decoded values are rounded to bfloat16.
+        # The error is at most half a step of the largest scale, plus rounding of differences and values to bfloat16.
         x = space["x"]
         assert isinstance(x, torch.Tensor) and 0 < error < 0.52 * float(x.abs().max()) / 7
 
@@ -208,7 +207,7 @@ COMMANDS = {"step_time": step_time_arguments, "convergence": convergence_argumen
 
 @pytest.mark.parametrize("name", ["benchmarks", "convergence", "migrating", "multinode"])
 def test_a_first_command_is_understood(name: str) -> None:
-    """By what it starts: a benchmark of ours, or torchrun; ``train.py`` is the reader's."""
+    """The argument parser of the benchmark or of torchrun accepts the command."""
     assert recipe(name).language == "sh"
     words = shlex.split(recipe(name).text)
     if name == "migrating":

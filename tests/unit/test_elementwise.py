@@ -1,4 +1,4 @@
-"""Which optimizers may see slices: by name, or by trial."""
+"""Optimizers that may step slices of parameters: accepted or refused by class, or by a trial step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights() -> list[nn.Parameter]:
 
 
 class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023, algorithm 2)."""
+    """Step by the sign of an interpolated momentum (Chen et al. 2023, algorithm 2)."""
 
     def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
@@ -44,18 +44,18 @@ class Lion(Optimizer):
 
 
 class Renamed(torch.optim.AdamW):
-    """A subclass may change anything, so it is tried."""
+    """A subclass of a known optimizer, which is tried because it may change the step."""
 
 
 class Delegating(torch.optim.AdamW):
-    """Its step is the base class's, hooks and all."""
+    """A subclass whose step calls the base class's step, which runs hooks."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         super().step(closure)
 
 
 class TrustRatio(Optimizer):
-    """Scales the step by a layer's norms, as LAMB and LARS do, under a name nobody knows."""
+    """Scale the step by the norms of a layer, as LAMB and LARS do, under an unknown name."""
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -68,7 +68,7 @@ class TrustRatio(Optimizer):
 
 
 class MatrixAware(Optimizer):
-    """Elementwise for vectors only: rows of a matrix share a scale, as in Adafactor and Muon."""
+    """Elementwise for vectors only: the elements of a matrix row share a scale, as in Adafactor and Muon."""
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -84,7 +84,7 @@ class MatrixAware(Optimizer):
 
 
 class Settings(Lion):
-    """Keeps settings on itself rather than in its groups, as many published optimizers do."""
+    """Store a setting as an attribute instead of in the groups, as many published optimizers do."""
 
     def __init__(self, params: Any, power: float = 1.0):
         super().__init__(params)
@@ -98,13 +98,13 @@ class Settings(Lion):
 
 
 class Annealing(Lion):
-    """Changes its settings in place as it goes."""
+    """Change the learning rate in place during the step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         super().step(closure)
         for group in self.param_groups:
-            group["lr"] *= 0.5  # in place where it is a tensor
+            group["lr"] *= 0.5  # in place if lr is a tensor
 
 
 class Broken(Optimizer):
@@ -116,7 +116,7 @@ class Broken(Optimizer):
 
 
 class Noisy(Optimizer):
-    """Adds noise: no two steps are alike."""
+    """Add random noise, so that no two steps are equal."""
 
     def __init__(self, params: Any):
         super().__init__(params, {"lr": 1.0})
@@ -129,7 +129,7 @@ class Noisy(Optimizer):
 
 
 class Clipping(Optimizer):
-    """Clips by the norm over all parameters together: looks elementwise until the norm is large."""
+    """Clip each gradient by its norm, so that the step looks elementwise until a norm is large."""
 
     def __init__(self, params: Any, most: float = 1.0):
         super().__init__(params, {"lr": 0.1, "most": most})
@@ -142,7 +142,7 @@ class Clipping(Optimizer):
                 p.add_(p.grad, alpha=-group["lr"] * min(1.0, group["most"] / max(norm, 1e-12)))
 
 
-# accepted
+# Accepted.
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_hooks_do_not_run_in_the_trial() -> None:
 
 
 def test_an_optimizer_s_own_hooks_do_not_run_through_its_base_class() -> None:
-    torch.optim.AdamW(weights())  # torch wraps the base class's step when one is made
+    torch.optim.AdamW(weights())  # torch wraps the step of AdamW when the first one is constructed
     calls: list[str] = []
     optimizer = Delegating(weights())
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -199,7 +199,7 @@ def test_an_optimizer_s_own_hooks_do_not_run_through_its_base_class() -> None:
     assert calls == []
 
 
-# refused
+# Refused.
 
 
 def named(name: str, base: type[Optimizer] = Lion) -> Optimizer:
@@ -208,7 +208,7 @@ def named(name: str, base: type[Optimizer] = Lion) -> Optimizer:
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW"])
 def test_refused_by_name(name: str) -> None:
-    """Whatever they do: their names promise something else than slices can give. Subclasses inherit the name."""
+    """These names, and subclasses of such classes, are refused without a trial: slices cannot give their results."""
     with pytest.raises(TypeError, match=rf"^{name} .*; not in this version\. Use an elementwise optimizer"):
         check_elementwise(named(name))
     with pytest.raises(TypeError, match=r"^Mine "):
@@ -233,13 +233,13 @@ def test_refused_by_trial(kind: type[Optimizer]) -> None:
 
 
 def test_refused_by_trial_for_matrices() -> None:
-    """It gets slices, one-dimensional, where the user's matrices would have shared a scale by rows."""
+    """The optimizer would see one-dimensional slices, where elements of a matrix row no longer share their scale."""
     with pytest.raises(TypeError, match="not elementwise"):
         check_elementwise(MatrixAware(weights()))
 
 
 def test_a_warm_up_from_zero_hides_nothing() -> None:
-    """A scheduler that starts at a learning rate of 0 has set it before the optimizer is wrapped."""
+    """The scheduler has set the learning rate to 0 before the check, and the trial step uses another one."""
     optimizer = TrustRatio(weights())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
     assert optimizer.param_groups[0]["lr"] == 0
@@ -254,13 +254,13 @@ def test_a_trial_that_fails_is_a_refusal() -> None:
 
 
 def test_a_name_alone_does_not_convince() -> None:
-    """An AdamW of somebody else's making is tried like any other."""
+    """A class named AdamW that is not torch's AdamW is tried."""
     impostor = type("AdamW", (TrustRatio,), {})
     with pytest.raises(TypeError, match="not elementwise"):
         check_elementwise(impostor(weights()))
 
 
-# without a trace
+# The trial leaves no trace.
 
 
 @pytest.mark.parametrize("kind", [Lion, Settings, Annealing, TrustRatio, Broken, Renamed])

@@ -1,4 +1,4 @@
-"""Which codec each hop's messages have, and what a codec does where no hop looks at it alone."""
+"""The codec of each hop's messages, and properties of codecs that need no hop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
-    """torch.empty gives NaN."""
+    """Make torch.empty return NaN, by deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -34,7 +34,7 @@ def encoding(**zero: object) -> Encoding:
 
 
 def test_bits_of_hops() -> None:
-    """The only hop takes those between nodes, even inside one."""
+    """A path with one hop uses the number of bits for hops between nodes, even if the hop is inside a node."""
     chosen = Encoding(bits=(8, 4), rotate=True)
     assert chosen.gradient_codecs([INSIDE, BETWEEN], torch.float32) == [BlockCodec(8, True), BlockCodec(4, True)]
     assert chosen.gradient_codecs([LONE], torch.float32) == [BlockCodec(4, True)]
@@ -59,7 +59,7 @@ def test_hops_that_feed_back() -> None:
 
 
 def test_who_sums() -> None:
-    """The backend only where it rounds no more and sends no more, unless it is asked for; never codes."""
+    """The backend sums if that rounds no more and sends no more bytes, or if it is asked for; it never sums codes."""
     single, half = PlainCodec(torch.float32), PlainCodec(torch.bfloat16)
     chosen = {
         (choice, codec, backend)
@@ -80,7 +80,7 @@ def test_who_sums() -> None:
         ("low_latency", 31, "cross", 2**10, False),
         ("low_latency", 32, "cross", 2**19, False),
         ("low_latency", 64, "local", 2**10, False),
-        # Whatever the sizes, no sum is rounded on the way by default.
+        # By default no sum is rounded on the way, for any size.
         ("auto", 128, "cross", 2**10, False),
     ],
 )
@@ -101,7 +101,7 @@ def test_sums_that_go_back_to_copies() -> None:
 
 @pytest.mark.filterwarnings("ignore:weights are not encoded in stage 0")
 def test_codes_of_weights() -> None:
-    """Frozen ones that exist in codes only say nothing of those that are trained; stage 0 gathers none."""
+    """Encoding of frozen weights does not imply encoding of trained weights. Stage 0 gathers no weights."""
     frozen = encoding(zero_quantized_nontrainable_weights=True)
     assert (frozen.weight_codec(True), frozen.weight_codec(False)) == (None, BlockCodec(8))
     both = encoding(zero_quantized_weights=True)
@@ -120,9 +120,9 @@ def encoded(codec: BlockCodec, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_of_codes(dtype: torch.dtype, accumulate: bool) -> None:
-    """Kernels sum in float32; into float64 by way of memory that held nothing."""
+    """Kernels sum in float32. For a float64 output they use temporary memory, whose former values must not count."""
     codec = BlockCodec(8)
-    values = torch.arange(-127, 128).repeat(2)  # these and their multiples are codes themselves
+    values = torch.arange(-127, 128).repeat(2)  # with scale 1 these values are codes, so nothing is rounded
     both = torch.cat([encoded(codec, values * factor) for factor in (1.0, 4.0)])
     out = torch.full(values.shape, 7.0, dtype=dtype)
     codec.decode_sum_(list(both.chunk(2)), out, scale=0.5, accumulate=accumulate)
@@ -139,7 +139,7 @@ def test_codes_decode_to_any_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_packed_in_the_order_of_their_parameters(dtype: torch.dtype) -> None:
-    """Whatever order they lie in; where there is none, zeros."""
+    """Gradients in any memory format are packed in the layout's order, and a missing gradient as zeros."""
     shape, last = (2, 3, 4, 5), (60, 1, 15, 3)
     layout = build_layout([("images", shape, last), ("unused", (9,), (1,)), ("plain", (7, 3), (3, 1))], 1)
     numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
