@@ -1,4 +1,4 @@
-"""The example's parts: text, batches, model, generation, schedule, configuration and signals."""
+"""Parts of the training example: text, batches, model, generation, schedule, configuration and signals."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TINY = GPTConfig(layers=2, d_model=32, heads=2, seq_len=16)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Forty files whose names say what is in them, one of them hidden."""
+    """A folder of 39 text files, each with its number as content, and one hidden file."""
     for i in range(39):
         (tmp_path / f"{i:02}.txt").write_text(f"<{i:02}>" * 50)
     (tmp_path / ".secret").write_text("!" * 50)
     return tmp_path
 
 
-# -- text
+# -- Text.
 
 
 def test_whole_files_are_held_out(folder: Path) -> None:
@@ -76,7 +76,7 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path) -> None:
         Batches(torch.zeros(100, dtype=torch.uint8), batch=1, seq_len=100)
 
 
-# -- batches
+# -- Batches.
 
 
 def numbered(n: int = 251) -> torch.Tensor:
@@ -114,13 +114,13 @@ def test_ranks_divide_one_global_batch(world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_validation_is_divided_evenly(world: int) -> None:
     per_rank = [list(validation_batches(numbered(), 2, 8, 10, rank, world)) for rank in range(world)]
-    assert len({len(batches) for batches in per_rank}) == 1, "ranks must call forward equally often"
+    assert len({len(batches) for batches in per_rank}) == 1, "all ranks must call forward the same number of times"
     starts = [int(row[0]) for batches in per_rank for x, _ in batches for row in x]
     assert len(starts) == math.ceil(10 / (2 * world)) * 2 * world
     assert min(starts) == 0 and max(starts) == 251 - 8 - 1
 
 
-# -- model
+# -- Model.
 
 
 def test_forward_gives_logits_or_the_loss() -> None:
@@ -131,7 +131,7 @@ def test_forward_gives_logits_or_the_loss() -> None:
     assert logits.shape == (2, 16, 256)
     expected = -torch.log_softmax(logits, -1).gather(-1, y[..., None]).mean()
     torch.testing.assert_close(model(x, y), expected)
-    assert abs(expected.item() - math.log(256)) < 0.3, "a fresh model should guess evenly"
+    assert abs(expected.item() - math.log(256)) < 0.3, "a new model must give nearly uniform probabilities"
 
 
 def test_attention_is_causal() -> None:
@@ -176,10 +176,10 @@ def test_it_learns_a_pattern() -> None:
         optimizer.step()
     assert loss.item() < 0.5
     written = bytes(generate(model, torch.tensor(list(b"abc")), 24, TINY.seq_len, temperature=0.1))
-    assert written == b"defghabc" * 3, "longer than the context, so that it has to slide"
+    assert written == b"defghabc" * 3, "the text is longer than the context, so the context window must slide"
 
 
-# -- generation
+# -- Generation.
 
 
 def test_generation_repeats_with_its_seed() -> None:
@@ -190,7 +190,7 @@ def test_generation_repeats_with_its_seed() -> None:
     assert len(first) == 20 and all(0 <= token < 256 for token in first)
     assert list(generate(model, prompt, 20, TINY.seq_len, seed=1)) == first
     assert list(generate(model, prompt, 20, TINY.seq_len, seed=2)) != first
-    assert model.training, "the mode must be as it was"
+    assert model.training, "generate() must restore the training mode"
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_an_empty_prompt_is_refused() -> None:
         next(generate(GPT(TINY), torch.empty(0, dtype=torch.long), 1, 16))
 
 
-# -- the script
+# -- Training script.
 
 
 def test_learning_rate() -> None:
@@ -269,7 +269,7 @@ def test_a_signal_asks_once() -> None:
         assert job.agree(1.5) == (False, 1.5)
         os.kill(os.getpid(), signal.SIGINT)
         assert job.agree(1.5) == (True, 1.5)
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "a second one must end the process at once"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL, "a second signal must end the process at once"
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         for signum, handler in handlers.items():

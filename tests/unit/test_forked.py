@@ -1,4 +1,4 @@
-"""A forked child, as data loaders make them: whatever needs the parent's threads is refused, and nothing hangs."""
+"""In a forked child, as data loaders make them, calls that need the parent's threads raise an error; nothing hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeropp.optimizer.host_step import HostStep
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Exit code of a child that does some work: 0, 1 if that raised, or minus the signal that ended it."""
+    """Run ``work`` in a forked child and return its exit code: 1 if ``work`` raised, minus the signal if killed."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -44,7 +44,7 @@ def test_streams_and_events() -> None:
                 RuntimeError, match=f"process {os.getpid()} was forked from the process that wrapped the model"
             ):
                 refused()
-        # What was done before is done here, too; and streams of the child's own run.
+        # Events that happened before the fork count as done in the child, and the child can make its own streams.
         assert ended.wait(5)
         own = ThreadStream("child")
         assert own.run(lambda: None).wait(5)
@@ -86,7 +86,7 @@ CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_an_offloaded_model(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a child, while a step is pending; and the parent trains on with the same bits."""
+    """Calls in a child are refused while the parent's step is pending, and the parent trains on with the same bits."""
     gate, step = threading.Event(), HostStep._step
 
     def slow(*arguments: Any) -> None:
@@ -100,7 +100,7 @@ def test_an_offloaded_model(device: str, tmp_path: Path, monkeypatch: pytest.Mon
         for name, call in CALLS.items():
 
             def work(call: Callable[[nn.Module, Any], object] = call) -> None:
-                # Nothing before it: no other rank is to blame.
+                # The message begins with the fork (^), because no other rank is the cause.
                 with pytest.raises(
                     RuntimeError, match=r"^process \d+ was forked from the process that wrapped the model"
                 ):
@@ -120,7 +120,7 @@ def test_an_offloaded_model(device: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_workers_of_a_data_loader() -> None:
-    """They are forked beside threads with work under way, give their batches, and end."""
+    """Data loader workers are forked while the parent's threads have work; they deliver their batches and end."""
     seen = []
 
     def fork(model: nn.Module, optimizer: Any) -> None:

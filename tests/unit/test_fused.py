@@ -1,4 +1,4 @@
-"""Rules against torch's own fused optimizers: the same bits however tensors are cut, the same states."""
+"""Stepping tensors in chunks by a rule gives the bits and states of torch's own fused optimizers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TINY = [256, 257, 5 * CUT - 1, 40 * CUT + 131]
 
 
 def gradient(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Values of ordinary size, with numbers among them that are subnormal, zero, huge, infinite, and none."""
+    """Return random values [numel]; one eighth of them subnormal, zero, huge, infinite or NaN."""
     found = torch.randn(numel, generator=generator, dtype=dtype)
     smallest = torch.finfo(dtype).tiny
     odd = torch.tensor([smallest / 64, -smallest / 8, 0.0, -0.0, 1e30, -1e25, torch.inf, -torch.inf, torch.nan])
@@ -48,7 +48,7 @@ def gradient(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tens
 
 
 def cuts(numel: int, chooser: random.Random) -> Iterator[slice]:
-    """Chunks of a tensor that begin at multiples of `CUT`."""
+    """Yield chunks of a tensor of random lengths; each begins at a multiple of `CUT`."""
     start = 0
     while start < numel:
         stop = start + CUT * chooser.randint(1, 9)
@@ -59,7 +59,7 @@ def cuts(numel: int, chooser: random.Random) -> Iterator[slice]:
 def step_cut(
     rule: Rule, optimizer: Optimizer, param: Tensor, grad: Tensor, scale: Tensor | None, chooser: random.Random
 ) -> None:
-    """A step of ``optimizer`` by its rule, chunk by chunk in a random order."""
+    """Take a step of ``optimizer`` by its rule, chunk by chunk in a random order."""
     settings = rule.snapshot(optimizer.param_groups[0])
     state = optimizer.state.get(param, {})
     step = rule.begin_step(settings, param.detach(), state)
@@ -83,7 +83,7 @@ def same_bits(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_chunks_step_like_the_whole(kind: type[Optimizer], options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Four steps, some with a scale, under a changing lr: weights, what is left in gradients, and the saved states."""
+    """Weights, gradients and saved states are equal over four steps with a changing lr; every second one is scaled."""
     for seed, numel in enumerate(TINY):
         generator, chooser = torch.Generator().manual_seed(seed), random.Random(seed)
         start = torch.randn(numel, generator=generator, dtype=dtype)
@@ -109,7 +109,10 @@ def test_chunks_step_like_the_whole(kind: type[Optimizer], options: dict[str, An
 
 
 def test_odd_cuts_differ() -> None:
-    """The reason for `CUT`, and that the test above would see it: chunks that end inside a vector round otherwise."""
+    """Chunks that end inside a SIMD vector give other bits, so chunks begin at multiples of `CUT`.
+
+    This also shows that the test above would notice a difference in rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     optimizer = AdamW([nn.Parameter(torch.randn(4096, generator=generator))])
     rule = rule_of(optimizer)
@@ -143,14 +146,14 @@ def test_odd_cuts_differ() -> None:
 def test_fresh_states_are_torch_s(
     kind: type[Optimizer], options: dict[str, Any], fused: bool | None, default: torch.dtype
 ) -> None:
-    """Keys in their order, dtypes and shapes of what is saved after one step, and values nearly."""
+    """After one step, saved states have torch's keys, order, dtypes and shapes, and nearly torch's values."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
         theirs_param, ours_param = (nn.Parameter(torch.ones(300, dtype=torch.float32)) for _ in range(2))
         theirs = kind([theirs_param], fused=fused, **options)  # type: ignore[call-arg]
         ours = kind([ours_param], fused=fused, **options)  # type: ignore[call-arg]
-        if kind is Adagrad:  # as of a group that was added since
+        if kind is Adagrad:  # the case of a group added later, which has no states yet
             ours.state.clear()
         theirs_param.grad = torch.ones_like(theirs_param)
         theirs.step()
@@ -170,7 +173,7 @@ def test_fresh_states_are_torch_s(
 
 
 class Renamed(AdamW):
-    """Steps as its parent does."""
+    """A subclass that steps like its parent, so the parent's rule applies."""
 
 
 class OwnStep(AdamW):
@@ -195,7 +198,7 @@ def test_kinds_that_have_none(kind: type[Optimizer]) -> None:
 
 @pytest.mark.parametrize("asked", ["differentiable", "capturable"])
 def test_groups_that_ask_for_more_have_none(asked: str) -> None:
-    """In any group, whatever the first one says."""
+    """A group with such a setting rules out the whole optimizer, even if it is not the first group."""
     optimizer = AdamW([nn.Parameter(torch.ones(3))])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], asked: True})
     assert rule_of(optimizer) is None
@@ -222,7 +225,7 @@ def test_snapshots_are_plain_numbers_and_stay() -> None:
 
 
 def test_momentum_that_begins_late_begins_with_a_gradient() -> None:
-    """As in torch: the buffer is the gradient of the first step that has momentum; None in a state is no buffer."""
+    """The first step with momentum sets the buffer to the gradient, as in torch; None counts as no buffer."""
     whole, cut = (nn.Parameter(torch.ones(700)) for _ in range(2))
     theirs, ours = SGD([whole], fused=True), SGD([cut], fused=True)
     ours.state[cut]["momentum_buffer"] = None

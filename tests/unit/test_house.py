@@ -1,4 +1,7 @@
-"""The house rules: which room may import which, lengths, words, README's commands, and complete packages."""
+"""House rules: allowed imports between rooms, lengths, words, commands of the README, and complete packages.
+
+A room is a folder or a file directly in zeropp/.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FILE_LINES = 800
 FUNCTION_LINES = 60
 KERNEL_LINES = 120
-SMALL_FILE_LINES = 80  # a shorter file needs two importers
+SMALL_FILE_LINES = 80  # a file with fewer lines needs at least two importers
 
-# Words that code has had, and those in their place; for identifiers and docstrings.
+# Words that identifiers and docstrings must not use, and the words to use instead.
 RETIRED = {
     "company": "what else is set, or who else calls",
     "distrust": "invalidate",
@@ -44,17 +47,18 @@ RETIRED = {
     "settled": "waited for",
     "settles": "waits",
 }
-# What the order of collectives may not depend on; `refresh` waits for an event on a comm stream without a limit.
+# Modules that zeropp/order may not import, because the order of collectives must not depend on them. `refresh` is an
+# exception for threading: it waits for an event on a comm stream without a time limit.
 NO_ORDER = {
     "asyncio", "multiprocessing", "random", "subprocess", "threading", "time", "torch.distributed",
     "zeropp.comm.hops", "zeropp.comm.process_groups",
 }  # fmt: skip
 LIMITLESS = {"refresh": "threading"}
 
-# Re-exports by old import paths, for scripts that have them. They count as a part of the room `compat`.
+# Files that re-export names under old import paths. They count as part of the room `compat`.
 OLD_PATHS = {PACKAGES["zeropp"] / "checkpoint" / name for name in ("to_fp32_command.py", "zero_to_fp32.py")}
 
-# A room, which is a folder or a file at the root of zeropp, may import rooms with a lower number, and itself.
+# Levels of rooms. A room may import itself and rooms with a lower number. A room is a folder or file in zeropp/.
 ROOMS = {
     "zeropp_kernels": 0,
     "config": 0,
@@ -82,13 +86,13 @@ ROOMS = {
     "__init__": 15,
 }
 
-# Everything that a room below setup may take of the configuration: warnings, and a bound.
+# Names of zeropp.config that rooms below setup may import: functions for warnings, and a bound.
 OF_CONFIG = {
     "zeropp.config.base.line_of_user", "zeropp.config.base.notify_once", "zeropp.config.base.warn_user",
     "zeropp.config.blocks.LONGEST_TIMEOUT",
 }  # fmt: skip
 
-# The core's own tests pass without these rooms; their tests are in these folders.
+# Rooms without which the core's tests must pass, and the folders of the tests that need these rooms.
 REMOVABLE = {"deepspeed", "integrations"}
 OUTSIDE = ("unit/deepspeed", "distributed/deepspeed", "distributed/integrations")
 
@@ -98,7 +102,7 @@ def short(path: Path) -> str:
 
 
 def room_of(module: str) -> str | None:
-    """The room a dotted name belongs to; None for what is not ours."""
+    """Return the room of a dotted name; None for names outside of zeropp and zeropp_kernels."""
     parts = module.split(".")
     if parts[0] == "zeropp_kernels":
         return "zeropp_kernels"
@@ -117,12 +121,12 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def walk(path: Path) -> list[ast.AST]:
-    """The nodes of a file, which many tests go through."""
+    """Return all AST nodes of a file; cached, because many tests use them."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, inside functions and under TYPE_CHECKING too."""
+    """Yield (line, dotted name) of every import in a file, also inside functions and under TYPE_CHECKING."""
     own = module_name(path).split(".")
     for node in walk(path):
         if isinstance(node, ast.Import):
@@ -131,7 +135,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             prefix = own[: len(own) - node.level] if node.level else []
             base = ".".join([*prefix, *([node.module] if node.module else [])])
-            if base == "zeropp":  # `from zeropp import comm` names a room
+            if base == "zeropp":  # `from zeropp import comm` imports a room
                 for alias in node.names:
                     yield node.lineno, f"zeropp.{alias.name}"
             else:
@@ -154,7 +158,7 @@ def forbidden(path: Path) -> Iterator[str]:
 
 
 def of_configuration(path: Path) -> Iterator[str]:
-    """Places where a file takes a configuration, or names the class of one; others than `OF_CONFIG`."""
+    """Yield the places where a file imports a configuration or uses its class, except the names in `OF_CONFIG`."""
     for node in walk(path):
         names = []
         if isinstance(node, ast.Import):
@@ -181,7 +185,7 @@ def test_dependencies_point_down() -> None:
 
 
 def test_nothing_below_setup_sees_a_configuration() -> None:
-    """Values of their own come to these rooms, made in setup/ and held by the blueprint."""
+    """Rooms below setup get plain values from the blueprint, which setup/ makes from the configuration."""
     below = {room for room, floor in ROOMS.items() if floor < ROOMS["setup"]} - {"config"}
     files = [path for path in SOURCES if room_of(module_name(path)) in below]
     assert len(files) > 50
@@ -203,7 +207,7 @@ def test_the_rule_for_configurations_finds_what_it_should(tmp_path: Path, monkey
 
 
 def test_a_blueprint_alone_derives() -> None:
-    """What follows from a model and a configuration is derived in one place; others take it from the blueprint."""
+    """Only the blueprint computes values from a model and a configuration; other code reads them from the blueprint."""
     setup = ROOT / "zeropp" / "setup"
     derive = {node.name for node in functions(setup / "choices.py") if not node.name.startswith("_")}
     derive |= {"buffer_layouts", "choose_staging", "computed_with", "divide_steps", "form_units"}
@@ -215,7 +219,7 @@ def test_a_blueprint_alone_derives() -> None:
         if name.rpartition(".")[2] in derive
     }
     assert {path for path, _ in found} == {"zeropp/setup/blueprint.py"}
-    assert derive - {name for _, name in found} <= {"named"}  # a function inside of another
+    assert derive - {name for _, name in found} <= {"named"}  # `named` is a function inside another function
 
 
 def test_rooms_are_those_that_exist() -> None:
@@ -233,7 +237,7 @@ def test_the_map_shows_every_room() -> None:
 
 
 def names_in(path: Path) -> set[str]:
-    """Names that a file defines or imports, also inside classes."""
+    """Return the names that a file defines or imports, also inside classes."""
     found = set()
     for node in walk(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -246,9 +250,10 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_code_that_docs_name_is_there() -> None:
-    """Names as ``room.module.Name``, paths as ``room/module.py``, and a name that stands right after a path."""
+    """Check names such as ``room.module.Name``, paths such as ``room/module.py``, and a name right after a path."""
     gone = []
-    # The pages on migrating name DeepSpeed's modules and keys; zeropp/training holds re-exports alone.
+    # The pages on migrating name modules and keys of DeepSpeed. zeropp/training only re-exports names, so that prefix is
+    # removed.
     pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.name.startswith("migrating")]
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages]:
         text = path.read_text().replace("`zeropp.training.", "`")
@@ -266,7 +271,7 @@ def test_code_that_docs_name_is_there() -> None:
 
 
 def test_rooms_name_modules_that_exist() -> None:
-    """A word in backticks in the docstring of a room is a module or a name of the room, or another room."""
+    """Each word in backticks in a room's docstring is a module or name of the room, or another room."""
     gone = []
     for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):
         said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
@@ -278,7 +283,7 @@ def test_rooms_name_modules_that_exist() -> None:
 
 
 def test_notes_are_defined_once_and_named() -> None:
-    """A note is written where a line of a docstring begins with its name; elsewhere its name stands in a sentence."""
+    """A note is defined once, where its name begins a line, and named at least once inside a sentence."""
     text = {short(path): path.read_text() for path in SOURCES}
     named = [name for source in text.values() for name in re.findall(r"\[Note: [^\]]+\]", source)]
     for name in sorted(set(named)):
@@ -289,7 +294,7 @@ def test_notes_are_defined_once_and_named() -> None:
 
 
 def test_order_knows_no_clock_and_no_process_group() -> None:
-    """What it decides follows from what ranks have agreed on; nothing that differs between ranks may come in."""
+    """The order may depend only on values that all ranks agreed on, so clocks and process groups are not imported."""
     found = [
         f"{short(path)}:{line} imports {name}"
         for path in sorted((ROOT / "zeropp" / "order").glob("*.py"))
@@ -305,12 +310,12 @@ def test_three_files_resize_storages() -> None:
     assert found == {"zeropp/params/unit.py", "zeropp/offload/parked.py", "zeropp/setup/placing.py"}
 
 
-# Public attributes of DeepSpeed's engine, which has the same name as the core's in its room.
+# Public attributes of DeepSpeed's engine. That engine has the same variable name in its room as the core's engine here.
 _OF_DEEPSPEED = {"lr_scheduler", "training_dataloader", "writes_module_states"}
 
 
 def test_other_rooms_use_what_the_engine_hands_out() -> None:
-    """Its public attributes and methods: they set none of its attributes, and reach through no private one."""
+    """Other rooms set no attribute of the engine and use no private one."""
     found = []
     for path in SOURCES:
         if "engine" in path.relative_to(ROOT).parts[1:-1] or path.name == "hops.py":
@@ -326,8 +331,8 @@ def test_other_rooms_use_what_the_engine_hands_out() -> None:
     assert found == []
 
 
-# How tensor operations are intercepted, and the files that may: the guard, gradients that refuse norms of a part, the
-# optimizer's tensors that wait for a step, and graphs that begin inside GatheredParameters.
+# Ways to intercept tensor operations, and the files that may use them: the guard, gradients that refuse norms of a
+# part, the optimizer's parameters that wait for a step, and graphs that begin inside GatheredParameters.
 INTERCEPTING = {
     "sets a class": {"params/guard.py"},
     "makes tensors of a subclass": {"params/guard.py", "optimizer/partial_gradient.py"},
@@ -339,7 +344,7 @@ INTERCEPTING = {
 
 
 def intercepts(node: ast.AST) -> str:
-    """The way in which a piece of code intercepts operations of tensors; "" if it does not."""
+    """Return the way in which an AST node intercepts tensor operations; "" if it does not intercept any."""
     if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store):
         return "sets a class"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "as_subclass":
@@ -361,7 +366,7 @@ def test_one_way_to_intercept() -> None:
 
 
 def test_one_file_looks_at_stack_frames() -> None:
-    """For the line of the user in a message. No behaviour may depend on who has called."""
+    """Only a message's line of user code is read from stack frames. Behaviour must not depend on the caller."""
     frames = re.compile(r"_getframe|currentframe|_current_frames|\.f_back\b")
     assert [short(path) for path in SOURCES if frames.search(path.read_text())] == ["zeropp/config/base.py"]
 
@@ -386,14 +391,14 @@ def imported_from(node: ast.ImportFrom) -> list[str]:
 
 
 def test_every_room_says_what_it_is() -> None:
-    """In three lines or more: what it knows, what it does not, and where to start reading."""
+    """A room's docstring has at least three lines, one of which says where to start reading."""
     for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):
         said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
         assert len(said.splitlines()) >= 3 and "Start with" in said, f"zeropp/{room.name}/__init__.py says {said!r}"
 
 
 def importers() -> dict[str, set[str]]:
-    """Which other modules of zeropp each one imports; functions that import later count as well."""
+    """Return the modules of zeropp that each module imports, with imports inside functions."""
     paths = (path for path in SOURCES if path.is_relative_to(PACKAGES["zeropp"]))
     names = {module_name(path).removesuffix(".__init__"): path for path in paths}
     return {name: {target for _, target in imports(path) if target in names} - {name} for name, path in names.items()}
@@ -403,7 +408,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     left = importers()
     while free := {name for name, targets in left.items() if not targets & left.keys()}:
         left = {name: targets for name, targets in left.items() if name not in free}
-    assert left == {}, "these import each other, or one that does"
+    assert left == {}, "these modules import each other, or import a module of a cycle"
 
 
 def test_the_import_rule_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +434,7 @@ def test_files_are_short() -> None:
 
 
 def test_small_files_serve_at_least_two_others() -> None:
-    """A short file with one importer belongs into it; files that users import or run by name count as imported."""
+    """A short file with a single importer belongs into that file. Files that users import or run are exempt."""
     users = ("zero", "training", "compat")
     counts: dict[str, int] = {}
     for targets in importers().values():
@@ -459,7 +464,7 @@ def test_files_of_different_rooms_have_different_names() -> None:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every module that a file may get by importing, as far as its text tells."""
+    """Yield (line, dotted name) of every name in a file's import statements, since each name may be a module."""
     for node in walk(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -470,7 +475,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_no_test_imports_another_test() -> None:
-    """What two test files share is in a file whose name does not begin with ``test_``."""
+    """Code that two test files share belongs into a file whose name does not begin with ``test_``."""
     tests = {path.stem for path in TESTS if path.stem.startswith("test_")}
     found = [
         f"{short(path)}:{line} imports {name}"
@@ -482,7 +487,7 @@ def test_no_test_imports_another_test() -> None:
 
 
 def of_the_outside(path: Path) -> Iterator[str]:
-    """Places where a test module, or a helper, needs a removable room, with the name that needs it."""
+    """Yield "path:line name" for each use of a removable room in a test module or helper."""
     rooms = {*REMOVABLE, "training", "compat"}
     for line, name in imports(path):
         if room_of(name) in rooms or name.removeprefix("zeropp.") in zeropp._FUNCTIONS:
@@ -502,7 +507,7 @@ def of_the_outside(path: Path) -> Iterator[str]:
 
 
 def test_tests_of_the_core_need_the_core_alone() -> None:
-    """Helpers that they import included, and those of helpers."""
+    """The rule includes helpers that tests import, and helpers of helpers."""
     paths = {module_name(path).removesuffix(".__init__"): path for path in TESTS}
     apart = tuple(str(ROOT / "tests" / folder) for folder in OUTSIDE)
     left = [path for path in TESTS if path.name.startswith("test_") and not str(path).startswith(apart)]
@@ -588,7 +593,7 @@ print(zeropp.__file__)
 
 
 def test_the_core_works_without_the_removable_rooms(tmp_path: Path) -> None:
-    """Two steps in stage 3 beside plain torch, a checkpoint, and names of DeepSpeed's, which say what is missing."""
+    """Train two steps in stage 3 like plain torch, save and load a checkpoint, and use names of the missing rooms."""
     for folder in PACKAGES.values():
         shutil.copytree(
             folder,
@@ -603,7 +608,7 @@ def test_the_core_works_without_the_removable_rooms(tmp_path: Path) -> None:
 
 
 def test_functions_are_short() -> None:
-    """From ``def`` to the last line, docstring and comments included."""
+    """The length counts from ``def`` to the last line, with docstring and comments."""
     long = []
     for path in SOURCES:
         for node in functions(path):
@@ -614,7 +619,7 @@ def test_functions_are_short() -> None:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the docstring of a file and of everything in it."""
+    """Yield (line, text) of every docstring in a file."""
     for node in walk(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -623,14 +628,14 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_name_what_they_are_about() -> None:
-    """Not "Of all units.", but what of them is returned or done."""
+    """A docstring must not be a bare genitive such as "Of all units."."""
     everywhere = [*SOURCES, *TESTS, *sorted((ROOT / "bench").rglob("*.py"))]
     bare = [f"{short(path)}:{line}" for path in everywhere for line, text in docstrings(path) if text.startswith("Of ")]
     assert bare == []
 
 
 def words(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, word) of every part of an identifier, and of every docstring; in small letters."""
+    """Yield (line, word) for every part of an identifier and every word of a docstring, in lower case."""
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type == tokenize.NAME:
@@ -640,13 +645,13 @@ def words(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_retired_words_stay_away() -> None:
-    """The vocabulary in docs/concepts.md has one word for each thing, and code has no second one."""
+    """docs/concepts.md has one word for each thing, and code must not use a second one."""
     found = [(path, line, word) for path in SOURCES for line, word in words(path) if word in RETIRED]
     assert [f"{short(path)}:{line} {word}: say {RETIRED[word]}" for path, line, word in found] == []
 
 
 def test_every_argument_is_annotated() -> None:
-    """Triton kernels are left out: their arguments are pointers and sizes that only Triton's compiler types."""
+    """Triton kernels are exempt: their arguments are pointers and sizes, whose types only Triton's compiler knows."""
     missing = []
     for path in SOURCES:
         for node in functions(path):
@@ -662,7 +667,7 @@ def test_every_argument_is_annotated() -> None:
 
 
 def test_fast_tests_exist() -> None:
-    """Each beginning in the list of conftest.py is of a file, and of a test in it."""
+    """Each entry of FAST in conftest.py is a test file, or a test function in that file."""
     from tests.conftest import FAST
 
     for beginning in FAST:
@@ -672,7 +677,7 @@ def test_fast_tests_exist() -> None:
 
 
 def readme_block(mark: str) -> str:
-    """The fenced block after an HTML comment in README.md."""
+    """Return the fenced block after the HTML comment ``mark`` in README.md."""
     found = re.search(rf"<!-- {mark} -->\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None, f"README.md has no fenced block marked {mark!r}"
     return found.group(1).strip()
@@ -702,7 +707,7 @@ def test_installed_version_is_the_version() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from an unpacked source distribution, as an installer without git would do."""
+    """Build a wheel from an unpacked source distribution, as an installer without git would do, and return its path."""
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed; it comes with the extra 'dev'")
     folder = tmp_path_factory.mktemp("dist")
@@ -730,7 +735,7 @@ def test_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
 
 def test_wheel_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        # By its place: the stand-in for deepspeed has metadata of its own.
+        # Read the metadata by its full path, because the stand-in for deepspeed has a METADATA file, too.
         metadata = email.message_from_bytes(archive.read(f"zeropp-{zeropp.__version__}.dist-info/METADATA"))
     assert metadata["Name"] == "zeropp"
     assert metadata["Version"] == zeropp.__version__

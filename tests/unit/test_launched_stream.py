@@ -1,4 +1,4 @@
-"""Streams whose work a thread launches: what each stream is told to wait for, on a card that writes that down."""
+"""Streams whose work a thread launches: the waits of each stream, recorded by a stand-in for ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEVICE = torch.device("cuda", 3)
 
 @dataclass
 class Card:
-    """In place of ``torch.cuda``: what each stream was given, in the order of the host.
+    """A stand-in for ``torch.cuda`` that records the work of each stream in the order of the host's calls.
 
     Attributes:
-        given: by stream, "work", or what is waited for: (name of a stream, how much it had been given by then).
-        devices: current ones of threads that have launched work.
+        given: by stream, its work: "work", or a wait as (name of the other stream, number of entries it had then).
+        devices: indices of the devices that were current when work was launched.
     """
 
     given: dict[str, list[Any]] = field(default_factory=lambda: {"default": []})
@@ -82,7 +82,7 @@ class _Stream:
             self.given().append((other.name, len(other.given())))
 
     def synchronize(self) -> None:
-        """All is done at once."""
+        """Return at once, because no work is pending."""
 
 
 @pytest.fixture
@@ -112,13 +112,13 @@ def test_a_launch_is_behind_what_had_been_issued_and_no_more(card: Card, comm_st
     card.work()
     event = comm_streams[0].run(card.work, after=stepped)
     for _ in range(3):
-        card.work()  # issued before the launch
+        card.work()  # issued by the caller before the thread launches the work
     assert card.given["comm stream 1"] == []
     held.set()
     assert event.wait(5)
     assert card.given["comm stream 1"] == [("default", 1), "work"]
     assert card.given["default"] == ["work"] * 4 + [("comm stream 1", 2)]
-    assert card.devices == {0, 3}, "the caller's, and the comm stream's own"
+    assert card.devices == {0, 3}, "the caller's device and the comm stream's device"
     host.close()
 
 

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat buffer, and which parts of them each piece holds."""
+"""Positions of parameters in a flat buffer, and the parts of parameters in each piece."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lay(shape_list: list[tuple[int, ...]], world: int) -> BufferLayout:
     return build_layout([(f"p{i}", shape, contiguous(shape)) for i, shape in enumerate(shape_list)], world)
 
 
-# offsets, gaps, pieces
+# Offsets, gaps and pieces.
 
 
 @given(st.lists(shapes, min_size=1, max_size=12), worlds)
@@ -39,7 +39,7 @@ def test_slots_and_gaps_tile_the_buffer(shape_list: list[tuple[int, ...]], world
     assert layout.used_numel == sum(torch.Size(shape).numel() for shape in shape_list)
     assert layout.numel - layout.used_numel == sum(stop - start for start, stop in layout.gaps)
     assert layout.piece_numel % BLOCK == 0 and layout.piece_numel * world == layout.numel > 0
-    assert all(stop - start < BLOCK for start, stop in layout.gaps[:-1]), "only the end is padded for the world"
+    assert all(stop - start < BLOCK for start, stop in layout.gaps[:-1]), "only the last gap may pad for the world size"
     assert layout.numel - max(slot.offset + slot.numel for slot in layout.slots) < BLOCK * (world + 1)
 
 
@@ -59,7 +59,7 @@ def test_pieces_reassemble_every_parameter_once(shape_list: list[tuple[int, ...]
             assert fragment.offset >= last and fragment.offset % BLOCK == 0
             last = fragment.offset + fragment.stop - fragment.start
             assert last <= layout.piece_numel
-            assert fragment.start % BLOCK == 0, "a cut between pieces lies on a block"
+            assert fragment.start % BLOCK == 0, "pieces must be cut at blocks"
             found[fragment.slot].append((fragment.start, fragment.stop))
     for index, ranges in found.items():
         numel = layout.slots[index].numel
@@ -105,7 +105,7 @@ def test_no_parameter_at_all() -> None:
         build_layout([], 2)
 
 
-# strides
+# Strides.
 
 
 def kept(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -136,8 +136,8 @@ def test_dense_tensors_keep_their_strides(tensor: torch.Tensor) -> None:
     [
         torch.empty(1, 5).expand(4, 5),
         torch.empty(5, 1).expand(5, 4),
-        torch.empty(10).as_strided((4, 3), (1, 1)),  # overlapping
-        torch.empty(8, 8)[:, ::2],  # holes
+        torch.empty(10).as_strided((4, 3), (1, 1)),  # elements overlap
+        torch.empty(8, 8)[:, ::2],  # has holes
         torch.empty(8, 8)[:4, :4],
         torch.empty(8)[::2],
         torch.empty(3, 0, 4).transpose(0, 2),
@@ -160,7 +160,7 @@ def test_kept_strides_fill_exactly_numel_places(shape: list[int], rng: object, o
         assert tuple(strides) == tensor.stride()
     places = torch.arange(max(tensor.numel(), 1)).as_strided(tensor.shape, strides).flatten()
     assert sorted(places.tolist()) == list(range(tensor.numel()))
-    if odd and 1 in shape:  # the stride of a dimension of one element means nothing
+    if odd and 1 in shape:  # the stride of a dimension of size 1 has no meaning
         given = list(tensor.stride())
         given[shape.index(1)] = 12345
         again = dense_strides(tuple(shape), given)

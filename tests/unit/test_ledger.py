@@ -1,4 +1,4 @@
-"""The ledger's sums, and what it prints."""
+"""Sums and printed text of the traffic ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_calls_bytes_and_waiting_add_up() -> None:
     ledger = filled()
     rows = {(row.unit, row.kind, row.hop): (row.calls, row.bytes, row.exposed) for row in ledger.rows}
     assert rows == {
-        ("block", "gather", "4->2"): (2, 2000, 0.75),  # told once a kind, with its slowest link
+        ("block", "gather", "4->2"): (2, 2000, 0.75),  # waits are counted once per kind, in the row of its slowest link
         ("block", "gather", "2->1"): (1, 30, 0.0),
         ("block", "reduce", "1->2"): (1, 7, 0.0),
         ("<boundary>", "control", "all"): (1, 5, 0.0),

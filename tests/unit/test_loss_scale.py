@@ -1,4 +1,4 @@
-"""The loss scale of float16: the sequence that is documented, on overflows at given steps."""
+"""The float16 loss scale: its documented sequence for overflows at given steps, and refusals of unscaled losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def scale(**keys: Any) -> LossScale:
 
 
 def values(of: LossScale, overflows: str) -> list[float]:
-    """The scale after each step; "x" overflows."""
+    """Return the scale after each step; "x" is a step that overflows, "." is one that does not."""
     found = []
     for each in overflows:
         of.update(overflow=each == "x")
@@ -40,7 +40,7 @@ def test_without_hysteresis_each_overflow_halves() -> None:
 
 
 def test_it_doubles_where_a_window_lies_between_and_again_after_as_many() -> None:
-    # the first window ends with step 2, counted from 0: two steps lie before it
+    # The first doubling is at step 2, counted from 0: the number of steps before it must be a multiple of the window.
     assert values(scale(initial_scale_power=4, loss_scale_window=2), "." * 7) == [16, 16, 32, 32, 64, 64, 128]
     assert values(scale(initial_scale_power=4, loss_scale_window=2, hysteresis=1), ".x....") == [16, 8, 8, 8, 16, 16]
 
@@ -70,7 +70,7 @@ def test_factor_takes_it_out() -> None:
 
 
 def test_state() -> None:
-    """Whenever a run is interrupted, it goes on as if it had not been."""
+    """A run that is saved and resumed after any step has the same scales as a run without interruption."""
     pattern = "..x..xx....x.x....."
     whole = values(scale(initial_scale_power=8, loss_scale_window=3), pattern)
     for cut in range(len(pattern)):
@@ -81,19 +81,19 @@ def test_state() -> None:
         assert found + values(second, pattern[cut:]) == whole
     static = scale(loss_scale=4)
     static.load_state_dict(first.state_dict())
-    assert static.value == 4  # what is configured
+    assert static.value == 4  # a static scale keeps the configured value
 
 
 def test_losses_are_scaled_in_float32() -> None:
     loss = torch.tensor(2.0, dtype=torch.float16)
-    assert scale(initial_scale_power=20).apply(loss) == 2.0 * 2**20  # infinite in float16
+    assert scale(initial_scale_power=20).apply(loss) == 2.0 * 2**20  # exceeds the range of float16
     off = LossScale(LossScaling(), 1.0)
     assert off.apply(loss) == 2.0 and off.apply(loss).dtype == loss.dtype
     assert off.value == off.factor == 1.0 and not off.dynamic
 
 
 def begins(of: LossScale, weight: torch.Tensor) -> torch.Tensor:
-    """A loss whose backward the scale hears of, as of an engine's hooks on what a model returns."""
+    """Return a loss whose backward calls ``backward_begins``, as an engine's hooks on the model's outputs do."""
     output = weight * 2
     output.register_hook(lambda _: of.backward_begins(1, first=True))
     return output.sum()
@@ -105,7 +105,7 @@ def test_a_backward_without_scale_is_refused() -> None:
         begins(own, weight).backward()
     scaled = own.apply(begins(own, weight))
     with pytest.raises(RuntimeError, match="not scaled"):
-        begins(own, weight).backward()  # another loss than the one that was
+        begins(own, weight).backward()  # this loss is not the one that was scaled
     scaled.backward()
     with pytest.raises(RuntimeError, match="not scaled"):
         begins(own, weight).backward()
@@ -123,7 +123,7 @@ def test_a_scaled_backward_that_fails_is_over() -> None:
 
 
 def plain() -> LossScale:
-    """One for float32, whose losses count for a part of a window unless somebody has divided them."""
+    """Return a float32 loss scale that divides plain losses by the number of micro-batches, as DeepSpeed does."""
     own = LossScale(LossScaling(), 1.0)
     own.divides_plain = True
     return own
@@ -152,7 +152,10 @@ def begins_window(of: LossScale, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("end", ["forget", "load"])
 @pytest.mark.parametrize("scaled_by", ["this engine", "another"])
 def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(scaled_by: str, end: str) -> None:
-    """As of a gradient cache, over one model or two; and up to the end of the window."""
+    """Gradient caching scales a loss of detached outputs, so the loss's backward never reaches the model.
+
+    The engine then cannot tell if the model's backward belongs to a scaled loss. The refusal ends with the window.
+    """
     own, weight = plain(), torch.ones(2, requires_grad=True)
     owner = own if scaled_by == "this engine" else plain()
     output = begins_window(own, weight)
@@ -160,7 +163,7 @@ def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(s
     owner.apply(leaf.sum()).backward()
     with pytest.raises(RuntimeError, match=r"did not reach the engine's model.*call loss\.backward"):
         output.backward(leaf.grad)
-    # What the error says to do: the loss by itself, and the outputs by the engine.
+    # Do as the error says: call backward on the plain loss, and apply the scale to the outputs' loss.
     own.apply((begins_window(own, weight) * leaf.grad).sum()).backward()
     assert own.factor == 1.0
     {"forget": owner.drop_losses, "load": lambda: owner.load_state_dict(owner.state_dict())}[end]()
@@ -169,7 +172,7 @@ def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(s
 
 
 def test_gradients_of_a_loss_that_another_engine_has_scaled_are_refused() -> None:
-    """Also where nothing is divided: they are larger by the scale."""
+    """The other engine's scale makes the gradients too large, even if this engine divides no losses."""
     half, own, weight = scale(), LossScale(LossScaling(), 1.0), torch.ones(2, requires_grad=True)
     output = begins_window(own, weight)
     leaf = output.detach().requires_grad_()
@@ -188,7 +191,10 @@ def test_where_nothing_is_divided_detached_outputs_are_as_in_torch() -> None:
 
 
 def test_a_loss_that_meets_its_model_by_another_way_leaves_nothing_behind() -> None:
-    """As of a discriminator's loss on what a generator made, and then a plain one of either."""
+    """A loss over two models is scaled by one engine, and its backward reaches that engine's model, as in a GAN.
+
+    A plain loss of either model is then accepted.
+    """
     first, second, weight = plain(), plain(), torch.ones(2, requires_grad=True)
     second.apply((begins_window(first, weight) + begins_window(second, weight)).sum()).backward()
     begins_window(first, weight).sum().backward()
@@ -196,7 +202,7 @@ def test_a_loss_that_meets_its_model_by_another_way_leaves_nothing_behind() -> N
 
 
 def test_several_losses_of_one_backward_are_over_with_it() -> None:
-    """Also those that autograd comes to when the model's backward has begun."""
+    """The end of a backward ends all its scaled losses, also those that autograd reaches late."""
     own, weight = scale(), torch.ones(2, requires_grad=True)
     early = own.apply(weight.sum())
     late = own.apply(begins(own, weight))
@@ -206,7 +212,7 @@ def test_several_losses_of_one_backward_are_over_with_it() -> None:
 
 
 def test_a_scaled_loss_keeps_its_scale() -> None:
-    """The scale may have moved since: a step that overflows leaves its graph as it was."""
+    """A skipped step changes the scale, but gradients of a loss that was scaled before are divided by its own scale."""
     own, weight = scale(initial_scale_power=4, hysteresis=1), torch.ones(2, requires_grad=True)
     scaled = own.apply(begins(own, weight))
     own.update(overflow=True)

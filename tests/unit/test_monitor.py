@@ -1,4 +1,4 @@
-"""The monitor gives up what has been at the head of the queue for too long, and nothing else."""
+"""The monitor reports an event that has been first in its queue for longer than the limit, and no other event."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Event:
 
 
 class Owner:
-    """What has a monitor, and is told by it."""
+    """An object with a monitor, which records the monitor's reports."""
 
     def __init__(self, hang_timeout: float, device: str = "cpu") -> None:
         self.told: list[str] = []
@@ -63,12 +63,12 @@ def test_a_long_queue_that_comes_on_is_no_hang() -> None:
         owner.monitor.look(start + 9 * number + 8)
         event.over = True
         owner.monitor.look(start + 9 * number + 9)
-    owner.monitor.look(start + 1000)  # nothing is queued: nothing is waited for
+    owner.monitor.look(start + 1000)  # no event is queued, so no time counts
     assert owner.told == []
 
 
 def test_hops_of_fsdp2_are_watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The log has the error before groups are aborted, and every later hop raises it."""
+    """The error is logged before groups are aborted, and every later hop raises it."""
     logged: list[int] = []
     monkeypatch.setattr(watch, "BLIND", {"cpu"})
     monkeypatch.setattr(overlap, "abort_groups", lambda groups: logged.append(len(caplog.records)))
@@ -88,7 +88,7 @@ def test_hops_of_fsdp2_are_watched(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_another_ranks_failure_ends_a_wait_early() -> None:
-    """It is asked about every five seconds, and not before."""
+    """The monitor asks every five seconds if another rank has failed, the first time after five seconds."""
     owner = Owner(600.0)
     start = time.monotonic()
     queue(owner, 1)
@@ -115,7 +115,7 @@ def test_what_is_first_for_too_long_is_given_up_once(finished: int) -> None:
     last = start + 5 if finished else start + 1
     owner.monitor.look(last + 9)
     assert owner.told == []
-    events[4].over = finished < 4  # out of order: what is behind the first does not count
+    events[4].over = finished < 4  # a later event that is done first is no progress
     owner.monitor.look(last + 11)
     owner.monitor.look(last + 100)
     assert owner.told == [f"piece {finished}"]
@@ -150,7 +150,7 @@ def test_only_devices_that_no_host_waits_for_need_one() -> None:
 
 
 def test_its_thread_is_on_the_card_whose_events_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has a current device, at first card 0; asking an event makes a context on the current one."""
+    """Each thread has its own current device, first GPU 0, and querying an event makes a context on that device."""
     current, seen = threading.local(), list[object]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
     owner, asked = Owner(0.2, "cuda:1"), threading.Event()

@@ -1,4 +1,4 @@
-"""Which elements are stepped on the device, where the host has a part of them."""
+"""The elements that are stepped on the device if the host steps only a part of them (``ratio``)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def on_device(found: list[Tiers], numels: list[int]) -> list[int]:
         (1, [0, 0, 0]),
         (0.75, [1024, 0, 0]),
         (0.5, [1024, 1024, 0]),
-        (0.3, [1024, 1792, 0]),  # 2867 of 4096, the border at a multiple of 256
+        (0.3, [1024, 1792, 0]),  # 2867 of 4096 elements, and the border rounded down to a multiple of 256
         (0.25, [1024, 2048, 0]),
-        (0.2, [1024, 2048, 0]),  # of 3276 there are 204 left, less than a block
+        (0.2, [1024, 2048, 0]),  # 3277 of 4096 elements, of which 205 are left: less than a block
         (0, [1024, 2048, 1024]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files of extents: what is allocated, freed and allocated again, on disks that may be full."""
+"""Swap files: extents are allocated, freed and allocated again, also on disks that are full or cannot be used."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from zeropp.offload.transfer import IoOptions, Transfers
 
 
 def test_rows(tmp_path: Path) -> None:
-    """Any dtype and odd sizes: zeros on blocks of their own, which the file has space for."""
+    """Extents of any dtype and size are zero, start on a block, do not overlap, and have reserved disk space."""
     file = SwapFile(tmp_path)
-    assert list(tmp_path.iterdir()) == [], "the file has no name"
+    assert list(tmp_path.iterdir()) == [], "the file must have no name"
     dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
     extents = [file.allocate(numel, dtype) for dtype in dtypes for numel in (1, 4095, 4097, 100_001)]
     for extent in extents:
@@ -74,11 +74,11 @@ def test_stretches_are_used_again_as_zeros(by: str, tmp_path: Path, monkeypatch:
     nbytes = file.nbytes
     extent = file.allocate(700_001, torch.float32)
     assert extent.offset == 0 and file.nbytes == nbytes and not extent.tensor.any()
-    assert os.fstat(extent.descriptors.cached).st_blocks * 512 >= nbytes, "with its space"
+    assert os.fstat(extent.descriptors.cached).st_blocks * 512 >= nbytes, "the disk space must stay reserved"
 
 
 def test_the_file_does_not_grow(tmp_path: Path) -> None:
-    """Ten thousand extents of many sizes, a few at a time; no descriptor each, and none left behind."""
+    """Freed space is reused over 10,000 allocations of many sizes, and no file descriptor is left open."""
     chosen = random.Random(0)
     file = SwapFile(tmp_path)
     before = open_descriptors()
@@ -88,7 +88,7 @@ def test_the_file_does_not_grow(tmp_path: Path) -> None:
     assert file.nbytes <= 3 * 11 * 61_440
     assert open_descriptors() == before
     del extents
-    assert file.allocate(file.nbytes, torch.uint8).offset == 0, "neighbours that are free are one"
+    assert file.allocate(file.nbytes, torch.uint8).offset == 0, "adjacent free extents must be merged"
 
 
 def test_thousands_of_rows_need_no_descriptor_each(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_thousand_files_leave_no_descriptor(tmp_path: Path) -> None:
 
 
 def test_stretches_at_random() -> None:
-    """None is given twice, and what is free is found again."""
+    """Allocated extents never overlap, and the freed ones and the used ones together are the whole file."""
     chosen, stretches, used = random.Random(1), ExtentAllocator(), dict[int, int]()
     for _ in range(3000):
         if used and chosen.random() < 0.5:
@@ -133,7 +133,7 @@ def test_stretches_at_random() -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Said when an extent is allocated, with numbers; what there was is as before, and fits still."""
+    """The error comes at the allocation, with numbers. Existing extents stay intact, and smaller ones still fit."""
     with tmpfs(tmp_path / "disk", "-o", "size=8m") as place:
         file = SwapFile(place)
         extent = file.allocate(1 << 20, torch.float32)
@@ -148,7 +148,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_space_that_is_reserved(tmp_path: Path) -> None:
-    """It is there when extents are allocated, whoever fills the disk meanwhile; what does not fit takes nothing."""
+    """Reserved space stays usable if other files fill the disk. A reservation that does not fit takes no space."""
     with tmpfs(tmp_path / "disk", "-o", "size=8m") as place:
         file = SwapFile(place)
         with pytest.raises(SwapError, match=r"cannot allocate 9437184 bytes .* in a .* of 0 bytes; 8388608 bytes"):
@@ -167,7 +167,7 @@ def test_space_that_is_reserved(tmp_path: Path) -> None:
 
 
 def test_a_part_of_what_was_asked_for_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems keep what they had found when the rest was missing."""
+    """Some file systems keep the part that they allocated before space ran out, so the file is truncated again."""
     file = SwapFile(tmp_path)
     before = file.allocate(1, torch.uint8)
 
@@ -205,9 +205,9 @@ def test_a_closed_file(tmp_path: Path) -> None:
 def test_ranks_that_begin_at_once_in_a_new_directory(
     nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each makes the directory, or finds it made; each has a file of its own, and none has a name."""
+    """All ranks can create the directory at the same time; each has its own file, which has no name."""
     monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", nameless)
-    # All of them see no directory before the first makes one.
+    # All ranks must find no directory before the first rank creates it.
     together, plain = threading.Barrier(16), Path.mkdir
 
     def mkdir(*arguments: Any, **settings: Any) -> None:
@@ -259,7 +259,7 @@ def test_errors_may_be_sent() -> None:
 def test_without_direct_io(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning with the reason; the file is used through the page cache."""
+    """One warning with the reason is logged, and the file is read and written through the page cache."""
     plain, reason = os.open, {"/proc": "No such file", "O_DIRECT": "O_DIRECT", "in the file system": "Invalid argument"}
     number = errno.ENOENT if missing == "/proc" else errno.EINVAL
 
@@ -286,7 +286,7 @@ def test_without_direct_io(
 
 FOR_EVER = """
 import signal, sys
-# Ignored where whoever started the tests runs them in the background.
+# SIGINT is ignored if the tests run in the background of a shell, so install Python's handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch
 from zeropp.offload.swap import SwapFile

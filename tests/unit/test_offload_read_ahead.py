@@ -1,4 +1,4 @@
-"""Reading ahead through a few buffers: what cannot be read keeps none of them."""
+"""Rows are read ahead through a few buffers, and a failed read returns its buffers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeropp.comm.streams import ThreadEvent
 from zeropp.offload.read_ahead import ReadAhead, Ring
 from zeropp.offload.swap import SwapError
 
-PART = 16  # elements in a buffer
+PART = 16  # elements of a staging buffer
 VALUES = torch.arange(10.0 * PART + 3)
 
 
 class Row(SimpleNamespace):
-    """Values that are there at once, except those of some parts."""
+    """A row in memory; reading the parts in ``refused`` raises, and reading those in ``bad`` fails in the event."""
 
     def read(self, start: int, into: Tensor) -> ThreadEvent:
         event, number = ThreadEvent(), start // PART

@@ -1,4 +1,4 @@
-"""Files straight into a device's memory, with a stand-in for kvikio, which does nothing without a card."""
+"""Files read directly into GPU memory, with a stand-in for kvikio, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class CuFile:
-    """Reads as kvikio does: futures of how many bytes there were."""
+    """A stand-in for kvikio.CuFile; ``pread`` returns a future of the number of bytes read."""
 
     opened: list[str] = []  # noqa: RUF012
     short = 0
@@ -40,7 +40,7 @@ class CuFile:
         def get() -> int:
             if CuFile.error:
                 raise RuntimeError(CuFile.error)
-            # Not by numpy, which would keep the storage from being resized.
+            # Write to the address directly, because a numpy view would keep the storage from being resized.
             memory = (ctypes.c_ubyte * (size - CuFile.short)).from_address(buffer.data_ptr())
             return os.preadv(self._descriptor, [memory], file_offset)
 
@@ -48,7 +48,7 @@ class CuFile:
 
 
 class Card:
-    """The CPU as a card: of its type, and only where it is asked whether it is one."""
+    """A stand-in for a CUDA device, passed only to the check of the device's type; memory is the CPU's."""
 
     type = "cuda"
 
@@ -95,11 +95,11 @@ def test_the_bits_of_reads_through_the_ring(
         step(*arguments)
 
     expected, weights = train(tmp_path)
-    # Or what is read would be new before anybody has to wait for it.
+    # Delay the host's steps. Otherwise rows are up to date before a gather has to wait for the step.
     monkeypatch.setattr(HostStep, "_step", late)
     assert not kvikio.opened
     losses, others = train(tmp_path, use_gds=True)
-    # One file for all rows, by a descriptor, since it has no name.
+    # All rows are in one file, which is opened by its descriptor because it has no name.
     assert len(kvikio.opened) == 1 and kvikio.opened[0].startswith("/proc/self/fd/")
     assert losses == expected and all(torch.equal(others[name], value) for name, value in weights.items())
 

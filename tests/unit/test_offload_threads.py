@@ -1,4 +1,4 @@
-"""Threads of transfers: how many requests are under way at once, what is refused, and ends."""
+"""Threads of transfers: the number of requests in flight, refused calls, and the end of threads."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from zeropp.offload import transfer
 from zeropp.offload.swap import Extent, SwapError, SwapFile
 from zeropp.offload.transfer import IoOptions, Transfers
 
-LONG = 60.0  # seconds; what takes longer hangs
-SHORT = 0.05  # seconds in which what must not happen would
+LONG = 60.0  # seconds after which a wait counts as a hang
+SHORT = 0.05  # seconds to wait for an event that must not happen
 Start = Callable[..., Transfers]
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> SwapFile:
-    """Reached through the page cache alone: of which descriptor it is, threads know nothing."""
+    """A swap file without direct I/O, because the threads do not depend on the descriptor."""
     made = SwapFile(tmp_path)
     made.allocate(0, torch.uint8).descriptors.direct = None
     return made
@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> SwapFile:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Makes transfers that are closed at the end."""
+    """Return a function that makes transfers, which are closed after the test."""
     made = []
 
     def begin(**aio: int) -> Transfers:
@@ -55,19 +55,19 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Opened at the end of a test, so that nothing waits for it when threads are."""
+    """An event that is set after the test, so that closing transfers does not wait for it."""
     event = threading.Event()
     yield event
     event.set()
 
 
 def blocks(file: SwapFile, count: int) -> tuple[Extent, Tensor]:
-    """An extent of so many blocks, and random bytes for it."""
+    """Return an extent of ``count`` blocks and a tensor of random bytes for it."""
     nbytes = count * file.alignment
     return file.allocate(nbytes, torch.uint8), torch.empty(nbytes, dtype=torch.uint8).random_()
 
 
-# how many at once
+# Requests in flight.
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_so_many_requests_are_under_way(
 def test_a_request_has_block_size_at_most(
     part: int, more: int, sizes: list[int], file: SwapFile, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the next whole blocks of the file, which begin where those of the file do."""
+    """The size is ``block_size`` rounded up to whole blocks, and requests begin at blocks of the file."""
     unit, seen = file.alignment, Calls().put(monkeypatch)
     extent, memory = blocks(file, 9)
     transfers = start(block_size=part * unit + more, queue_depth=1)
@@ -115,7 +115,7 @@ def test_a_request_has_block_size_at_most(
     asked = [nbytes for _, _, nbytes, _ in seen.seen]
     assert asked == [3, *(size * unit for size in sizes), 5]
     begins = [extent.offset + unit - 3 + sum(asked[:number]) for number in range(len(asked))]
-    assert [offset for *_, offset in seen.seen] == begins, "in order, without a gap"
+    assert [offset for *_, offset in seen.seen] == begins, "requests must be in order, without gaps"
 
 
 def test_one_request_of_each_transfer(
@@ -137,7 +137,7 @@ def test_one_request_of_each_transfer(
 def test_transfers_one_after_another(
     overlap: bool, file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's second request takes long; after it all threads take part in the other one."""
+    """The second request of the first transfer is slow. Without overlap, the second transfer waits for it."""
     transfers, together = start(block_size=1, queue_depth=4, overlap_events=overlap), threading.Barrier(4)
     (first, one), (second, other) = blocks(file, 2), blocks(file, 4)
 
@@ -161,7 +161,7 @@ def test_transfers_one_after_another(
     assert torch.equal(first.tensor, one) and torch.equal(second.tensor, other)
 
 
-# what is refused
+# Refused calls.
 
 
 def test_arguments_that_cannot_be(file: SwapFile, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_arguments_that_cannot_be(file: SwapFile, start: Start, monkeypatch: pyt
     assert seen.seen == []
 
 
-# ends
+# Ends of threads.
 
 
 def test_close_waits_for_what_was_begun(
@@ -198,13 +198,13 @@ def test_close_waits_for_what_was_begun(
     transfers.close()
     assert all(event.done() for event in events) and not any(thread.is_alive() for thread in own)
     assert torch.equal(extent.tensor, memory)
-    transfers.close()  # twice does no harm
+    transfers.close()  # a second close does nothing
 
 
 def test_close_does_not_wait_for_ever(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that hangs; threads have one limit together."""
+    """With a disk that hangs, close returns after a limit that all threads share."""
     transfers, (extent, memory) = start(), blocks(file, 1)
     Calls(gate=gate).put(monkeypatch)
     event = transfers.write(extent, 0, memory)
@@ -243,8 +243,8 @@ def test_a_dropped_one_ends_its_threads_after_what_was_begun(
 
 
 def test_one_that_is_dropped_inside_its_own_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python collects garbage anywhere."""
-    # Should this hang, the end of pytest must not.
+    """Garbage collection may run anywhere, also while a thread holds the lock of the transfers' queue."""
+    # Use a separate registry of threads, so that pytest can end even if this thread hangs.
     monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
     kept = [Transfers(IoOptions(queue_depth=1))]
     (queue,) = (each._queue for each in kept)
@@ -264,7 +264,7 @@ def test_one_that_is_dropped_inside_its_own_lock(monkeypatch: pytest.MonkeyPatch
 def test_at_the_end_memory_and_extent_are_nobody_s(
     number: int, file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anyone hears of it, and although the event and its error are kept."""
+    """The thread drops its references before it finishes the event, although the event and its error live on."""
     transfers, (extent, memory) = start(block_size=1, queue_depth=2), blocks(file, 5)
     gone = [weakref.ref(memory), weakref.ref(extent.tensor)]
     heard = list[bool]()
@@ -290,7 +290,7 @@ def test_at_the_end_memory_and_extent_are_nobody_s(
 def test_the_program_s_end_leaves_what_no_thread_has_taken(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Threads of other tests go on.
+    # Use a separate registry, so that threads of other tests keep running.
     monkeypatch.setattr(threads, "_running", weakref.WeakKeyDictionary())
     monkeypatch.setattr(threads, "_CLOSING", 20.0)
     before, seen = set(offload_threads()), Calls(gate=gate).put(monkeypatch)
@@ -303,7 +303,7 @@ def test_the_program_s_end_leaves_what_no_thread_has_taken(
     with pytest.raises(SwapError, match="the program ends: ") as caught:
         waiting.wait(LONG)
     assert caught.value.errno == errno.ECANCELED and caught.value.filename == str(extent.descriptors.folder)
-    assert ending.is_alive() and not half.wait(0), "its memory is still written from"
+    assert ending.is_alive() and not half.wait(0), "the thread still writes from the memory"
     gate.set()
     with pytest.raises(SwapError, match="the program ends"):
         half.wait(LONG)
@@ -323,7 +323,7 @@ def tell():
             print(event.wait(0))
         except OSError as error:
             print(error.errno)
-# Before all others, so that it is called behind them.
+# Registered before zeropp's exit handler, so that it is called after that handler.
 atexit.register(tell)
 import torch
 from zeropp.offload import swap
@@ -345,7 +345,7 @@ begun.wait()
 
 
 def test_a_program_that_ends_with_transfers_waiting(tmp_path: Path) -> None:
-    """The first is under way until the second has been left."""
+    """The first transfer's call goes on until the second transfer has been cancelled."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, f"True\n{errno.ECANCELED}\n"), done.stderr
@@ -354,7 +354,7 @@ def test_a_program_that_ends_with_transfers_waiting(tmp_path: Path) -> None:
 def test_a_forked_child_waits_for_nobody(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has none of the threads, and the lock that one of them held stays locked."""
+    """The child has none of the parent's threads, and a lock that a thread held at the fork stays locked."""
     transfers, (extent, memory) = start(), blocks(file, 2)
     dropped: Transfers | None = Transfers(IoOptions(queue_depth=1))
     assert dropped is not None
@@ -373,7 +373,7 @@ def test_a_forked_child_waits_for_nobody(
     child = os.fork()
     if child == 0:
         try:
-            # Whatever pytest does with this signal, here it ends what hangs.
+            # Restore the default action, which ends the child if it hangs, whatever pytest does with this signal.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
             with pytest.raises(RuntimeError, match=f"process {os.getpid()} was forked from the process"):

@@ -1,4 +1,4 @@
-"""Transfers: the right bytes by every way, and calls that stop early, fail or are refused."""
+"""Transfers move the right bytes by every way of I/O; short, failing and refused system calls are handled."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zeropp.offload import swap, transfer
 from zeropp.offload.swap import Extent, SwapError, SwapFile, aligned
 from zeropp.offload.transfer import IoOptions, Transfers
 
-LONG = 60.0  # seconds; what takes longer hangs
+LONG = 60.0  # seconds after which a wait counts as a hang
 Start = Callable[..., Transfers]
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[SwapFile]:
-    """One whose descriptor for direct I/O is a plain one: its calls may stop anywhere, and no file system refuses."""
+    """A swap file whose descriptor for direct I/O is a plain one, so that calls may stop at any byte."""
     made = SwapFile(tmp_path)
     descriptors = made.allocate(0, torch.uint8).descriptors
     plain = descriptors.direct = os.dup(descriptors.cached)
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Iterator[SwapFile]:
 
 @pytest.fixture
 def start(file: SwapFile) -> Iterator[Start]:
-    """Makes transfers that end before the file's descriptors are closed."""
+    """Return a function that makes transfers, which are closed before the file's descriptors."""
     made = []
 
     def begin(**aio: int) -> Transfers:
@@ -50,19 +50,19 @@ def start(file: SwapFile) -> Iterator[Start]:
 
 
 def filled(file: SwapFile, nbytes: int) -> Extent:
-    """An extent of random bytes."""
+    """Return an extent of random bytes."""
     extent = file.allocate(nbytes, torch.uint8)
     extent.tensor.random_()
     return extent
 
 
 def memory_of(nbytes: int, shift: int = 0) -> Tensor:
-    """Random bytes that begin so many bytes behind the begin of a page."""
+    """Return random bytes [nbytes] that start ``shift`` bytes after the start of a page."""
     return aligned(shift + nbytes, torch.uint8).random_()[shift:]
 
 
 def record_addresses(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(descriptor, address in memory) of every call from here on."""
+    """Record (descriptor, memory address) of every call from here on, and return the list."""
     found = list[tuple[int, int]]()
 
     def around(real: Callable[[int, memoryview, int], int]) -> Callable[[int, memoryview, int], int]:
@@ -87,11 +87,11 @@ def alike(extent: Extent, begin: int, memory: Tensor) -> bool:
     return torch.equal(extent.tensor[begin : begin + memory.numel()], memory)
 
 
-# bytes
+# Bytes.
 
 
 def move_at_random(transfers: Transfers, extents: list[Extent], times: int, seed: int) -> None:
-    """Reads and writes beside plain copies of the extents: what is named changes, and nothing around it."""
+    """Read and write at random, and compare with copies: only the given ranges may change."""
     chosen, unit = random.Random(seed), extents[0].alignment
     copies = [extent.tensor.clone() for extent in extents]
 
@@ -103,7 +103,7 @@ def move_at_random(transfers: Transfers, extents: list[Extent], times: int, seed
         dtype = chosen.choice([torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
         begin, end = sorted(place(extent.nbytes) for _ in range(2))
         nbytes = (end - begin) // dtype.itemsize * dtype.itemsize
-        # On a page, in step with the file's blocks, or anywhere else that the dtype allows.
+        # Memory on a page, at the same offset in a page as in the file's block, or anywhere that the dtype allows.
         at = chosen.choice([0, begin % unit, chosen.randrange(unit)]) // dtype.itemsize * dtype.itemsize
         around = memory_of(unit + nbytes + unit)
         before, own = around.clone(), slice(at, at + nbytes)
@@ -120,7 +120,7 @@ def move_at_random(transfers: Transfers, extents: list[Extent], times: int, seed
 
 @pytest.mark.parametrize("way", ["direct", "cached"])
 def test_bytes_at_random(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By real direct I/O, which gets whole blocks and memory in step with them, or it would be refused."""
+    """With "direct", real direct I/O must get whole blocks and aligned memory, or the file system would refuse it."""
     file = SwapFile(tmp_path)
     unit, seen = file.alignment, Calls().put(monkeypatch)
     extents = [filled(file, nbytes) for nbytes in (3 * unit, 5 * unit + 77, 1, 4 * unit - 1, 2 * unit)]
@@ -132,7 +132,7 @@ def test_bytes_at_random(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     transfers = Transfers(IoOptions(block_size=2 * unit, queue_depth=3))
     move_at_random(transfers, extents, 300, 0)
     transfers.close()
-    assert descriptors.direct == direct, "the file system has refused what it was given"
+    assert descriptors.direct == direct, "the file system refused direct I/O"
     past = [(nbytes, offset) for _, descriptor, nbytes, offset in seen.seen if descriptor == direct]
     assert bool(past) == (way == "direct")
     assert all(nbytes % unit == 0 and offset % unit == 0 for nbytes, offset in past)
@@ -147,7 +147,7 @@ def test_nothing_to_move(file: SwapFile, start: Start, monkeypatch: pytest.Monke
     assert seen.seen == []
 
 
-# calls that move less than they were asked for
+# Calls that move fewer bytes than requested.
 
 
 def test_the_rest_of_a_block_goes_through_the_cache(
@@ -178,7 +178,7 @@ def test_calls_that_stop_anywhere(file: SwapFile, start: Start, monkeypatch: pyt
 def test_what_could_not_be_moved_is_told(
     number: int, word: str, file: SwapFile, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first call moves one of three blocks; the second has an error, or moves nothing for ever."""
+    """The first call moves one of three blocks. The second fails, or returns 0 bytes each time."""
     file.allocate(1, torch.uint8)
     unit, extent = file.alignment, filled(file, 3 * file.alignment)
     folder, rest = extent.descriptors.folder, extent.offset + unit
@@ -220,13 +220,13 @@ def test_a_failure_leaves_its_transfer_and_no_other(
         failed.wait(LONG)
     assert well.wait(LONG) and alike(whole, 0, memory)
     begins = [*range(broken.offset, third + 1, unit), *range(whole.offset, whole.offset + 3 * unit, unit)]
-    assert [call[3] for call in seen.seen] == begins, "in order, and none behind the failure"
+    assert [call[3] for call in seen.seen] == begins, "requests must be in order, and none may follow the failure"
 
 
 def test_a_failure_is_told_when_no_call_is_under_way(
     file: SwapFile, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is still read from until then. Of two errors the first is told."""
+    """Until then, a call may still read the memory. The first of two errors is reported."""
     unit, held, seen = file.alignment, threading.Event(), Calls()
     broken, other = filled(file, 2 * unit), filled(file, unit)
 
@@ -243,7 +243,7 @@ def test_a_failure_is_told_when_no_call_is_under_way(
     seen.put(monkeypatch)
     transfers = start(block_size=unit, queue_depth=2)
     failed = transfers.write(broken, 0, memory_of(2 * unit))
-    # By the only thread that is free, after it has told of the failure.
+    # The only free thread does this write, after it has recorded the failure.
     assert transfers.write(other, 0, memory_of(unit)).wait(LONG)
     assert not failed.wait(0)
     held.set()
@@ -252,13 +252,14 @@ def test_a_failure_is_told_when_no_call_is_under_way(
     assert caught.value.errno == errno.EIO
 
 
-# which way
+# Direct or cached, in place or by a copy.
 
 
 def ways(unit: int) -> dict[str, tuple[str, int, int, int, list[tuple[bool, bool, int, int]]]]:
-    """For an extent of 4 blocks and 100 bytes: word, begin, bytes, shift of the memory.
+    """Return cases for an extent of 4 blocks and 100 bytes: word, begin, bytes, shift of the memory, expected calls.
 
-    And what is seen: direct, in place, begin, bytes.
+    A call is (direct, in place, begin, bytes): direct is True if the call goes past the page cache, in place is True if
+    the call uses the caller's memory instead of a copy.
     """
     return {
         "whole, read": ("read", unit, 2 * unit, 0, [(True, True, unit, 2 * unit)]),
@@ -334,4 +335,4 @@ def test_direct_io_that_is_refused_when_first_used(
     (message,) = [record.getMessage() for record in caplog.records]
     expected = (str(descriptors.folder), "O_DIRECT", os.strerror(number), "nvme_path")
     assert all(words in message for words in expected)
-    assert sum(call[1] == direct for call in seen.seen) == 3, "no more than were under way"
+    assert sum(call[1] == direct for call in seen.seen) == 3, "only calls in flight may still use direct I/O"
