@@ -252,8 +252,8 @@ def names_in(path: Path) -> set[str]:
 def test_code_that_docs_name_is_there() -> None:
     """Check names such as ``room.module.Name``, paths such as ``room/module.py``, and a name right after a path."""
     gone = []
-    # The pages on migrating name modules and keys of DeepSpeed. zeropp/training only re-exports names, so that prefix is
-    # removed.
+    # The pages on migrating name modules and keys of DeepSpeed. zeropp/training only re-exports names, so its prefix
+    # is removed.
     pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not path.name.startswith("migrating")]
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages]:
         text = path.read_text().replace("`zeropp.training.", "`")

@@ -1,4 +1,4 @@
-"""Limits of a node's memory and disks: what stays below passes, the rest is refused with numbers and remedies."""
+"""Limits of a node's memory and disks: plans below them pass, and others are refused with numbers and remedies."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_states_of_an_optimizer_are_found_by_a_trial(make: Any, count: int) -> N
     before = copy.deepcopy(optimizer.state_dict())
     assert count_states(optimizer) == count
     assert weight.eq(1).all() and weight.grad is None
-    # A trial leaves the optimizer alone; Adagrad has states from the beginning.
+    # Adagrad has states from the beginning, so compare with the state before the trial.
     assert str(optimizer.state_dict()) == str(before)
 
 

@@ -1,4 +1,4 @@
-"""plan.memory against numbers worked out by hand, and against a formula of its own."""
+"""plan.memory equals numbers computed by hand and an independent formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeropp.partition.levels import BLOCK
 from zeropp.plan import MemoryPlan, memory
 
 SPREAD = {"zeropp": {"unit_min_blocks": 0}}
-"""Nothing merges, nothing becomes persistent because it is short."""
+"""Configuration part that keeps short units from being merged or made persistent."""
 
 
 def config(persistent: int = 0, **keys: object) -> dict[str, object]:
@@ -26,16 +26,16 @@ def config(persistent: int = 0, **keys: object) -> dict[str, object]:
 
 
 def padded(numels: list[int], world: int) -> int:
-    """Elements of one flat buffer: parameters on blocks, the end filled up for the ranks."""
+    """Return the elements of one flat buffer: parameters start on blocks, and the end is padded for the ranks."""
     blocks = sum(math.ceil(numel / BLOCK) for numel in numels)
     return max(math.ceil(blocks / world), 1) * world * BLOCK
 
 
-MARKERS = 2 * 2 * 2 * 4  # bytes of one parameter group's: two of two elements, and their gradients
+MARKERS = 2 * 2 * 2 * 4  # bytes of a group's edit markers: two float32 tensors of two elements, with gradients
 
 
 def two_layers() -> nn.Sequential:
-    """Two units of 30 x 20 weights and 20 biases, 600 + 20 elements: 3 blocks + 1 block each."""
+    """Return two units of 600 weights (3 blocks) and 20 biases (1 block) each."""
     return nn.Sequential(nn.Linear(30, 20), nn.Linear(30, 20))
 
 
@@ -72,7 +72,7 @@ def test_fp64_is_fp64_throughout() -> None:
     assert plan.terms["main_weights"] == plan.terms["gradients"] == 2 * 512 * 8
     assert [(u.gathered, u.message) for u in plan.units] == [(8192, 8192)] * 2
     wire = memory(two_layers().double(), config(communication_data_type="bf16"), 2)
-    assert wire == plan, "float64 is never narrowed on the wire"
+    assert wire == plan, "float64 gradients must be sent as float64"
 
 
 def test_a_bf16_model_has_fp32_main_weights() -> None:
@@ -91,12 +91,13 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
     model = two_layers()
     model[0].weight.requires_grad_(False)
     plan = memory(model, config(), 2)
-    # unit 0: weight 3 blocks -> 4, bias 1 block -> 2; unit 1: 4 blocks
+    # Unit 0 has two buffers: the frozen weight's 3 blocks are padded to 4 for two ranks, the bias's 1 block to 2. Unit
+    # 1 has one buffer of 4 blocks.
     assert plan.terms["frozen_weights"] == 4 * BLOCK // 2 * 4
     assert plan.terms["main_weights"] == plan.terms["gradients"] == (2 + 4) * BLOCK // 2 * 4
     assert [(u.gathered, u.message) for u in plan.units] == [(6 * BLOCK * 4, 2 * BLOCK * 4), (4096, 4096)]
     half = memory(model, config(bf16={"enabled": True}), 2)
-    assert half.terms["frozen_weights"] == 4 * BLOCK // 2 * 4, "kept in their own dtype"
+    assert half.terms["frozen_weights"] == 4 * BLOCK // 2 * 4, "frozen weights must keep their own dtype"
 
 
 def test_all_frozen() -> None:
@@ -120,7 +121,8 @@ def test_mixed_dtypes_in_one_unit() -> None:
 
 def test_persistent_weights_are_whole_in_compute_dtype() -> None:
     plan = memory(two_layers(), config(persistent=20, bf16={"enabled": True}), 2)
-    # both biases in one buffer of 2 blocks, whole on each rank; their main weights are spread all the same
+    # Both biases share a buffer of 2 blocks that each rank keeps unsharded. Their main weights are sharded
+    # nevertheless.
     assert plan.terms["persistent_weights"] == 2 * BLOCK * 2
     assert plan.terms["main_weights"] == (4 + 4 + 2) * BLOCK // 2 * 4
     assert [(u.name, u.persistent, u.gathered) for u in plan.units] == [
@@ -198,25 +200,25 @@ def test_printed() -> None:
     ]
 
 
-# offload: bytes of the host and of a disk
+# Offload: bytes of host memory and of disks.
 
 
 def offloaded(states: str = "none", weights: str = "none", **keys: object) -> dict[str, Any]:
-    """Both blocks; ``keys`` of the one for weights."""
+    """Return a configuration with both offload blocks; ``keys`` go into the block for weights."""
     own = config(bf16={"enabled": True}, aio={"block_size": 1})
     where = {"nvme_path": "/nowhere"}
     blocks = {"offload_optimizer": {"device": states, **where}, "offload_param": {"device": weights, **where, **keys}}
     return {**own, "zero_optimization": {**own["zero_optimization"], **blocks}}
 
 
-ROW = 2 * 512  # elements of both units' shards on two ranks
+ROW = 2 * 512  # elements of the shards of both units, for one of two ranks
 PAGE = 4096
 
 
 def test_states_on_the_host_leave_what_gathers_begin_with() -> None:
     plan = memory(two_layers(), offloaded("cpu"), 2)
     assert +Counter(plan.terms) == {"gradient_norms": 2 * 12, "wire_weights": ROW * 2, "edit_markers": MARKERS}
-    ring = 4 * 5 * PAGE  # four buffers, each large enough for five of the eighteen parts of three tiles
+    ring = 4 * 5 * PAGE  # 4 buffers of 5 pages, because a page for each of 18 parts (3 sub-groups) is needed
     assert plan.host == {
         "gradients": ROW * 4,
         "main_weights": ROW * 4,
@@ -269,7 +271,7 @@ def test_small_rows_are_in_memory() -> None:
 
 @pytest.mark.parametrize(("most", "kept"), [(0, []), (511, []), (1023, [0]), (1024, [0, 2]), (10**6, [0, 1, 2])])
 def test_weights_stay_in_memory_while_there_is_room(most: int, kept: list[int]) -> None:
-    """In the order of the model, and whole: a row of 512 elements, one of 2304, and one of 512."""
+    """Whole rows (512, 2304 and 512 elements) stay in memory in the order of the model, while there is room."""
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(62, 64), nn.Linear(30, 20))
     rows, pages = [512 * 2, 2304 * 2, 512 * 2], [1, 2, 1]
     plan = memory(model, offloaded("nvme", "nvme", max_in_cpu=most), 2)
@@ -278,7 +280,7 @@ def test_weights_stay_in_memory_while_there_is_room(most: int, kept: list[int]) 
 
 
 def test_weights_that_are_stepped_in_files_are_kept_in_memory_while_there_is_room() -> None:
-    """Gathers could begin with the main weights themselves, which have the same dtype."""
+    """A copy for gathers is kept although gathers could read the main weights in files, which have the same dtype."""
     for most, kept in ((10**6, 2 * 512 * 4), (0, 0)):
         settings = {**offloaded("nvme", "nvme", max_in_cpu=most), "bf16": {"enabled": False}}
         assert memory(two_layers(), settings, 2).host.get("wire_weights", 0) == kept, most
@@ -309,9 +311,9 @@ def test_new_weights_wait_for_the_wire_or_are_encoded_one_by_one() -> None:
     own = offloaded("cpu")
     stage1 = {**own, "zero_optimization": {**own["zero_optimization"], "stage": 1}}
     assert memory(two_layers(), stage1, 2).new_weights == ROW * 2
-    assert memory(two_layers(), own, 2).new_weights == 0, "kept rows are written where they are"
+    assert memory(two_layers(), own, 2).new_weights == 0, "new weights must go directly into kept rows"
     own["zero_optimization"]["zero_quantized_weights"] = True
-    assert memory(two_layers(), own, 2).new_weights == ROW // 2 * 4, "one unit, as it is stepped"
+    assert memory(two_layers(), own, 2).new_weights == ROW // 2 * 4, "units must be encoded one at a time"
 
 
 def test_where_the_cpu_trains_all_of_it_is_the_host_s() -> None:
@@ -367,7 +369,7 @@ def test_plans_are_found_where_the_readme_says() -> None:
     assert isinstance(zeropp.plan.memory(two_layers(), config(), 1), MemoryPlan)
 
 
-# a formula of its own
+# An independent formula.
 
 
 @given(
@@ -378,7 +380,7 @@ def test_plans_are_found_where_the_readme_says() -> None:
 )
 @settings(max_examples=60)
 def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, persistent: int) -> None:
-    """Layers of one weight each; some frozen, some in float64."""
+    """The model's layers have one weight each; some are frozen, some are float64."""
 
     class Layer(nn.Module):
         def __init__(self, numel: int, frozen: bool, double: bool) -> None:
@@ -392,7 +394,7 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
     model = nn.ModuleList(Layer(*layer) for layer in [*layers, (1000, False, False), (1000, False, False)])
     plan = memory(model, config(persistent=persistent, bf16={"enabled": bf16}), world)
     expected = dict.fromkeys(plan.terms, 0)
-    whole: dict[tuple[int, int, bool], list[int]] = {}  # persistent ones share buffers
+    whole: dict[tuple[int, int, bool], list[int]] = {}  # persistent parameters share buffers
     alone: list[tuple[int, int, bool, int]] = []
     for numel, frozen, double in [*layers, (1000, False, False), (1000, False, False)]:
         own = 8 if double else 4
@@ -411,9 +413,9 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
     expected["persistent_weights"] = sum(
         padded(numels, world) * size
         for (size, main, _), numels in whole.items()
-        if world > 1 or size != main  # else the model sees the main weights
+        if world > 1 or size != main  # otherwise modules use the main weights directly
     )
-    # As large as the first of what is trained.
+    # Markers have the dtype of the first trainable buffer's main weights.
     expected["edit_markers"] = 8 * next(main for _, main, frozen, _ in buffers if not frozen)
     assert plan.terms == expected
     assert plan.largest_unit == max(size * numel for size, _, _, numel in alone)

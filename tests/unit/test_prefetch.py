@@ -1,4 +1,4 @@
-"""The prefetch plan, checked by carrying it out on paper."""
+"""The prefetch plan stays within its limits and is good, checked by simulating it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ HUGE = 10**12
 
 @dataclass
 class Run:
-    """What carrying out a plan showed."""
+    """Counts from the simulation of a plan.
 
-    gathers: int  # units issued, in total
-    demanded: int  # of these, issued at the very use that needs them
-    most_held: int  # elements live beside the unit in use, at the worst moment
-    most_ahead: int  # elements issued and not yet used
+    Attributes:
+        gathers: number of units issued in total.
+        demanded: number of units issued only at the use that needs them.
+        most_held: largest number of elements gathered at once, without the unit in use.
+        most_ahead: largest number of elements issued and not yet used.
+        live: units that are gathered at the end.
+    """
+
+    gathers: int
+    demanded: int
+    most_held: int
+    most_ahead: int
     live: frozenset[int]
 
 
 def carry_out(plan: Plan, uses: list[int], live: frozenset[int], numel: list[int]) -> Run:
-    """Follow a plan as the schedule does; any disorder is an assertion."""
+    """Simulate a plan and assert that each unit is issued once before its use and dropped only after it."""
     live, ahead = set(live), set()
     gathers = demanded = most_held = most_ahead = 0
     assert len(plan.issue) == len(plan.drop) == len(uses)
@@ -41,7 +49,8 @@ def carry_out(plan: Plan, uses: list[int], live: frozenset[int], numel: list[int
         assert use in live, f"unit {use} is used and was never issued"
         ahead.discard(use)
         most_ahead = max(most_ahead, sum(numel[unit] for unit in ahead))
-        # What gives way to a unit fetched ahead does so at this use; the unit in use comes on top until it is over.
+        # Units are dropped at this use to make room for prefetched units. The unit in use counts in addition until the
+        # use ends.
         for unit in drop:
             assert unit in live, f"unit {unit} is dropped and not live"
             assert unit not in ahead, f"unit {unit} is dropped before the use it was fetched for"
@@ -75,7 +84,7 @@ def cases(draw: st.DrawFn, equal: bool = False, start_empty: bool = False) -> Ca
     bound = st.integers(0, 160) | st.just(HUGE)
     limits = Limits(draw(bound), draw(bound), draw(bound))
     live: set[int] = set()
-    if not start_empty:  # what an earlier phase may have left within the same limits
+    if not start_empty:  # units that an earlier phase may have left gathered, within the same limits
         for unit in draw(st.lists(st.integers(0, count - 1), unique=True)):
             if sum(numel[u] for u in live) + numel[unit] <= limits.live:
                 live.add(unit)
@@ -83,11 +92,11 @@ def cases(draw: st.DrawFn, equal: bool = False, start_empty: bool = False) -> Ca
 
 
 def gpt(layers: int) -> tuple[list[int], list[int]]:
-    """Forward and backward of a stack of layers."""
+    """Return the uses of forward and of backward for a stack of layers."""
     return list(range(layers)), list(reversed(range(layers)))
 
 
-# what every plan must hold
+# Properties of every plan.
 
 
 @given(cases())
@@ -98,7 +107,7 @@ def test_a_plan_can_be_carried_out_within_its_limits(case: Case) -> None:
     run = case.run()
     assert run.most_held <= case.limits.live
     largest = max(case.numel) if case.limits.prefetch else 0
-    assert run.most_ahead <= max(case.limits.prefetch, largest), "one unit may be larger than the limit, if alone"
+    assert run.most_ahead <= max(case.limits.prefetch, largest), "prefetch exceeds its limit with more than one unit"
 
 
 @given(cases())
@@ -113,7 +122,7 @@ def test_plans_are_functions(case: Case) -> None:
 @given(cases(start_empty=True))
 @settings(max_examples=200)
 def test_limits_of_zero(case: Case) -> None:
-    """Any single limit of 0 turns off what it bounds; all of them leave gathers at the moment of need."""
+    """A limit of 0 turns off prefetch or reuse. With all limits 0, each unit is gathered at its use."""
     uses, ahead, numel = case.uses, case.lookahead, case.numel
     none = make_plan(uses, ahead, frozenset(), numel, Limits(0, 0, 0))
     assert none.issue == tuple((unit,) for unit in uses) == none.drop and none.live == frozenset()
@@ -133,8 +142,8 @@ def test_without_limits_each_unit_is_fetched_once(case: Case) -> None:
     run = case.run()
     needed = (set(case.uses) | set(case.lookahead) if case.uses else set()) - case.live
     assert run.gathers == len(needed)
-    assert run.demanded <= 1, "only the first use can find its unit missing"
-    assert run.live - case.live <= set(case.lookahead), "kept for nothing"
+    assert run.demanded <= 1, "only the first use may gather its own unit"
+    assert run.live - case.live <= set(case.lookahead), "a unit was kept without a later use"
 
 
 @given(cases(start_empty=True))
@@ -150,7 +159,7 @@ def test_nothing_is_held_for_a_use_that_never_comes(case: Case) -> None:
 @settings(max_examples=200)
 @example(Case([0], [1, 0, 2], frozenset(), [2, 1, 20], Limits(21, 21, 0)))
 def test_the_lookahead_never_costs_a_gather(case: Case) -> None:
-    """Gathers of this phase and, on demand, the next, with and without looking ahead to it."""
+    """Both phases need at most one gather per use, plus one for each unit that was gathered before."""
     seen = case.run()
     after = make_plan(case.lookahead, [], seen.live, case.numel, case.limits)
     with_it = seen.gathers + carry_out(after, case.lookahead, seen.live, case.numel).gathers
@@ -158,7 +167,7 @@ def test_the_lookahead_never_costs_a_gather(case: Case) -> None:
     assert with_it <= most + len(case.live)
 
 
-# what a good plan does
+# Properties of good plans.
 
 
 def test_prefetch_hides_every_gather_but_the_first() -> None:
@@ -175,16 +184,16 @@ def test_what_is_fetched_ahead_may_reach_the_limit(prefetch: int, ahead: tuple[i
 
 
 def test_one_unit_at_most_overtakes_the_one_in_use() -> None:
-    """Backward begins with the unit that forward has just let go: its gather must not wait behind all the others."""
+    """If backward begins with a unit that forward has just released, only one other gather may be issued before it."""
     forward, backward = gpt(6)
     plan = Case(forward, backward, frozenset(), [10] * 6, Limits(HUGE, HUGE, 0)).plan()
     assert plan.issue[-1] == (4,) and plan.live == frozenset({4})
     kept = Case(forward, backward, frozenset(), [10] * 6, Limits(HUGE, HUGE, HUGE)).plan()
-    assert kept.live == frozenset(range(6)), "a unit that is kept keeps no one waiting"
+    assert kept.live == frozenset(range(6)), "units that stay gathered delay no other gather"
 
 
 def test_reuse_is_bounded_by_distance() -> None:
-    """The distance counts the uses between and the reused unit itself."""
+    """The reuse distance counts the elements used in between and the reused unit itself."""
     for reuse, kept in [(29, False), (30, True)]:
         plan = make_plan([0, 1, 2, 0], [], frozenset(), [10] * 3, Limits(0, HUGE, reuse))
         assert (0 not in plan.drop[0]) is kept and ((0,) not in plan.issue[3:]) is kept
@@ -207,7 +216,7 @@ def test_forward_keeps_its_last_units_for_backward() -> None:
 
 
 def test_forward_keeps_its_last_units_for_backward_with_prefetch() -> None:
-    """What is fetched ahead for a farther use must not take the room of the unit in use, which is needed sooner."""
+    """Prefetching for a later use must not take the room of the unit in use, which backward needs sooner."""
     layers, room = 6, 3
     forward, backward = gpt(layers)
     limits = Limits(HUGE, 10 * room, HUGE)
@@ -221,7 +230,7 @@ def test_forward_keeps_its_last_units_for_backward_with_prefetch() -> None:
 @given(st.integers(2, 12), st.integers(1, 12), st.integers(0, 6))
 @settings(max_examples=100)
 def test_prefetch_costs_a_stack_of_layers_no_reuse(layers: int, room: int, ahead: int) -> None:
-    """With a bound on fetching ahead below the room to keep, forward and backward gather as often as without."""
+    """If prefetch is limited to the room for live units, both passes need no more gathers than without prefetch."""
     numel = [10] * layers
     forward, backward = gpt(layers)
 
@@ -237,8 +246,11 @@ def test_prefetch_costs_a_stack_of_layers_no_reuse(layers: int, room: int, ahead
 @given(cases(equal=True, start_empty=True), st.integers(0, 8))
 @settings(max_examples=300)
 def test_more_room_never_costs_a_gather(case: Case, more: int) -> None:
-    """For units of one size and without fetching ahead. Sizes that differ can make more room cost a gather: a plan
-    that drops the farthest first is best for equal sizes only."""
+    """Larger limits need no more gathers, for units of equal size and without prefetch.
+
+    With different sizes, more room can cost a gather: dropping the unit with the farthest next use is optimal for equal
+    sizes only.
+    """
     case.limits = Limits(0, case.limits.live, HUGE)
     little = case.run().gathers
     case.limits = Limits(0, case.limits.live + 10 * more, HUGE)

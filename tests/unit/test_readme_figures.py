@@ -1,4 +1,4 @@
-"""README's figures are those of the tables that it links to."""
+"""Figures in README.md equal the figures in the tables that it links to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def test_figures_have_tables() -> None:
-    """Each link to a table leads to one."""
+    """Each link to a table leads to an existing file."""
     found = re.findall(r"bench/results/[\w./-]+", TEXT)
     assert found and all((ROOT / name).is_file() for name in found), textwrap.shorten(str(found), 300)
 
 
 def said(pattern: str) -> list[float]:
-    """The numbers of one sentence of README."""
+    """Return the numbers in the only sentence of README.md that matches ``pattern``."""
     (found,) = re.findall(pattern, TEXT)
     return [float(each) for each in (found if isinstance(found, tuple) else (found,))]
 
@@ -54,7 +54,7 @@ def test_figures_of_the_card_are_those_of_its_table() -> None:
     text = (ROOT / "bench/results/2026-11-27_gpu-first-run.md").read_text()
 
     def row(name: str) -> list[float]:
-        """Numbers of a row, from the first table that has one of this name: that at 1.34 B parameters."""
+        """Return the numbers in the first table's row of this name; the first table is that of 1.34 B parameters."""
         found = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.MULTILINE)
         return [float(cell) for cell in re.findall(r"\d+\.?\d*", found[0].replace("(later run 191.7)", ""))]
 

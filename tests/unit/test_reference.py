@@ -1,4 +1,4 @@
-"""The plain operations against numpy and explicit loops."""
+"""The plain operations equal numpy and explicit loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-# pack
+# Tests of pack_.
 
 
 @pytest.mark.parametrize("source", DTYPES)
@@ -36,7 +36,7 @@ def test_pack_casts(source: torch.dtype, target: torch.dtype) -> None:
     pack_([flat[:15].view(3, 5), flat[16:23], flat[30]], values)
     assert same_bits(flat[:15], values[0].to(target).flatten())
     assert same_bits(flat[16:23], values[1].to(target)) and same_bits(flat[30], values[2].to(target))
-    assert flat[[15, 23, 29, 31]].eq(9).all(), "nothing between the parts is touched"
+    assert flat[[15, 23, 29, 31]].eq(9).all(), "elements between the parts must not change"
 
 
 def test_pack_zeroes_what_is_missing() -> None:
@@ -50,7 +50,7 @@ def test_pack_zeroes_what_is_missing() -> None:
 
 
 def test_pack_goes_by_index_not_by_memory() -> None:
-    """A channels_last parameter may get a contiguous gradient, and the other way round."""
+    """Elements are matched by index, because a gradient may have another memory format than its parameter."""
     image = noise(2, 3, 4, 5)
     flat = torch.zeros(120)
     channels_last = flat.as_strided((2, 3, 4, 5), (60, 1, 15, 3))
@@ -84,7 +84,7 @@ def test_pack_wants_as_many_sources_as_destinations() -> None:
         pack_([torch.zeros(1)], [])
 
 
-# sums
+# Tests of sum_messages_.
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -112,7 +112,7 @@ def test_sums(
     kept = messages.clone()
     sum_messages_(messages, out, scale=scale, accumulate=accumulate)
     np.testing.assert_allclose(out.double().numpy(), expected, rtol=tolerance, atol=tolerance)
-    assert same_bits(messages, kept), "the messages are the caller's"
+    assert same_bits(messages, kept), "the caller's messages must not change"
 
 
 @given(
@@ -126,7 +126,7 @@ def test_sums(
 def test_the_order_of_a_sum_is_the_order_of_messages(
     count: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, accumulate: bool, seed: int
 ) -> None:
-    """To the bit: one addition a message, from the first on, in the main dtype; then the scale, rounded."""
+    """Bits equal those of adding the messages in order in the main dtype, and scaling the sum once."""
     wire, main = dtypes
     size = torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64)[torch.randint(3, (count, 1))]
     messages = (noise(count, 67, dtype=torch.float64, seed=seed) * size).to(wire)
@@ -144,7 +144,7 @@ def test_16_bit_messages_are_summed_in_the_main_dtype() -> None:
     messages = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     out = torch.zeros(1)
     sum_messages_(messages, out)
-    assert out.item() == 258.0, "in bfloat16 256 + 1 is 256"
+    assert out.item() == 258.0, "the sum must not be computed in bfloat16, where 256 + 1 is 256"
     large = torch.full((2, 1), 6e4, dtype=torch.float16)
     sum_messages_(large, out)
     assert out.isfinite().all()
@@ -156,7 +156,7 @@ def test_what_is_not_finite_survives() -> None:
     assert out[0] == float("inf") and out[1].isnan() and out[2].isnan()
 
 
-# squared_norm
+# Tests of squared_norm.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -176,7 +176,7 @@ def test_squared_norm_does_not_depend_on_how_blocks_are_spread() -> None:
 
 
 def test_squared_norm_of_huge_finite_values_is_finite() -> None:
-    """Their squares are not, in float32."""
+    """The squares of these values overflow float32."""
     assert squared_norm([torch.full((512,), 3e38)]).item() == pytest.approx(512 * 9e76, rel=1e-6)
     assert squared_norm([torch.tensor([float("inf")] * 256)]).item() == float("inf")
     assert squared_norm([torch.tensor([float("nan")] * 256), torch.ones(256)]).isnan()

@@ -1,4 +1,7 @@
-"""docs/sizing.md and offload.md: formulas hold and settings work. tests/unit/deepspeed checks printed numbers."""
+"""docs/sizing.md and offload.md: the formulas hold, and the settings are accepted.
+
+tests/unit/deepspeed checks the printed numbers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def plan(name: str, setting: str, ranks: int) -> MemoryPlan:
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_the_formulas_hold(ranks: int) -> None:
-    """Within a hundredth: padding, norms and what is persistent are not in them."""
+    """The formulas are within 1 % of the plan; padding, norms and persistent parameters are not in them."""
     parameters = sum(p.numel() for p in build(SHAPES["7B"]).parameters())
     unit = sum(p.numel() for p in build(SHAPES["7B"]).blocks[0].parameters())  # type: ignore[union-attr, index]
     own = plan("7B", "both on nvme, lean", ranks)

@@ -1,4 +1,4 @@
-"""Stalls: times of waits that the host only queues are told once the device has passed them, each with its own unit."""
+"""Stalls: a wait of the device is reported once the device has passed it, with its own unit and kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from zeropp.comm.hops import HostStalls, StreamStalls, make_stalls
 
 
 class Device:
-    """A clock in milliseconds: what is recorded now is passed at the time the stream will have then."""
+    """A device whose clock counts milliseconds.
+
+    Attributes:
+        now: present time.
+        queued: time at which the stream will have done all queued work; recorded events happen at this time.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -32,7 +37,7 @@ class FakeEvent:
         return self.at <= self.device.now
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.query() and end.query(), "torch raises for events that are not over"
+        assert self.query() and end.query(), "torch raises an error for events that have not happened"
         return end.at - self.at
 
 
@@ -45,11 +50,11 @@ def test_a_stream_s_waits_are_told_when_they_are_over() -> None:
         mock.patch.object(torch.cuda, "current_stream", lambda _: "the model's"),
     ):
         with stalls.timing("a", "gather"):
-            device.queued += 5  # the stream will stand still so long
-        device.queued += 100  # the model's own work
+            device.queued += 5  # the stream will wait for 5 ms
+        device.queued += 100  # work of the model
         with stalls.timing("b", "reduce"):
             device.queued += 7
-        assert told == [], "the device has not come so far"
+        assert told == [], "the device has not passed the waits yet"
         device.now = 5
         stalls.collect()
         assert told == [("a", "gather", pytest.approx(0.005))]

@@ -1,4 +1,4 @@
-"""Statuses of ranks in the job's store, and how many bytes the process that keeps it gives and takes."""
+"""Statuses of ranks in the job's store, and the number of bytes that the store's process sends and receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD = 1024
 
 
 class CountingStore:
-    """A store in this process that counts what requests and answers hold."""
+    """A store in this process that counts requests and the bytes of requests and answers."""
 
     def __init__(self) -> None:
         self._store, self.nbytes, self.requests = dist.HashStore(), 0, 0
@@ -43,7 +43,7 @@ def _size(value: object) -> int:
 
 
 class Clock:
-    """Time that passes where somebody sleeps."""
+    """A clock that advances only when ``sleep`` is called."""
 
     now = 0.0
 
@@ -56,7 +56,7 @@ class Clock:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
-    """In place of the job's."""
+    """A counting store that replaces the job's store."""
     made = CountingStore()
     monkeypatch.setattr(watch, "default_store", lambda: made)
     monkeypatch.setattr(agreement, "time", Clock())
@@ -67,7 +67,7 @@ ACTOR, CRITIC = code_of("the actor"), code_of("the critic")
 
 
 def boards_of(world: int) -> list[StatusBoard]:
-    """A board for each rank, in this process."""
+    """Return a status board for each rank, all in this process."""
     boards = [StatusBoard(tuple(range(world)), number) for number in range(world)]
     for board in boards:
         board.join()
@@ -88,7 +88,7 @@ def account(number: int) -> RankStatus:
 
 
 def test_after_a_loss_the_store_is_asked_for_less_than_100_megabytes(store: CountingStore) -> None:
-    """By 1024 ranks, of which one says nothing; all have been waiting for long before."""
+    """1024 ranks have waited for long and read the store after a loss; one rank has no status."""
     boards = boards_of(WORLD)
     for number, board in enumerate(boards):
         board.post_waiting(ACTOR, account(number))
@@ -103,7 +103,7 @@ def test_after_a_loss_the_store_is_asked_for_less_than_100_megabytes(store: Coun
 
 
 def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
-    """Through many waits, which leave nothing in the store."""
+    """Waits that are over leave no keys in the store."""
     first, second, third = boards_of(3)
     for _ in range(50):
         first.post_waiting(ACTOR, account(0))
@@ -115,13 +115,13 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
         assert third.accounts(ACTOR) == {}
     assert store.num_keys() < 10
     assert not third.some_rank_failed(ACTOR)
-    # A rank that has stopped and goes on, and then waits.
+    # A rank that has stopped, goes on and then waits.
     stop(first, 7, account(2))
-    assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may yet go on
+    assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may go on soon
     first.go_on(ACTOR)
     first.post_waiting(ACTOR, account(0))
     assert third.accounts(ACTOR) == {0: account(0)}
-    # One that is lost, for whatever reason, does not come any more.
+    # A rank that is lost in an engine does not go on there, whatever it reports later.
     first.lose(ACTOR, account(2))
     assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
     first.go_on(ACTOR)
@@ -135,20 +135,20 @@ FAILED = RankStatus("in a forward", failure="ValueError: no")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """In place of the board's."""
+    """A clock that replaces the time module of the status board."""
     made = Clock()
     monkeypatch.setattr(watch, "time", made)
     return made
 
 
 def stop(board: StatusBoard, place: int = 7, account: RankStatus = FAILED, engine: str = ACTOR) -> None:
-    """Stop a rank, and tell it."""
+    """Stop a rank in an engine, and write the stop to the store."""
     board.stop(engine, place, account, at_once=False)
     board.write_status()
 
 
 def long_after(board: StatusBoard, engine: str, clock: Clock) -> bool:
-    """The answer to a rank that asks, several times, whether another one has failed."""
+    """Return the answer to a rank that asks if another rank has failed, and asks again ten seconds later."""
     board.some_rank_failed(engine)
     clock.sleep(10)
     return board.some_rank_failed(engine)
@@ -158,10 +158,10 @@ def test_a_rank_that_stops_in_one_engine_does_not_come_to_another(store: Countin
     first, second, third = boards_of(3)
     stop(first)
     stop(second)
-    assert not long_after(second, CRITIC, clock)  # it has stopped there itself
+    assert not long_after(second, CRITIC, clock)  # rank 1 has stopped at the same place
     assert long_after(third, CRITIC, clock)
     assert str(third.accounts(CRITIC)[0]) == "using another model, in a forward"
-    # The next time it is one rank's alone.
+    # The next stop is of rank 0 only.
     for board in (first, second):
         board.go_on(ACTOR)
     assert not long_after(third, CRITIC, clock)
@@ -170,7 +170,7 @@ def test_a_rank_that_stops_in_one_engine_does_not_come_to_another(store: Countin
 
 
 def test_a_rank_that_stops_in_one_engine_may_go_on_in_another(store: CountingStore, clock: Clock) -> None:
-    """Those that wait in the one still do so in vain."""
+    """Ranks that wait in the first engine still see the stop."""
     first, second = boards_of(2)
     stop(first)
     first.go_on(CRITIC)
@@ -208,7 +208,10 @@ def test_closing_after_an_exception_tells_the_exception(store: CountingStore, cl
 
 
 def test_an_exception_of_all_is_nobodys_fault(store: CountingStore, clock: Clock) -> None:
-    """Neither while ranks have stopped nor when one of them is lost later."""
+    """A rank that stopped at the same place does not report the exception of another rank as a failure.
+
+    This holds while both ranks have stopped, and when one of them is lost later. A rank that did not stop reports it.
+    """
     first, second, third = boards_of(3)
     for board in (first, second):
         stop(board)
@@ -218,7 +221,7 @@ def test_an_exception_of_all_is_nobodys_fault(store: CountingStore, clock: Clock
 
 
 def test_ranks_may_be_far_apart_in_exceptions(store: CountingStore, clock: Clock) -> None:
-    """If passes send nothing, ranks run ahead of each other; in several engines and modes by turns."""
+    """If passes send nothing, ranks may stop different numbers of times, in several engines and modes by turns."""
     first, second = boards_of(2)
     for count, board in ((100, first), (3, second)):
         for _ in range(count):
@@ -227,11 +230,11 @@ def test_ranks_may_be_far_apart_in_exceptions(store: CountingStore, clock: Clock
                 board.go_on(engine)
         stop(board, 1)
     assert not long_after(first, ACTOR, clock)
-    assert long_after(second, ACTOR, clock)  # the other one has stopped more often
+    assert long_after(second, ACTOR, clock)  # rank 0 has stopped more often than rank 1
 
 
 def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, clock: Clock) -> None:
-    """A rank stops, and goes on while the store has not taken that yet."""
+    """A rank goes on while the write of its stop is still pending. The late write must not count as a stop."""
     first, second = boards_of(2)
     until, begun = threading.Event(), threading.Event()
     append = store._store.append
@@ -277,7 +280,7 @@ def test_a_stop_is_told_at_once_or_after_a_while(store: CountingStore, clock: Cl
 
 
 def test_exceptions_by_the_thousand_leave_little_in_the_store(store: CountingStore, clock: Clock) -> None:
-    """A program may leave each forward by an exception once it has what it wants."""
+    """A program may end each forward by an exception, for example once it has the activations that it needs."""
     board = boards_of(2)[0]
     before = store.requests
     for number in range(1000):
@@ -292,7 +295,7 @@ def test_exceptions_by_the_thousand_leave_little_in_the_store(store: CountingSto
 
 
 def test_what_is_said_outlasts_its_list(store: CountingStore, clock: Clock) -> None:
-    """For a rank that asks now and then."""
+    """Old lists in the store are deleted, but a rank that asks from time to time repeats its line in newer lists."""
     first, second = boards_of(2)
     first.lose(ACTOR, account(0))
     for number in range(50):
@@ -303,7 +306,7 @@ def test_what_is_said_outlasts_its_list(store: CountingStore, clock: Clock) -> N
 
 
 def test_another_store_begins_anew(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """torch.distributed may have been ended and begun again; with a launcher's store, which has kept what was said."""
+    """Statuses of an old store do not count after torch.distributed starts again, even if the store is kept."""
     stores = [CountingStore(), CountingStore()]
     monkeypatch.setattr(watch, "default_store", lambda: stores[0])
     first, second = boards_of(2)

@@ -1,4 +1,4 @@
-"""Streams: order, errors, time limits, ends."""
+"""Streams: order of work, errors, time limits, and the end of threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explode() -> None:
     raise ValueError("the work failed")
 
 
-# a thread
+# ThreadStream.
 
 
 def test_work_runs_in_order_on_one_other_thread(stream: ThreadStream) -> None:
@@ -54,13 +54,13 @@ def test_work_runs_in_order_on_one_other_thread(stream: ThreadStream) -> None:
     assert events[19].wait(5)
     assert seen == list(range(20))
     assert len(where) == 1 and where != {threading.get_ident()}
-    assert all(event.wait(0) for event in events), "an event stays done"
+    assert all(event.wait(0) for event in events), "an event must stay done"
 
 
 def test_run_does_not_wait(stream: ThreadStream) -> None:
     gate = threading.Event()
     event = stream.run(lambda: gate.wait(5) and None)
-    assert not event.wait(0.01), "a wait in vain is False"
+    assert not event.wait(0.01), "a wait that times out must return False"
     assert not event.wait(0.0)
     gate.set()
     assert event.wait(5)
@@ -120,7 +120,7 @@ def test_close_ends_the_thread_after_what_is_queued() -> None:
     last = stream.run(lambda: seen.append(1))
     stream.close()
     assert not thread.is_alive() and seen == [1] and last.wait(0)
-    stream.close()  # twice does no harm
+    stream.close()  # a second close does nothing
 
 
 def test_close_does_not_hang_with_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_an_idle_thread_keeps_nothing_alive(stream: ThreadStream) -> None:
 
 
 def test_free_is_at_once(stream: ThreadStream) -> None:
-    """On CPU the readers are done when the caller frees; work on its way has been waited for."""
+    """On CPU all readers are done when the caller frees, so ``free`` does not wait for queued work."""
     gate, seen = threading.Event(), []
     event = stream.run(lambda: gate.wait(5) and None)
     stream.free(lambda: seen.append(threading.get_ident()))
@@ -182,7 +182,7 @@ def test_free_is_at_once(stream: ThreadStream) -> None:
     assert event.wait(5)
 
 
-# inline
+# InlineStream.
 
 
 def test_inline_runs_at_once() -> None:
@@ -197,10 +197,10 @@ def test_inline_runs_at_once() -> None:
 def test_inline_errors_are_the_caller_s() -> None:
     with pytest.raises(ValueError, match="the work failed"):
         InlineStream().run(explode)
-    assert torch.is_grad_enabled(), "grad mode comes back"
+    assert torch.is_grad_enabled(), "grad mode must be restored"
 
 
-# which one
+# The choice of stream.
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_cuda_work_is_ordered_behind_the_caller_s_and_before_the_waiter_s() -> N
 
 
 def test_a_failed_stream_ends_when_it_is_dropped() -> None:
-    """Although the frames of its error had it, as those of an engine's work have the engine."""
+    """The error's traceback frames refer to the stream, as those of an engine's work refer to the engine."""
     before = threads()
     stream = ThreadStream("test")
 

@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: found, and cast, without harm to anything else."""
+"""Tensors in modules' arguments and outputs are found and cast, and all other objects stay as they are."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlainSlots:
 
 
 class OneSlot:
-    __slots__ = "value"  # a single name is legal
+    __slots__ = "value"  # ``__slots__`` may be a single string
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -61,14 +61,14 @@ class SlotsAndDict(PlainSlots):
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """As transformers has it: a dict whose items are attributes too."""
+    """A dict whose items are also attributes, as in transformers."""
 
     def __setitem__(self, key: str, value: object) -> None:
         super().__setitem__(key, value)
         super().__setattr__(key, value)
 
 
-# finding
+# Finding tensors.
 
 NESTS = {
     "tensor": lambda t: t,
@@ -133,7 +133,7 @@ def test_cycles_end() -> None:
 
 
 def test_modules_and_iterators_are_left_alone() -> None:
-    """A module among the outputs carries its parameters, none of which is an output; an iterator can run only once."""
+    """Parameters of a module among the outputs are no outputs, and an iterator must not be consumed."""
     module = nn.Linear(2, 2)
     assert differentiable({"model": module, "output": Output(extra=module)}) == []
     stream = iter([grad(1)])
@@ -141,7 +141,7 @@ def test_modules_and_iterators_are_left_alone() -> None:
     assert next(stream) is not None
 
 
-# casting
+# Casting tensors.
 
 
 def test_floating_tensors_are_cast_and_others_not() -> None:
@@ -176,7 +176,7 @@ def test_structures_keep_their_type(value: object) -> None:
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(_plain(cast)) if isinstance(leaf, Tensor)]
     assert leaves and all(leaf.dtype in (torch.float64, torch.long) for leaf in leaves)
     assert any(leaf.dtype == torch.float64 for leaf in leaves)
-    assert all(leaf.dtype in (torch.float32, torch.long) for leaf in _tensors(value)), "the caller's own changed"
+    assert all(leaf.dtype in (torch.float32, torch.long) for leaf in _tensors(value)), "the caller's tensors changed"
 
 
 @pytest.mark.parametrize("kind", [OrderedDict, ModelOutput])
@@ -207,7 +207,7 @@ class Custom:
 
 @dataclass
 class Cache:
-    """Holds no tensor when the model is called, and is filled by it."""
+    """A cache without tensors before the call, which the model fills."""
 
     steps: int = 0
     seen: list[object] = field(default_factory=list)
@@ -244,7 +244,7 @@ def test_what_holds_no_floating_tensor_is_the_same(value: object) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_containers_without_floating_tensors_are_the_caller_s_own(value: object) -> None:
-    """A list or cache that the model fills must reach the caller: no copy where nothing is cast."""
+    """A list or cache that the model fills must reach the caller, so it is not copied if nothing in it is cast."""
     assert cast_floating(value, torch.bfloat16) is value
     assert cast_floating((torch.ones(1), value), torch.bfloat16)[1] is value
 

@@ -1,4 +1,4 @@
-"""The end of a program and forks of it: who is called, in which order."""
+"""The order of calls at the end of a program, and the calls in a forked child."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_writers_end_then_owners_are_called_then_threads_end() -> None:
-    """An owner whose call fails keeps no other one from the end."""
+    """If the call of one owner fails, the other owners are still called."""
     done = run(PRINTED)
     assert done.stdout == "written\nfirst, and the thread runs: True\nsecond\nthread ended\n", done.stderr
     assert "OSError: of the test" in done.stderr

@@ -1,4 +1,4 @@
-"""Steps tile by tile: memory that is still read into, or written from, is not used for something else."""
+"""Steps sub-group by sub-group (tile by tile) do not reuse staging memory while a read or write still uses it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from zeropp.optimizer.fused import Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.host_step import BufferStep, CpuStepPool, SubGroupSteps, step_slices
 from zeropp.params.unit import FlatBuffer
 
-NUMEL, TILE = 10_000, 1024  # the last tile is a part of one
+NUMEL, TILE = 10_000, 1024  # the last sub-group is shorter than TILE
 Told = Callable[[str, int], None]
 
 
 @dataclass
 class LateRow:
-    """A row that moves bytes only when its time has come, on a thread for each direction.
+    """A stored tensor with delayed reads and writes, each on a thread of its own.
 
     Attributes:
-        tell: called with what happens, and the first element it happens to; ends in the thread that moves bytes.
+        late: seconds by which each "read" and "write" is delayed.
+        tell: called with the event ("read begins", ...) and its first element; called for ends in the thread of the
+            copy.
     """
 
     tensor: Tensor
@@ -52,7 +54,7 @@ class LateRow:
             self.tell("read ends", start)
 
         self.tell("read begins", start)
-        # What is read must not have been there before.
+        # Fill the target with NaN first, so that a step that does not wait for the read computes NaN.
         into.fill_(float("nan"))
         return self.reads.run(work)
 
@@ -83,7 +85,7 @@ def job_of(
     first: int,
     done: int,
 ) -> BufferStep:
-    """A step of what is not the device's, which has ``first`` elements, after so many steps."""
+    """Return a step of the elements from ``first`` on, which the host steps, after ``done`` earlier steps."""
     tiers = SimpleNamespace(device_numel=first)
     buffer: Any = SimpleNamespace(
         main=main, gradient=SimpleNamespace(row=grad), wire_copy=None, tiers=tiers, main_dtype=torch.float32
@@ -101,7 +103,7 @@ def job_of(
 def test_bits_of_one_call(
     read_ahead: bool, write_behind: bool, first: int, late: dict[str, float], streams: Any
 ) -> None:
-    """``first`` elements are the device's: their states are nowhere, and their weights stay."""
+    """The device steps the first ``first`` elements, so they have no states here, and their weights must not change."""
     torch.manual_seed(0)
     param, gradient = torch.randn(NUMEL), torch.randn(NUMEL)
     expected = param.clone().requires_grad_()
@@ -130,7 +132,7 @@ def test_bits_of_one_call(
 def test_what_goes_on_while_a_tile_is_stepped(
     read_ahead: bool, write_behind: bool, streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one is read, and the last one written, each if asked for."""
+    """The next sub-group is read (read_ahead) and the last one written (write_behind) during a step, if enabled."""
     log, stepped = list[tuple[str, int]](), [threading.Event() for _ in range(5)]
 
     def step(cores: CpuStepPool, rule: Rule, steps: Sequence[SliceStep]) -> None:
@@ -143,7 +145,8 @@ def test_what_goes_on_while_a_tile_is_stepped(
     def tell(name: str, what: str, start: int) -> None:
         number = start // TILE
         if what == "write ends" and number + 1 < len(stepped):
-            # Unfinished until the next one has been stepped; for a while, where that must not be.
+            # With write_behind, end the write only after the next step. Otherwise delay it, so that a step that does
+            # not wait for it shows.
             stepped[number + 1].wait(10 if write_behind else 0.05)
         log.append((f"{name}: {what}", number))
 
@@ -165,10 +168,11 @@ def test_what_goes_on_while_a_tile_is_stepped(
         begun = at[f"{name}: read begins", number + 1]
         if read_ahead:
             assert begun < at["steps", number]
-            assert number == 0 or begun > at["stepped", number - 1], "one tile ahead"
+            assert number == 0 or begun > at["stepped", number - 1], "only one sub-group may be read ahead"
         else:
             assert begun > at["stepped", number]
-        # With nothing left to read, the last one does not wait for the write before it: known, and harmless to bits.
+        # With read_ahead only, the last step does not wait for the write before it, because that wait is part of the
+        # next read. The results are the same.
         if name != "grad" and (write_behind or not read_ahead or number < 3):
             ended = at[f"{name}: write ends", number]
             assert ended > at["stepped", number + 1] if write_behind else ended < at["steps", number + 1]
@@ -176,7 +180,7 @@ def test_what_goes_on_while_a_tile_is_stepped(
 
 @pytest.mark.parametrize("bad", ["main", "grad", "exp_avg", "exp_avg_sq"])
 def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
-    """The ring's memory is somebody else's as soon as this has raised."""
+    """After the error, other code may use the ring's memory, so no read into it may be in flight."""
     log, other = list[str](), ThreadStream("bad")
 
     def tell(name: str, what: str, start: int) -> None:
@@ -200,6 +204,6 @@ def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
             Ring(4, 2 * TILE * 4, pinned=False), CpuStepPool(1), rule, read_ahead=True, write_behind=False
         ).step_buffers([job])
     begun, ended = log.count("read begins"), log.count("read ends")
-    # The bad row has begun one for each tile, and ended none.
+    # The failing row began one read for each sub-group, and ended none. The other three rows ended all reads.
     assert begun - ended in (1, 2) and ended == begun // 4 * 3
     other.close()

@@ -1,4 +1,4 @@
-"""Levels, the order of pieces, hops, nodes: integers only."""
+"""Levels, the order of pieces, hops and nodes, computed with integers only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WORLD = 4096
 
 @st.composite
 def chains(draw: st.DrawFn, limit: int = MAX_WORLD) -> Chain:
-    """A divisor chain whose last level is at most ``limit``."""
+    """Draw a divisor chain whose last level is at most ``limit``."""
     levels = [1]
     while levels[-1] * 2 <= limit and draw(st.integers(0, 4)):
         largest = limit // levels[-1]
@@ -28,11 +28,11 @@ def chains(draw: st.DrawFn, limit: int = MAX_WORLD) -> Chain:
 
 
 def pairs(chain: Chain) -> list[tuple[int, int]]:
-    """Every (outer, inner) pair of levels, adjacent or not."""
+    """Return every (outer, inner) pair of levels, adjacent or not."""
     return [(outer, inner) for i, inner in enumerate(chain.levels) for outer in chain.levels[i:]]
 
 
-# slices and owners
+# Slices and owners.
 
 
 @given(chains())
@@ -46,7 +46,7 @@ def test_pieces_and_ranks_are_one_to_one(chain: Chain) -> None:
 @given(chains())
 @settings(max_examples=15)
 def test_slices_nest(chain: Chain) -> None:
-    """A slice lies in the slice that the same rank has at every smaller level, and each is held equally often."""
+    """At each level every slice is on equally many ranks, and lies in the same rank's slice of every smaller level."""
     for outer, inner in pairs(chain):
         held = [chain.slice_index(rank, outer) for rank in range(chain.world)]
         assert sorted(held) == [index for index in range(outer) for _ in range(chain.world // outer)]
@@ -70,13 +70,13 @@ def test_one_level_is_rank_order() -> None:
     assert Chain((1,)).hops(1, 1) == [] and Chain((1,)).owner(0) == 0 and Chain((1,)).hop_ranks(0, 1, 1) == (0,)
 
 
-# hops
+# Hops.
 
 
 @given(chains(limit=512), st.data())
 @settings(max_examples=40)
 def test_gathers_end_with_the_whole_buffer(chain: Chain, data: st.DataObject) -> None:
-    """Hop by hop on index sets; one rank looks at all members, all ranks follow the same rule."""
+    """Simulate the gathers of all ranks hop by hop with lists of element indices."""
     start = data.draw(st.sampled_from(chain.levels))
     size = 3 * chain.world
     held = {}
@@ -96,7 +96,7 @@ def test_gathers_end_with_the_whole_buffer(chain: Chain, data: st.DataObject) ->
 @given(chains(), st.integers(0, 2**32))
 @settings(max_examples=60)
 def test_one_hop_between_any_two_levels(chain: Chain, seed: int) -> None:
-    """Member i holds part i of the slice that all have at the inner level, for levels that are not neighbours too."""
+    """Member i has part i of the slice that all members have at the inner level; the levels need not be adjacent."""
     rng = random.Random(seed)
     for outer, inner in pairs(chain):
         rank = rng.randrange(chain.world)
@@ -117,13 +117,13 @@ def test_hop_groups_partition_the_ranks(chain: Chain, data: st.DataObject) -> No
         groups.setdefault(chain.hop_ranks(rank, outer, inner), []).append(rank)
     assert sum(len(group) for group in groups) == chain.world
     for group, callers in groups.items():
-        assert sorted(group) == callers, "a member computes another group"
+        assert sorted(group) == callers, "all members must compute the same group"
 
 
 @given(chains())
 @settings(max_examples=40)
 def test_groups_of_adjacent_levels_ascend(chain: Chain) -> None:
-    """torch sorts the ranks of a group; piece order must be the same order."""
+    """torch sorts the ranks of a group, so the order of pieces must be ascending rank order."""
     for outer, inner in chain.hops(chain.world, 1):
         for rank in (0, chain.world - 1, chain.world // 3):
             members = chain.hop_ranks(rank, outer, inner)
@@ -140,7 +140,7 @@ def test_hops_walk_down_the_levels(chain: Chain) -> None:
         assert [high for high, _ in hops] == walked[:-1]
 
 
-# legal sizes
+# Allowed sizes.
 
 
 @given(chains(), st.randoms(use_true_random=False))
@@ -163,7 +163,7 @@ def test_build_chain_refuses(world: int, sizes: list[int]) -> None:
 
 
 def test_a_refusal_states_no_falsehood() -> None:
-    """A group larger than the world is wrong although the world divides it."""
+    """The size 8 is refused for 4 ranks, but not with the reason that 4 does not divide 8."""
     with pytest.raises(ValueError) as caught:
         build_chain(4, [8])
     assert "4 does not divide 8" not in str(caught.value)
@@ -192,7 +192,7 @@ def test_what_is_no_level_is_refused() -> None:
         Chain((1, 2, 4)).slice_index(0, 3)
 
 
-# nodes
+# Nodes.
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -202,7 +202,7 @@ def test_whole_nodes(nodes: int, local: int) -> None:
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.data())
 def test_the_same_few_ranks_of_each_node(nodes: int, per_node: int, factor: int, data: st.DataObject) -> None:
-    """A mesh dimension or any other group that takes as many ranks from each of its nodes."""
+    """Groups such as a mesh dimension may have part of the ranks of some nodes, equally many of each."""
     local = per_node * factor
     chosen = sorted(data.draw(st.permutations(range(12))).copy()[:nodes])
     ranks = []
@@ -218,7 +218,7 @@ def test_the_same_few_ranks_of_each_node(nodes: int, per_node: int, factor: int,
         ([0, 1], 2, 2),
         ([2, 3], 2, 2),
         ([0, 2, 4, 6], 4, 2),
-        ([0, 1, 2], 8, 3),  # a node that is not filled
+        ([0, 1, 2], 8, 3),  # fewer ranks than a node can have
         ([5], 2, 1),
     ],
 )
@@ -229,9 +229,9 @@ def test_groups_that_are_not_the_world(ranks: list[int], local: int, expected: i
 @pytest.mark.parametrize(
     ("ranks", "local"),
     [
-        ([0, 1, 2], 2),  # two of one node, one of the next
+        ([0, 1, 2], 2),  # two ranks of one node, one of the next
         ([0, 2, 3], 2),
-        ([0, 2, 1, 3], 2),  # node after node, then back
+        ([0, 2, 1, 3], 2),  # ranks of one node are not adjacent
         ([0, 1, 2, 3, 4, 5], 4),
         ([0, 1, 4, 6, 7, 8], 4),
     ],
@@ -246,13 +246,13 @@ def test_uneven_nodes(ranks: list[int], local: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "2.0"])
 def test_a_launcher_that_says_nonsense(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host names would do, but somebody meant something else."""
+    """An invalid LOCAL_WORLD_SIZE is an error even if host names are given: the launcher may mean another size."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
     with pytest.raises(ValueError) as caught:
         ranks_per_node([0, 1], None, ["a", "a"])
     assert repr(text) in str(caught.value) and "torchrun" in str(caught.value)
     assert '"local_world_size"' in str(caught.value)
-    assert ranks_per_node([1], None) == 1  # one rank has no neighbour to ask about
+    assert ranks_per_node([1], None) == 1  # a single rank needs no node size
     assert ranks_per_node([0, 1], 2) == 2
 
 
@@ -264,7 +264,7 @@ def test_hosts_where_no_launcher_says_anything(text: str | None, monkeypatch: py
     assert ranks_per_node(range(4), None, ["a", "a", "b", "b"]) == 2
     assert ranks_per_node([3, 9], None, ["b", "a"]) == 1
     assert ranks_per_node(range(3), None, ["a", "a", "a"]) == 3
-    for hosts in (["a", "b", "b"], ["a", "b", "b", "a"], ["a", "a", "b", "a"]):  # uneven; not node after node
+    for hosts in (["a", "b", "b"], ["a", "b", "b", "a"], ["a", "a", "b", "a"]):  # uneven, or not adjacent
         with pytest.raises(ValueError, match=r"same number of ranks.*local_world_size"):
             ranks_per_node(range(len(hosts)), None, hosts)
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE is not set.*torchrun"):
@@ -272,7 +272,7 @@ def test_hosts_where_no_launcher_says_anything(text: str | None, monkeypatch: py
 
 
 def test_a_claimed_node_lies_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks_per_node(range(4), 2, ["a"] * 4) == 2  # two nodes on one host are pretended
+    assert ranks_per_node(range(4), 2, ["a"] * 4) == 2  # two simulated nodes on one host
     assert ranks_per_node(range(4), 2, ["a", "a", "b", "b"]) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for claimed in (4, None):
@@ -286,17 +286,17 @@ def test_the_environment_is_read_and_the_argument_wins(monkeypatch: pytest.Monke
     assert ranks_per_node(range(8), 2) == 2
 
 
-# placement
+# Placement.
 
 
 def whole(chain: Chain, rank: int, local: int) -> Placement:
-    """Everything over all ranks."""
+    """Return a placement with states and gradients sharded over all ranks, and no cached weights."""
     return Placement(Mode(chain, chain.world, None, chain.world), rank, local)
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.data())
 def test_link_classes(nodes: int, local: int, data: st.DataObject) -> None:
-    """Local exactly if all members of the hop are on one node; in a gather the slowest link comes first."""
+    """A hop is local exactly if all its members are on one node. Gathers cross nodes first."""
     chain = build_chain(nodes * local, [local])
     rank = data.draw(st.integers(0, chain.world - 1))
     path = whole(chain, rank, local).gather_path(chain.world, 1)
@@ -332,7 +332,7 @@ def mode_of(world: int, local: int, zero: dict[str, object], **extension: object
 
 
 MODES: list[tuple[dict[str, object], dict[str, object], tuple[object, ...]]] = [
-    # 8 ranks on 2 nodes: levels, then the levels of states, of weights that are cached, and of gradients.
+    # 8 ranks on 2 nodes: the levels of the chain, then the levels of states, cached weights and gradients.
     ({"stage": 0}, {}, ((1, 4, 8), 1, 1, 1)),
     ({"stage": 1}, {}, ((1, 4, 8), 8, 1, 1)),
     ({"stage": 2}, {}, ((1, 4, 8), 8, 1, 8)),

@@ -1,4 +1,4 @@
-"""Cutting models into units: which parameters are fetched together, and by whose forward."""
+"""The division of models into units: parameters that are gathered together, and the modules whose forward uses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.module_trees import FREE, Layer, Model, Net, cut, floating, options
 from zeropp.partition.units import Owner, UnitOptions, UnitSpec, form_units, have_tensors
 
-# The default cut.
+# The default division.
 
 
 def test_repeated_blocks_and_what_is_left() -> None:
@@ -32,7 +32,7 @@ def test_tied_weights_belong_to_the_first() -> None:
 
 def test_tied_between_blocks_and_shared_modules() -> None:
     model = nn.Sequential(Layer(), Layer(), Layer())
-    model[2].attention = model[0].attention  # the module itself
+    model[2].attention = model[0].attention  # the same module in two blocks
     model[1].norm.weight = model[0].norm.weight
     units = cut(model)
     assert "attention.weight" not in "".join(units["2"]) and "1.norm.weight" not in units["1"]
@@ -65,7 +65,7 @@ def test_children_of_an_ordinary_module_are_no_blocks() -> None:
 
 
 def test_a_single_block_in_a_list_is_not_repeated() -> None:
-    """Its parts are cut as anyone's, and what is left of it merges with the neighbours of the list."""
+    """A single block is divided like any other module; its remaining parameters merge with the list's neighbours."""
     units = form_units(Model(layers=1), 1, FREE)
     assert units[0].name == "tokens..layers.0.attention" and units[-1].name == "layers.0.norm..head"
     assert [name for unit in units for name in unit.parameters] == floating(Model(layers=1))
@@ -78,12 +78,12 @@ def test_nested_lists() -> None:
     for unit in units:
         for owner in unit.owners:
             module = model.get_submodule(owner.path)
-            assert type(module) not in (nn.ModuleList, nn.ModuleDict), f"{owner}: its forward never runs"
+            assert type(module) not in (nn.ModuleList, nn.ModuleDict), f"{owner} has no forward"
     assert [unit.name for unit in units] == [f"stages.{i}.{j}" for i in range(3) for j in range(2)]
 
 
 def test_lists_of_pairs() -> None:
-    """A layer written as a list of its parts: one unit, whose uses begin with the parts."""
+    """A layer that is a list of its parts is one unit. Each part is an owner, because the list has no forward."""
     model = Net()
     model.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]) for _ in range(3))
     units = form_units(model, 1, FREE)
@@ -95,7 +95,7 @@ def test_lists_of_pairs() -> None:
 
 
 def test_a_list_that_is_a_leaf() -> None:
-    """Experts in a list, each called by itself: one unit, and each expert's forward begins a use of it."""
+    """A list of experts that is a leaf is one unit. Each expert's forward begins a use of the unit."""
     model = Model()
     model.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     (unit,) = [unit for unit in form_units(model, 1, options(leaf_names=("experts",))) if "experts" in unit.name]
@@ -104,7 +104,7 @@ def test_a_list_that_is_a_leaf() -> None:
 
 
 def test_a_list_beside_its_blocks_stages() -> None:
-    """Blocks of two classes in one list, and a stage that holds a downsampling layer."""
+    """A list may have blocks of several classes, and a stage may contain a downsampling layer."""
     model = Net()
     model.stages = nn.ModuleList(nn.Sequential(Layer(), Layer(), nn.Linear(4, 4)) for _ in range(2))
     assert list(cut(model)) == ["stages.0", "stages.1"]
@@ -143,7 +143,7 @@ def never_called(model: nn.Module, path: str) -> bool:
 
 @pytest.mark.parametrize("kind", [nn.ParameterList, nn.ParameterDict])
 def test_parameters_in_lists(kind: type[nn.Module]) -> None:
-    """Nobody calls a ParameterList: uses of its parameters begin with the module that holds it."""
+    """A ParameterList has no forward, so the module that contains the list is the owner of its parameters."""
     model = Model()
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     model.prompts = nn.ParameterList(parameters) if kind is nn.ParameterList else nn.ParameterDict({"a": parameters[0]})
@@ -156,7 +156,7 @@ def test_parameters_in_lists(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda stage: stage, lambda stage: nn.ModuleList([stage])])
 def test_namespaces(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """A bare nn.Module that only holds others, as published autoencoders have them, is never called."""
+    """A plain nn.Module that only contains modules, as in published autoencoders, has no forward and is no owner."""
     model = Net()
     model.down = nn.ModuleList()
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_model_without_floating_parameters() -> None:
     assert form_units(nn.Sequential(nn.ReLU()), 4, UnitOptions()) == []
 
 
-# What forces and moves boundaries.
+# Settings and modules that change the division.
 
 
 def test_unit_numel_cuts_further_down() -> None:
@@ -203,7 +203,7 @@ def test_unit_numel_cuts_further_down() -> None:
         lone = len({name.rsplit(".", 1)[0] for name in unit.parameters}) == 1
         assert total <= size - 1 or lone, f"{unit.name} has {total} elements"
         blocks = {".".join(owner.path.split(".")[:2]) for owner in unit.owners}
-        assert len(blocks) == 1 or not any(block.startswith("layers.") for block in blocks), "a unit over two blocks"
+        assert len(blocks) == 1 or not any(block.startswith("layers.") for block in blocks), "a unit spans two blocks"
     assert [n for unit in units for n in unit.parameters] == floating(model)
     smallest = form_units(model, 1, options(unit_numel=1))
     assert all(len({name.rsplit(".", 1)[0] for name in unit.parameters}) == 1 for unit in smallest)
@@ -229,11 +229,11 @@ def test_leaf_modules_are_one_unit(choice: dict[str, object]) -> None:
 
 def test_an_empty_suffix_or_name_does_not_reach_everything() -> None:
     assert list(cut(Model(), leaf_suffixes=("nothing has this",))) == list(cut(Model()))
-    assert list(cut(Model(), leaf_names=("",))) == ["<root>"], "the root's name is the empty one"
+    assert list(cut(Model(), leaf_names=("",))) == ["<root>"], "the empty name is the root's"
 
 
 def test_granularity() -> None:
-    """Elements for each module, its own included, at most the threshold: one unit."""
+    """A module is one unit if elements / modules (itself included) is at most the threshold."""
     model = nn.Sequential(Layer(), Layer())
     layer = model[0]
     each = sum(p.numel() for p in model.parameters()) // sum(1 for _ in model.modules())
@@ -242,7 +242,7 @@ def test_granularity() -> None:
     assert list(cut(model, module_granularity_threshold=each - 1)) == ["0", "1"]
     mean = sum(p.numel() for p in layer.parameters()) // sum(1 for _ in layer.modules())
     assert list(cut(layer, module_granularity_threshold=mean)) == ["<root>"]
-    assert list(cut(nn.ModuleList([layer]), module_granularity_threshold=10**9)) == ["0"], "lists are not called"
+    assert list(cut(nn.ModuleList([layer]), module_granularity_threshold=10**9)) == ["0"], "lists have no forward"
     assert list(cut(model, module_granularity_threshold=-1)) == ["0", "1"]
 
 
@@ -257,7 +257,7 @@ def test_compiled_modules_are_one_unit() -> None:
 
 
 def test_modules_that_have_tensors_are_told_as_torch_tells_them() -> None:
-    """Also those that hold each other in a circle, or lie in two places, or have None for a tensor."""
+    """The result is also right for modules in a cycle, modules used twice, and tensors that are None."""
     shared, circle, bare = nn.Linear(2, 2, bias=False), nn.Module(), nn.Module()
     circle.other = nn.Sequential(nn.ReLU())
     circle.other.append(circle)

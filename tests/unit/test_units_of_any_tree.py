@@ -1,4 +1,4 @@
-"""In any tree of modules and any world every parameter is in one unit, and no buffer is shorter than asked for."""
+"""For any module tree and world size, each parameter is in one unit, and no buffer is shorter than the minimum."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def random_tree(rng: random.Random, depth: int) -> nn.Module:
 
 
 def tie(model: nn.Module, rng: random.Random) -> None:
-    """Share some modules and parameters of equal kind between places."""
+    """Tie up to two pairs of parameters at random."""
     homes = [(module, name) for module in model.modules() for name in module._parameters]
     for _ in range(min(2, len(homes) // 2)):
         (first, a), (second, b) = rng.sample(homes, 2)
@@ -74,7 +74,7 @@ def test_every_floating_parameter_is_in_exactly_one_unit(seed: int, opts: UnitOp
     units = form_units(model, world, opts)
     found = [name for unit in units for name in unit.parameters]
     assert sorted(found) == sorted(floating(model))
-    assert form_units(model, world, opts) == units, "the same again"
+    assert form_units(model, world, opts) == units, "the result must be deterministic"
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters())
     for unit in units:
@@ -83,7 +83,7 @@ def test_every_floating_parameter_is_in_exactly_one_unit(seed: int, opts: UnitOp
             module = modules[owner.path]
             covered |= {id(p) for p in (module.parameters() if owner.recurse else direct_parameters(module))}
         assert unit.persistent or {id(parameters[name]) for name in unit.parameters} <= covered, unit
-    assert len({unit.name for unit in units}) == len(units), "names tell units apart"
+    assert len({unit.name for unit in units}) == len(units), "names of units must be unique"
 
 
 @given(st.integers(0, 2**32), random_options)

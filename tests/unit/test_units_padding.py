@@ -1,4 +1,4 @@
-"""How much of the flat buffers is padding, for large models and for many small parameters."""
+"""The fraction of padding in flat buffers, for large models and for many small parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORLDS = [1, 8, 64, 512, 1024]
 
 
 def padding(model: nn.Module, world: int, opts: UnitOptions) -> float:
-    """Share of padding in all flat buffers, one per dtype, trainable and frozen apart."""
+    """Return padding elements per parameter element, over all flat buffers of all units."""
     parameters = dict(model.named_parameters())
     used = padded = 0
     for unit in form_units(model, world, opts):
@@ -85,12 +85,12 @@ def test_padding_of_large_models(name: str, world: int) -> None:
     assert padding(model, world, nothing_small) <= 0.01
     units = form_units(model, world, nothing_small)
     assert sum(sizes[n] for u in units if u.persistent for n in u.parameters) <= 0.002 * total
-    assert world > 64 or len(units) >= 14, "merging goes further than it must"
+    assert world > 64 or len(units) >= 14, "too many units were merged"
 
 
 @pytest.mark.parametrize("world", [1024, pytest.param(1, marks=pytest.mark.campaign)])
 def test_padding_of_many_small_parameters(world: int) -> None:
-    """Beside the 1 % only what it costs that each parameter starts on a block: 10 000 layers of 100 x 100."""
+    """Padding is at most 1 %, plus the cost of starting each of 20,000 parameters on a block."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(10_000)))
     aligned = (10_240 + 256) / 10_100 - 1

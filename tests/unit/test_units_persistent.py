@@ -1,4 +1,4 @@
-"""Which parameters are whole on every rank: small ones, up to a total, and what is too short to be spread."""
+"""Parameters that become persistent: small ones up to a total, and those in buffers too short to be sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.module_trees import Model, Net, floating, options
 from zeropp.partition.levels import BLOCK
 from zeropp.partition.units import form_units
 
-# Small ones.
+# Small parameters.
 
 
 def test_small_parameters_are_persistent() -> None:
@@ -17,13 +17,13 @@ def test_small_parameters_are_persistent() -> None:
     units = form_units(model, 1, options(param_persistence_threshold=28))
     kept = {name for unit in units if unit.persistent for name in unit.parameters}
     assert kept == {name for name, p in model.named_parameters() if p.numel() <= 28}
-    assert [unit.persistent for unit in units] == sorted(unit.persistent for unit in units), "persistent ones last"
+    assert [unit.persistent for unit in units] == sorted(unit.persistent for unit in units), "persistent units are last"
     assert all(unit.owners == () for unit in units if unit.persistent)
     assert sorted(name for unit in units for name in unit.parameters) == sorted(floating(model))
 
 
 def test_the_model_s_total_is_filled_greedily() -> None:
-    """First come first served in the order of the model; a later and smaller one may still fit."""
+    """Parameters are chosen in the model's order. After one that does not fit, a smaller one may still fit."""
     model = Net()
     for name, numel in [("a", 5), ("b", 4), ("c", 9), ("d", 3), ("e", 1)]:
         model.register_parameter(name, nn.Parameter(torch.zeros(numel)))
@@ -53,7 +53,7 @@ def test_persistent_units_are_cut() -> None:
     assert len(units) == 3 and all(size <= 1 << 24 for size in sizes)
 
 
-# Too short to be spread.
+# Buffers that are too short to be sharded.
 
 
 def test_short_units_merge() -> None:
@@ -72,7 +72,7 @@ def test_what_is_too_short_becomes_persistent() -> None:
 
 
 def test_a_buffer_of_its_own_that_is_too_short_becomes_persistent() -> None:
-    """Frozen and trainable, and other dtypes, make buffers of their own; each must fill its pieces."""
+    """Each (dtype, trainable or frozen) has its own buffer in a unit, and each buffer must be long enough by itself."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(9)))
     model[3].requires_grad_(False)
     model[5].bfloat16()
@@ -82,7 +82,7 @@ def test_a_buffer_of_its_own_that_is_too_short_becomes_persistent() -> None:
 
 
 def test_buffers_of_several_units_are_each_too_short() -> None:
-    """Together they would be long enough, but no two are gathered together."""
+    """Two short buffers of different units are not gathered together, so their sum does not count."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(10)))  # one block each
     model[0].requires_grad_(False)
     model[5].requires_grad_(False)
@@ -91,7 +91,7 @@ def test_buffers_of_several_units_are_each_too_short() -> None:
 
 
 def test_adapters_do_not_make_their_layers_persistent() -> None:
-    """A layer is just too short without its adapter and just long enough with it: then neither buffer is."""
+    """The adapter's buffer is too short and becomes persistent, but the long buffer of the frozen weights must not."""
     layers = []
     for _ in range(8):
         layers.append(nn.ModuleDict({k: nn.Linear(256, n, bias=False) for k, n in [("frozen", 99), ("adapter", 2)]}))

@@ -1,4 +1,4 @@
-"""Windows of micro-batches: calls of `step()` act by one rule, whatever was called before."""
+"""Accumulation windows: calls of `step()` follow one rule, whatever was called before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from zeropp.engine.accumulation import GradAccumulation
 
 
 def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
-    """Calls: f a forward of the root, p of a part, b a backward, x one that fails, s a step(), n a step(now=True), z a
-    zero_grad().
+    """Play a sequence of calls, and return one letter for each step() and zero_grad().
 
-    Returns one letter for each s, n and z: T a step that is taken, z gradients that are forgotten, "." neither.
+    Args:
+        calls: "f" is a forward of the model, "p" a forward of a part, "b" a backward, "x" a backward that fails, "s" a
+            step(), "n" a step(now=True), and "z" a zero_grad().
+        steps: micro-batches in a window.
+        managed: value of managed_gradient_accumulation.
+
+    Returns:
+        "T" for a step that is taken, "z" for gradients that are discarded, "." for a call that does nothing.
     """
     window, said = GradAccumulation(steps, managed=managed), ""
     for call in calls.replace(" ", ""):
@@ -39,23 +45,23 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("fbs fbs fbs fbs fbs", "...T."),
         ("fbsz fbsz fbsz fbsz fbsz", "......Tz.."),
         ("zfbs zfbs zfbs zfbs zfbs", "z......Tz."),
-        ("fbb s fbb s fbb s fbb s", "...T"),  # two losses
-        ("ffbb s ffbb s ffbb s ffbb s", "...T"),  # and two forwards
+        ("fbb s fbb s fbb s fbb s", "...T"),  # two losses per micro-batch
+        ("ffbb s ffbb s ffbb s ffbb s", "...T"),  # two forwards and two losses per micro-batch
         ("f p b p b s f b s f b s f b s", "...T"),  # an auxiliary loss from a part of the model
-        ("p b s p b s p b s p b s", "...."),  # forwards of parts begin no micro-batch: the warning says so
+        ("p b s p b s p b s p b s", "...."),  # forwards of parts begin no micro-batch, and a warning says so
         ("pb pb pb pb s", "."),
         ("fb fb fb fb s fb fb fb fb s", "TT"),
-        ("fb fb fb fb sz fb fb sz", "Tz.."),  # a short window: its step() does nothing, and zero_grad() neither
-        ("fb fb fb fb sz fb fb sz fb fb fb fb sz", "Tz..Tz"),  # its gradients are part of the next one
-        ("fb fb nz fb fb fb fb sz", "TzTz"),  # step(now=True)
-        ("n fb n n", ".T."),  # with nothing to take
-        ("fb fb fb fb fb fb s", "T"),  # a long one
-        ("fbs fbs fb fbs fbs fbs fbs fbs", "..T...T"),  # a step() left out
-        ("fb z fbs fbs fbs fbs", "z...T"),  # discarded without a step() before: as in torch
-        ("fs fbs fbs fbs fbs", "....T"),  # no backward ran
+        ("fb fb fb fb sz fb fb sz", "Tz.."),  # step() and zero_grad() in a short window do nothing
+        ("fb fb fb fb sz fb fb sz fb fb fb fb sz", "Tz..Tz"),  # gradients of a short window stay for the next one
+        ("fb fb nz fb fb fb fb sz", "TzTz"),  # step(now=True) ends a window early
+        ("n fb n n", ".T."),  # step(now=True) without gradients does nothing
+        ("fb fb fb fb fb fb s", "T"),  # a window longer than configured
+        ("fbs fbs fb fbs fbs fbs fbs fbs", "..T...T"),  # one micro-batch without step()
+        ("fb z fbs fbs fbs fbs", "z...T"),  # zero_grad() without step() discards, as in torch
+        ("fs fbs fbs fbs fbs", "....T"),  # a step() before any backward
         ("fbs s s fbs fbs fbs", ".....T"),
-        ("fbsz fx z fbs fbs fbs fbs", "..z...T"),  # what a failed backward leaves can be discarded
-        ("fbsz fx fbsz fbsz fbsz fbsz", "......Tz.."),  # or it is left there
+        ("fbsz fx z fbs fbs fbs fbs", "..z...T"),  # zero_grad() after a failed backward discards
+        ("fbsz fx fbsz fbsz fbsz fbsz", "......Tz.."),  # without that zero_grad()
     ],
 )
 def test_what_a_step_does(calls: str, said: str) -> None:
@@ -71,7 +77,7 @@ def test_where_every_step_is_taken() -> None:
     ("calls", "closing"), [("", False), ("fbfb", False), ("fbfbfb", True), ("fbfbfbf", True), ("fbfbfbfb", True)]
 )
 def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
-    """Asked before the backward begins."""
+    """``closing`` is read before the backward begins, and is True if that backward is the last of its window."""
     window = GradAccumulation(4, managed=True)
     for call in calls:
         window.note_forward("") if call == "f" else window.note_backward()
@@ -82,7 +88,7 @@ def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
 
 
 def warnings_of(calls: str) -> list[str | None]:
-    """The warning after each step() of windows of four."""
+    """Return the warning after each step() in windows of four micro-batches; None for no warning."""
     window, said = GradAccumulation(4, managed=True), []
     for call in calls:
         if call == "s":
@@ -98,7 +104,7 @@ def warnings_of(calls: str) -> list[str | None]:
 
 @pytest.mark.parametrize(("calls", "count"), [("fbsfbsfbsfbs", 1), ("fbfbfbfbsfbfbs", 2), ("fbfbfbs", 3)])
 def test_the_first_step_that_does_nothing_says_so(calls: str, count: int) -> None:
-    """With the count, N and both remedies; also where a loop that accumulates by hand ends in a short window."""
+    """The warning contains both counts and both remedies. It also comes in a short window at the end of a loop."""
     (text,) = [each for each in warnings_of(calls) if each is not None]
     assert f"did nothing after {count} of gradient_accumulation_steps 4 micro-batches" in text
     assert "step(now=True)" in text and '{"managed_gradient_accumulation": false}' in text
@@ -115,7 +121,7 @@ def test_a_model_that_is_called_by_its_parts_is_told() -> None:
     [(2, 4, True, True), (2, 4, False, False), (2, 2, True, False), (1, 4, True, False)],
 )
 def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, divided: bool, said: bool) -> None:
-    """If losses were divided by the smaller number. A caller who divides them himself may do as he likes."""
+    """The warning comes only if zeropp divided the losses; callers may divide losses themselves."""
     window = GradAccumulation(steps, managed=True)
     told = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Inputs of checkpointed segments of a GPU: in page-locked memory between forward and backward, and back for it."""
+"""Inputs of checkpointed segments are kept in page-locked host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, ROWS, SEGMENTS = 1024, 4096, 8
 
 
 def run(way: dict[str, Any] | None) -> tuple[list[torch.Tensor], int, int]:
-    """Gradients; bytes on the device, and of those its caller holds, between forward and backward."""
+    """Return gradients, bytes on the device between forward and backward, and bytes of the input."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU()).cuda() for _ in range(SEGMENTS)]
     before = torch.cuda.memory_allocated()
@@ -50,11 +50,11 @@ def test_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         wanted, _, _ = run(None)
         found, between, own = run(way)
-        # Twice, as the second pass reuses what the first has given back.
+        # Run twice, because the second run reuses host memory that the first has returned.
         again, _, _ = run(way)
     finally:
         checkpointing.configure(None)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, found, again, strict=True))
     assert pinned == [True] * 2 * SEGMENTS
-    # The first input, which its caller holds, and the last output.
+    # Only the first input, which the caller keeps, and the last output are on the device.
     assert between < 2.5 * own

@@ -1,4 +1,4 @@
-"""The estimators against numbers worked out by hand, and against an engine on one rank."""
+"""The estimators give numbers computed by hand, and the bytes that an engine on one rank owns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = dict[tuple[bool, ...], tuple[float, float]]
 
 
 def table(text: str) -> Rows:
-    """(host, device) in GiB as printed, by the values of the settings in the order of the arguments."""
+    """Return the printed (host, device) numbers in GiB, by the values of the settings in the order of the arguments."""
     rows: Rows = {}
     for line in text.splitlines()[2:]:
         found = re.fullmatch(r" *([\d.]+) GiB \| *([\d.]+) GiB \| (.*)", line)
@@ -42,17 +42,17 @@ def counted(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-# By hand: 16 units of 2^26 elements on two nodes of four ranks, so 2^27 elements a rank.
+# Numbers computed by hand: 16 units of 2^26 elements on two nodes of four ranks, so each rank has 2^27 elements.
 LARGEST = 2**26
 TOTAL = 16 * LARGEST
 RANK = TOTAL // 8
 MARKERS = 2 * 4 * 4
-STEPPED = 16 * RANK + RANK // BLOCK * 4 + 16 * 4  # main weights, gradients, two states; norms of blocks, and flags
+STEPPED = 16 * RANK + RANK // BLOCK * 4 + 16 * 4  # main weights, gradients, two states; norms of blocks, flags
 NORMS = RANK // BLOCK * 4 + 16 * 4
-WORKING = 8 * LARGEST  # two gathered units in 16 bits, and the gradients of one twice
-SUMS = 2 * 4 * LARGEST // 8  # two pieces of the sum in float32
-MODEL = 4 * 4 * TOTAL  # built by the four processes of a node
-BUILT = 4 * 4 * LARGEST  # one unit in each of them
+WORKING = 8 * LARGEST  # two gathered units in 16 bits, and one unit's gradients twice
+SUMS = 2 * 4 * LARGEST // 8  # two pieces of a reduced gradient in float32
+MODEL = 4 * 4 * TOTAL  # the model as built in each of the node's 4 processes
+BUILT = 4 * 4 * LARGEST  # one unit in each process
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,20 @@ BUILT = 4 * 4 * LARGEST  # one unit in each of them
 def test_stage_3_by_hand(settings: tuple[bool, bool, bool], host: int, device: int, factor: float) -> None:
     found = THREE(TOTAL, LARGEST, 4, 2, *settings, factor)
     assert found[1:] == (device + WORKING + MARKERS, WORKING)
-    # Buffers through which offloaded states move come on top, in the host's memory.
+    # Staging buffers of offloaded states take host memory in addition.
     staging = 4 * 1.3 * 2**30 if settings[0] and settings[2] else 0
     assert host * factor <= found[0] <= (host + staging) * factor
 
 
 def test_stage_2_by_hand() -> None:
-    """64 units, so one has a quarter of the elements above."""
+    """The stage 2 estimator assumes 64 units, so a unit has a quarter of the elements of ``LARGEST``."""
     norms, message, sums = RANK // BLOCK * 4 + 64 * 4, 4 * TOTAL // 64, 2 * 4 * TOTAL // 64 // 8
     assert TWO(TOTAL, 4, 2, False, 1) == (MODEL, 2 * TOTAL + 16 * RANK + norms + message + MARKERS)
     assert TWO(TOTAL, 4, 2, True, 1) == (MODEL, 2 * TOTAL + norms + message + sums + MARKERS)
 
 
 def test_pieces_lie_on_the_host_while_a_model_is_built_for_it() -> None:
-    """Half of the model in one unit, over many nodes: a rank's states are fewer bytes than the unit it builds."""
+    """With half of the model in one unit and many ranks, a rank's states are fewer bytes than the unit being built."""
     world = 64
     piece = 2 * LARGEST // world
     assert THREE(2 * LARGEST, LARGEST, 1, world, additional_buffer_factor=1)[0] == 4 * LARGEST + (4 + 2) * piece
@@ -100,7 +100,7 @@ def test_defaults_are_the_known_ones() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_owns_it(stage: int) -> None:
-    """After a step on one rank, between steps."""
+    """The engine runs on one rank, and bytes are counted after a step."""
     model = GPT(GPTConfig(layers=3, d_model=256, heads=4))
     total, numel = counted(model), max(counted(block) for block in model.blocks)
     settings = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
@@ -114,12 +114,13 @@ def test_an_engine_owns_it(stage: int) -> None:
     owned = sum(owned_bytes(optimizer).values()) + states
     plain = {"cpu_offload": False, "additional_buffer_factor": 1}
     if stage == 2:
-        # The unit whose gradients travel is the whole of so small a model, at the most.
+        # The estimate contains the gradients of one unit in flight, which has at most all elements of this small model.
         estimate = TWO(total, **plain)[1] - 4 * total
     else:
         _, device, working = THREE(total, numel, **plain)
         estimate = device - working
-    # Persistent weights and unit boundaries are the model's own; padding is below a block for each parameter.
+    # The estimate does not include persistent weights and gathered units, and padding of less than a block per
+    # parameter.
     small = sum(p.numel() for p in model.parameters() if p.numel() <= 100_000) * 2 + owned_bytes(optimizer)["gathered"]
     padding = (len(list(model.parameters())) + len(optimizer.engine.units)) * BLOCK * 18
     assert abs(owned - estimate) <= small + padding
@@ -136,7 +137,8 @@ def test_live_is_cold_for_a_model_of_equal_blocks(capsys: pytest.CaptureFixture[
         cold(8, 4)
         expected = table(capsys.readouterr().out)
         assert list(found) == list(expected) and len(found) == (2 if live is TWO_LIVE else 6)
-        # Cold, stage 2 takes a unit to be a 64th of the model; its gradients take 4 bytes an element, their sums 8.
+        # Without the model, stage 2 assumes a unit of 1/64 of the model. Its gradients take 4 bytes per element, their
+        # sums 8.
         allowed = (4 + 8 / 32) * (block - total // 64) / GIB if live is TWO_LIVE else 0
         for row, numbers in expected.items():
             assert found[row][0] == pytest.approx(numbers[0], rel=0.01)
@@ -146,7 +148,7 @@ def test_live_is_cold_for_a_model_of_equal_blocks(capsys: pytest.CaptureFixture[
 
 
 def test_live_counts_persistent_and_frozen_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stage 3 on four ranks: 2000 persistent layers of 90,000 elements, and two frozen ones of 2^30 each."""
+    """Stage 3 on four ranks: 2000 persistent layers of 90,000 elements, and two frozen layers of 2^30 elements."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -205,7 +207,7 @@ def test_a_layer_larger_than_the_model(function: Callable[..., object]) -> None:
 
 
 def test_the_numbers_of_the_sizing_page_are_current() -> None:
-    """Its program calls an estimator. Else run ``python -m docs.sizing``. An old one is noticed."""
+    """If the page is out of date, run ``python -m docs.sizing``; an edited number is noticed."""
     text = DOCUMENT.read_text()
     old = text.replace("| 7B, nothing | 1", "| 7B, nothing | 2", 1)
     assert old != text and render(old) == text

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that the JSON names: which class, with which arguments, and what is refused."""
+"""Optimizers and schedulers named in the JSON configuration: their classes and arguments, and refused ones."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def lion_by_hand(
 
 
 def test_lion() -> None:
-    """As in the paper; weights in float64, where the two ways to write an average are apart by 1e-16."""
+    """Steps equal the paper's formula. In float64, two ways to write the average differ by about 1e-16 per step."""
     torch.manual_seed(0)
     start = torch.randn(50, dtype=torch.float64)
     gradients = [torch.randn(50, dtype=torch.float64) for _ in range(6)]
@@ -240,7 +240,7 @@ def test_lion_refuses(wrong: dict[str, Any]) -> None:
 
 
 def test_uncorrected_adam() -> None:
-    """Its first step is (1 - beta1) / sqrt(1 - beta2) times that of Adam, and it goes on from saved states."""
+    """The first step is ``(1 - beta1) / sqrt(1 - beta2)`` times Adam's. Saved states can be loaded."""
     weights = [nn.Parameter(torch.zeros(20, dtype=torch.float64)) for _ in range(2)]
     optimizers = [torch.optim.Adam([weights[0]], lr=0.1, eps=0.0), UncorrectedAdam([weights[1]], lr=0.1, eps=0.0)]
     for weight, optimizer in zip(weights, optimizers, strict=True):

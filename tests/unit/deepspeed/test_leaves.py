@@ -1,4 +1,4 @@
-"""Leaf modules that a call marks: they become one unit each, and what cannot be marked is refused."""
+"""Modules marked as leaves by a call become one unit each; a name or class without modules is an error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zeropp.setup.choices import choose_unit_options
 
 
 class Expert(nn.Linear):
-    """A kind of its own."""
+    """A subclass of nn.Linear."""
 
 
 class Sparse(nn.Module):
-    """Experts, each of which is a unit unless this is a leaf."""
+    """A module with three experts. Each expert is a unit unless this module is a leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Sparse(nn.Module):
 
 
 def model_of() -> nn.Sequential:
-    # Of three classes: children of one class would be blocks of their own.
+    # The children have three classes, because children of one class would be blocks.
     return nn.Sequential(Sparse(), nn.Linear(16, 16), nn.Sequential(Sparse()))
 
 
@@ -66,7 +66,7 @@ def test_what_is_not_there_is_named() -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"no modules of classes \['Mixtral'\]"):
         zero.set_z3_leaf_modules(model, ["Mixtral"])
-    # A class counts those that derive from it; a name means that very one.
+    # A class also matches its subclasses. A class name matches only classes of that name.
     assert len(zero.set_z3_leaf_modules(nn.Sequential(Expert(2, 2)), [nn.Linear])) == 1
     with pytest.raises(ValueError, match="no modules of classes"):
         zero.set_z3_leaf_modules(nn.Sequential(Expert(2, 2)), ["Linear"])
@@ -89,7 +89,7 @@ def test_a_model_that_is_wrapped_has_its_units() -> None:
 
 
 def test_marks_of_a_configuration_make_room_for_the_next_one_s() -> None:
-    """Those of calls stay."""
+    """Marks made by a configuration are removed by the next configuration; marks made by calls stay."""
     model = model_of()
     by_call = zero.set_z3_leaf_modules(model, [Sparse])
     name, before = "1", units(model)
@@ -99,7 +99,7 @@ def test_marks_of_a_configuration_make_room_for_the_next_one_s() -> None:
     assert zero.z3_leaf_module(model.get_submodule(name))
     del engine, _
     gc.collect()
-    # Of nothing but this question: the model may be wrapped without the configuration.
+    # The mark stays although the engine is gone, but it is not used if the model is wrapped without this configuration.
     assert zero.z3_leaf_module(model.get_submodule(name)) and units(model) == before
     zeropp.initialize(model=model, config={**config, "zero_optimization": {"stage": 3}})
     assert not zero.z3_leaf_module(model.get_submodule(name)) and zero.get_z3_leaf_modules(model) == by_call

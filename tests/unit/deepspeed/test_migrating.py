@@ -1,6 +1,6 @@
-"""The pages on migrating name every key and every public name of the stand-in, each where it belongs, and no others.
+"""The migration pages name every key and public name of the stand-in with the right verdict, and no others.
 
-docs/migrating-calls.md has the names of the stand-in, docs/migrating-keys.md the keys; docs/migrating.md leads to both.
+docs/migrating-calls.md has the names of the stand-in, docs/migrating-keys.md the keys; docs/migrating.md links both.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE, CALLS, KEYS = (ROOT / "docs" / f"migrating{part}.md" for part in ("", "-calls", "-keys"))
 VERDICTS = {"same", "better", "differs", "nothing to do", "no effect", "refused", "absent"}
 ACTS = {"same", "better", "differs"}
-# What a key's verdict on the page may be, by what becomes of it. `initialize` makes what the wrapper has to refuse.
+# Verdicts on the page that fit each kind of support. Keys in MADE may also work, because `initialize` constructs
+# optimizers and schedulers, which the wrapper refuses.
 FITTING = {
     Kind.EFFECT: ACTS, Kind.NEEDLESS: {"nothing to do"}, Kind.UNREAD: {"no effect"},
     Kind.LIMITED: {"refused"}, Kind.GOVERNED: {"refused"}, Kind.OFF: {"refused"}, Kind.BLOCK: ACTS,
 }  # fmt: skip
 MADE = {"optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"}
-# Packages by the names under which scripts reach them.
+# Full module paths below deepspeed, by the short names that scripts use.
 SHORT = {
     "zero": "runtime.zero",
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
@@ -50,7 +51,7 @@ SHORT = {
 
 
 def rows(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(section, verdict, names) of each row whose second cell is a verdict; braces are multiplied out."""
+    """Yield (section, verdict, names) of each row whose second cell is a verdict; names with braces are expanded."""
     for section in re.split(r"\n(?=##+ )", text):
         for line in section.splitlines():
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -65,12 +66,12 @@ def expanded(names: list[str]) -> Iterator[str]:
 
 
 def rows_of(*pages: Path) -> list[tuple[str, str, list[str]]]:
-    """Rows of some pages."""
+    """Return the rows of all tables on these pages."""
     return [row for page in pages for row in rows(page.read_text())]
 
 
 def fields() -> Iterator[tuple[str, list[str], Kind]]:
-    """(block, spellings, kind) of each field that is no block."""
+    """Yield (block, spellings, kind) of each field that is not a block."""
     for path, model in blocks(Config):
         where = ".".join(path)
         for name, field in model.model_fields.items():
@@ -79,7 +80,7 @@ def fields() -> Iterator[tuple[str, list[str], Kind]]:
 
 
 def keys() -> dict[str, str]:
-    """Keys on the page, spelt out -> verdicts. Two sections leave `zero_optimization` out."""
+    """Return the verdicts of the page's keys, by full path. Two sections of the page leave out `zero_optimization`."""
     below = {"zero_optimization": "", "Offload": "offload_"}
     return {
         f"zero_optimization.{name}" if name.startswith(below.get(section, " ")) else name: verdict
@@ -106,7 +107,8 @@ def test_no_other_keys_are_named() -> None:
     assert sorted(keys().keys() - there) == []
 
 
-# Modules of the stand-in and of other people's trainers are read, and not imported: DeepSpeed itself may be installed.
+# Source files of the stand-in and of the integrations are parsed instead of imported, because the real DeepSpeed may be
+# installed.
 STAND_IN_ROOT, INTEGRATIONS = Path(STAND_IN, "deepspeed"), ROOT / "zeropp" / "integrations"
 
 
@@ -118,7 +120,7 @@ def file_of(folder: Path, module: str) -> Path | None:
 
 @cache
 def defined(module: str, folder: Path = STAND_IN_ROOT) -> dict[str, ast.AST]:
-    """What a module has at its top: names, and what made them; nothing of one that is not there."""
+    """Return the names defined at the top of a module with their AST nodes; empty if the module does not exist."""
     found: dict[str, ast.AST] = {}
     path = file_of(folder, module)
     for node in [] if path is None else ast.parse(path.read_text()).body:
@@ -143,7 +145,7 @@ def is_there(name: str) -> bool:
 
 
 def is_refused(name: str) -> bool:
-    """By the import of its module, or of one above it; or as a class in its place."""
+    """Return True if importing the name's module or a parent module is refused, or the name is a refusing class."""
     full = full_name(name)
     if f"deepspeed.{full}" in MODULES:
         return True
@@ -165,7 +167,7 @@ def public() -> Iterator[str]:
 
 
 def calls() -> dict[str, set[str]]:
-    """Names below ``deepspeed`` on the page, spelt out -> their verdicts."""
+    """Return the verdicts of the page's names below ``deepspeed``, by full name."""
     found: dict[str, set[str]] = {}
     for _, verdict, names in rows_of(PAGE, CALLS):
         for name in names:
@@ -182,7 +184,7 @@ def test_every_public_name_of_the_stand_in_is_named() -> None:
 
 
 def test_no_other_calls_are_named() -> None:
-    """What acts is there, what is refused is refused by name, and what is absent is not there."""
+    """Names that work exist, refused names are refused by name, and absent names do not exist."""
     wrong = []
     for name, verdicts in calls().items():
         for verdict in verdicts:
@@ -210,7 +212,7 @@ def test_attributes_are_where_the_page_says() -> None:
     for _, verdict, names in rows_of(PAGE, CALLS):
         for name in names:
             found = re.fullmatch(r"(engine|optimizer|p|module)\.(\w+)", name)
-            # What parameters have from torch is refused by value, not by name.
+            # These attributes exist in torch, and are refused for some values only, so they are not checked by name.
             if found and name not in ("p.data", "p.grad", "p.shape"):
                 seen.add(found[1])
                 if bool(OWNERS[found[1]](found[2])) != (verdict != "absent"):

@@ -1,4 +1,4 @@
-"""Import paths of before DeepSpeed's API had a folder of its own."""
+"""Old import paths still work; they are older than the folder zeropp/deepspeed."""
 
 from __future__ import annotations
 

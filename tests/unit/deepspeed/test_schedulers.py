@@ -1,4 +1,4 @@
-"""Schedules of DeepSpeed's JSON: rates at each iteration, resumption, and what is refused."""
+"""Learning rate schedules of DeepSpeed's JSON: rates at each iteration, resuming, and refused arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def optimizer(groups: int = 1, kind: type[torch.optim.Optimizer] = torch.optim.A
 
 
 def rates(make: Callable[[torch.optim.Optimizer], LRScheduler], count: int) -> list[float]:
-    """With which the first steps are taken."""
+    """Return the learning rates of the first ``count`` steps."""
     inner, found = optimizer(), []
     scheduler = make(inner)
     for _ in range(count):
@@ -29,7 +29,7 @@ def rates(make: Callable[[torch.optim.Optimizer], LRScheduler], count: int) -> l
 
 
 def test_the_first_two_steps_of_a_warm_up_have_its_first_rate() -> None:
-    """Iteration 0 follows the first step, as in DeepSpeed."""
+    """As in DeepSpeed, iteration 0 comes after the first step."""
     found = rates(lambda o: WarmupLR(o, 0.0, 1.0, 4, "linear"), 8)
     assert found == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
 
@@ -53,7 +53,7 @@ def test_a_straight_line_down() -> None:
 def test_half_a_wave_down_stays_at_its_end() -> None:
     found = rates(lambda o: WarmupCosineLR(o, 6, 0.2, 2, 0.1, "linear"), 12)
     waves = [0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3, 4)]
-    # of the group's own rate, 0.1
+    # Factors of the group's own learning rate, which is 0.1.
     assert found == pytest.approx([0.1 * part for part in [0.2, 0.2, 0.6, *waves, 0.1, 0.1, 0.1, 0.1, 0.1]])
 
 
@@ -63,7 +63,7 @@ def test_a_range_test(stairs: bool, wanted: list[float]) -> None:
 
 
 def test_one_cycle_with_momentum_and_decay() -> None:
-    """Up in four steps, down in two, and then the rate falls as one over one, two, ... of the least."""
+    """The rate rises for four steps and falls for two. Then it is divided by 2, 3, ...."""
     inner = optimizer()
     scheduler = OneCycle(
         inner, 1.0, 3.0, decay_lr_rate=1.0, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=1,
@@ -78,7 +78,7 @@ def test_one_cycle_with_momentum_and_decay() -> None:
     assert found == pytest.approx([1, 1.5, 2, 2.5, 3, 2, 1, 0.5, 1 / 3])
     wanted = [0.9, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9 * 1.01, 0.9 * 1.02]
     assert momentums == pytest.approx(wanted)
-    assert inner.param_groups[0]["betas"][1] == 0.999  # the second one is the user's
+    assert inner.param_groups[0]["betas"][1] == 0.999  # beta2 keeps the user's value
     assert scheduler.get_mom() == [inner.param_groups[0]["betas"]]
 
 
@@ -120,7 +120,7 @@ def test_going_on_is_as_if_it_had_not_ended(name: str, how: str) -> None:
             scheduler = MADE[name](inner, **({"last_batch_iteration": 5} if how == "number" else {}))
             if how == "state":
                 scheduler.load_state_dict(state)
-                inner.load_state_dict(groups)  # as a loader of checkpoints does, in either order
+                inner.load_state_dict(groups)  # a checkpoint loader may load in either order
         found.append(inner.param_groups[0]["lr"])
         inner.step()
         scheduler.step()

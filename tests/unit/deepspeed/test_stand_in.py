@@ -1,4 +1,4 @@
-"""How ``deepspeed`` is found: by ``install``, by a command, in children; and when it is not to be."""
+"""The stand-in named ``deepspeed`` is found after ``install`` and in commands and their children, and not otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another deepspeed on the path, as pip would leave it."""
+    """A folder on the path with another deepspeed package and its metadata, as pip would install them."""
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.0'\n")
     info = tmp_path / "deepspeed-0.18.0.dist-info"
@@ -33,7 +33,7 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if no library had looked for it, and to be as before in the end."""
+    """Remove libraries that look for deepspeed from sys.modules, and restore paths and environment after the test."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("accelerate", "transformers", "trl"):
             monkeypatch.delitem(sys.modules, name)
@@ -48,13 +48,13 @@ def forget() -> None:
 
 
 def test_its_folder_of_metadata_has_its_version() -> None:
-    """The wheel has that file, as a test of tests/unit/test_house.py finds out."""
+    """A test in tests/unit/test_house.py checks that the wheel contains this file."""
     (metadata,) = Path(STAND_IN).rglob("METADATA")
     assert metadata.parent.name == f"deepspeed-{VERSION}.dist-info"
 
 
 def test_install_finds_it_once(fresh: None) -> None:
-    """Not before it is called; a second call does nothing; versions are looked up as usual."""
+    """The stand-in is found only after the call, a second call does nothing, and versions can be looked up as usual."""
     assert importlib.util.find_spec("deepspeed") is None
     compat.install()
     compat.install()
@@ -68,7 +68,7 @@ def test_install_finds_it_once(fresh: None) -> None:
 
 
 def test_a_command_and_its_children_have_it() -> None:
-    """The status is the command's own."""
+    """The exit status is that of the command."""
     inner = "[sys.executable, '-c', 'import deepspeed; exit(7)']"
     child = f"import subprocess, sys; sys.exit(subprocess.run({inner}).returncode)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
@@ -109,7 +109,7 @@ def test_what_only_bears_the_name_of_an_argument_is_no_other_one(tmp_path: Path)
 
 
 def test_a_module_is_looked_for_where_the_command_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind ``-m`` a word that ends in .py is an argument, or what a launcher starts: both folders count."""
+    """After ``-m``, a word that ends in .py may be an argument or a launcher's script, so both folders are checked."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "deepspeed.py").touch()
@@ -159,7 +159,7 @@ def test_libraries_that_have_looked_already_are_named(fresh: None, monkeypatch: 
 
 
 def test_it_never_hides_the_real_one(real: Path, fresh: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """By none of the three ways."""
+    """The stand-in refuses all three ways: install(), the command, and its folder on the path."""
     with pytest.raises(RuntimeError, match=r"DeepSpeed is installed \(0\.18\.0\)"):
         compat.install()
     assert main([sys.executable, "-c", "pass"]) == 2 and "DeepSpeed is installed" in capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_it_never_hides_the_real_one(real: Path, fresh: None, capsys: pytest.Cap
         importlib.import_module("deepspeed")
     forget()
     sys.path.remove(STAND_IN)
-    # Imported already, from where no metadata lies.
+    # The real package without metadata is found, too, if it has been imported.
     (real / "deepspeed-0.18.0.dist-info" / "METADATA").unlink()
     (real / "deepspeed-0.18.0.dist-info").rmdir()
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""What the stand-in has of DeepSpeed's configuration classes, in a process that finds it."""
+"""The stand-in's configuration classes behave like DeepSpeed's. The test runs in a process that finds the stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zeropp/deepspeed's accesses to memory are ordered by its waits, and not without any of them; see tests/streams."""
+"""The waits in zeropp/deepspeed order all accesses to memory, and none of them can be left out; see tests/streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeropp.deepspeed.parameter_values import (
 
 
 def parts_are_read(t: Training) -> None:
-    """This rank's parts of parameters are read while a step may be under way."""
+    """Read this rank's parts of parameters while a step may be in flight."""
     t.step()
     for value in tree_leaves([parameter.ds_tensor.data for parameter in t.model.parameters()]):
         if isinstance(value, Tensor):
@@ -28,13 +28,13 @@ def parts_are_read(t: Training) -> None:
 
 
 def weights_are_set(t: Training) -> None:
-    """Main weights are set, whole and in part, right after steps."""
+    """Set main weights, as a whole and in part, right after steps."""
     weight = t.model[0].norm.weight
     t.step()
     safe_set_full_fp32_param(weight, torch.ones(t.run.width))
     t.step()
     own = safe_get_local_fp32_param(weight)
-    assert own is not None, "another rank has it, which is not simulated"
+    assert own is not None, "the parameter is on another rank, which is not simulated"
     safe_set_local_fp32_param(weight, own.clone())
 
 
@@ -43,13 +43,13 @@ RUNS: dict[str, Run] = {
     "parts are read, offloaded": offloaded(BOTH, ways=[parts_are_read]),
     "weights are set": Run(CASES["hpZ, bf16"], [weights_are_set]),
 }
-# The run that shows the need of each wait.
+# For each wait, the run in which leaving the wait out is noticed.
 SHOWN = {
     "deepspeed/extension.py LocalPart._place 1": "parts are read, offloaded",
     "deepspeed/parameter_values.py safe_set_full_fp32_param 1": "weights are set",
     "deepspeed/parameter_values.py safe_set_local_fp32_param 1": "weights are set",
 }
-# Places that no run comes to, or where no memory is waited for.
+# Waits that no run reaches, or that do not protect memory, each with the reason.
 ELSEWHERE = {
     "deepspeed/checkpointing.py _synchronize 1": "measures time",
     "deepspeed/checkpointing.py _OnHost.__call__ 1": "for a backward that is on another stream than its forward",
@@ -69,7 +69,7 @@ def test_every_wait_is_accounted_for() -> None:
     known = {*SHOWN, *ELSEWHERE}
     own = {name for name, seam in BY_NAME.items() if seam.module.startswith("zeropp/deepspeed/")}
     assert not own - known, f"say which run shows the need of {own - known}, in SHOWN, or why none does"
-    assert not known - BY_NAME.keys(), "there are no such waits"
+    assert not known - BY_NAME.keys(), "the tables name waits that do not exist"
 
 
 @pytest.mark.every(2)
