@@ -38,7 +38,7 @@ def train_fused(
     begun: Callable[[zeropp.ZeroOptimizer], object] = lambda optimizer: None,
     steps: int = STEPS,
 ) -> Trained:
-    """Train with fused AdamW from one seed, with accumulation and clipping; the NaN loss of one step makes it skipped.
+    """Train with fused AdamW from one seed, with accumulation and clipping; a NaN loss makes one step skipped.
 
     Args:
         device: "cpu" or "cuda". On CPU, host memory is treated as separate from device memory.
@@ -76,7 +76,7 @@ def train_fused(
 
 @contextlib.contextmanager
 def counted_rings(device: str) -> Iterator[list[int]]:
-    """Yield a list of the bytes of each page-locked ring. On CPU nothing is pinned, but rings have the sizes for a GPU."""
+    """Yield a list of the bytes of each page-locked ring. On CPU, list the rings that a GPU would page-lock."""
     asked: list[int] = []
     make, choose = Ring.__init__, blueprint.choose_staging
 

@@ -66,7 +66,7 @@ def test_work_that_nobody_waits_for_shows(device: str, kind: str, name: str) -> 
 
 @pytest.mark.gpu
 def test_a_stream_that_does_not_wait_for_the_model_shows() -> None:
-    """Without the wait, a GPU packs a gradient before it is computed. On CPU the caller's work is always finished."""
+    """A reduce stream that does not wait for the model packs gradients too early. On CPU issued work is always done."""
     expected = train("cuda", SETTINGS["stage 3"])
     delays = Delays("cuda", computing=True, unordered=("reduce",))
     assert expected.differs(train("cuda", SETTINGS["stage 3"], delays))

@@ -188,7 +188,7 @@ def test_config_survives_a_round_trip() -> None:
 
 
 def test_keys_with_dots_are_named_and_left_out() -> None:
-    """Known keys with a dot in the name only warn, because TRL writes such keys; unknown ones are errors."""
+    """A top-level key such as "fp16.enabled" only warns, because TRL writes such keys. Other dotted keys are errors."""
     given = {"zero_optimization": {"stage": 3}, "zero_optimization.stage3_prefetch_bucket_size": 3686.4}
     with pytest.warns(UserWarning, match=r"no effect: zero_optimization\.stage3_prefetch_bucket_size; the keys of"):
         config = load_config(given)

@@ -442,7 +442,7 @@ def test_tables_and_keys_do_not_overlap() -> None:
 @pytest.mark.parametrize("key", sorted(FOREIGN))
 def test_foreign_keys_are_named_once(key: str) -> None:
     assert loaded({key: "x"})[1] == [f"these keys of the configuration have no effect: {key}"]
-    # DeepSpeed, too, refuses these keys below the top level.
+    # Below the top level, keys of other libraries are refused, as in DeepSpeed.
     assert f"zero_optimization.{key}" in remedies({"zero_optimization": {"stage": 2, key: "x"}})
 
 

@@ -53,7 +53,7 @@ def test_it_runs_as_a_module() -> None:
 
 
 def reach(status: str) -> int:
-    """Return the rank of a row by its last column: 0 for works, 1 for no effect, 2 for refused."""
+    """Return 0 if the row's last column says that a key works, 1 if it changes nothing, and 2 if it is refused."""
     return 0 if status == "works" else 1 if status in ("nothing to do", "no effect", "only switched off") else 2
 
 

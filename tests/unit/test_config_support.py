@@ -68,7 +68,7 @@ def test_governors_exist_and_are_limited() -> None:
         support = SUPPORT[model][name]
         if support.kind is not Kind.GOVERNED:
             continue
-        # The governor is a key of the same block, or the key that names the block.
+        # The governor of a field is a key of the same block, or the key that names the block.
         owner = model if support.governor in model.model_fields else parent(path)
         assert SUPPORT[owner][support.governor].kind is Kind.LIMITED, (path, name)
 

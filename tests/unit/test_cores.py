@@ -139,7 +139,7 @@ def test_no_tensor_stays(fails: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_chunks_are_let_go_before_the_caller_hears(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a slow thread would keep the chunks' tensors for a while after ``run_chunks`` has returned."""
+    """Threads drop their chunks before they report the end; a slow thread would otherwise keep tensors alive."""
     meeting, held = threading.Barrier(count), list[list[int]]()
     chunks = [partial(meeting.wait, 60) for _ in range(count)]
 

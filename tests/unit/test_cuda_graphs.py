@@ -1,4 +1,4 @@
-"""Compiled modules that replay CUDA graphs are refused where weights move. Nothing is compiled or run here."""
+"""Compiled modules that replay CUDA graphs are refused if zeropp moves their weights. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def in_place(module: nn.Module, **given: Any) -> nn.Module:
     return module
 
 
-# "backend" is tested outside only, because ``module.compile()`` does not record a backend without options.
+# The case "backend" uses torch.compile(module) only, because ``module.compile()`` does not record a backend without
+# options.
 @pytest.mark.parametrize(
     ("how", "name"), [(outside, "backend"), *product((outside, in_place), [*list(GRAPHS)[:3], *NONE])]
 )

@@ -22,7 +22,7 @@ def weights() -> list[nn.Parameter]:
 
 
 class Lion(Optimizer):
-    """Step by the sign of an interpolated momentum (Chen et al. 2023, algorithm 2)."""
+    """An optimizer that steps by the sign of an interpolated momentum (Chen et al. 2023, algorithm 2)."""
 
     def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
@@ -55,7 +55,7 @@ class Delegating(torch.optim.AdamW):
 
 
 class TrustRatio(Optimizer):
-    """Scale the step by the norms of a layer, as LAMB and LARS do, under an unknown name."""
+    """An unknown optimizer that scales the step by the norms of a layer, as LAMB and LARS do."""
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -68,7 +68,7 @@ class TrustRatio(Optimizer):
 
 
 class MatrixAware(Optimizer):
-    """Elementwise for vectors only: the elements of a matrix row share a scale, as in Adafactor and Muon."""
+    """An optimizer that is elementwise for vectors only: rows of a matrix share a scale, as in Adafactor and Muon."""
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -84,7 +84,7 @@ class MatrixAware(Optimizer):
 
 
 class Settings(Lion):
-    """Store a setting as an attribute instead of in the groups, as many published optimizers do."""
+    """An optimizer that stores a setting as an attribute instead of in its groups, as many published optimizers do."""
 
     def __init__(self, params: Any, power: float = 1.0):
         super().__init__(params)
@@ -98,7 +98,7 @@ class Settings(Lion):
 
 
 class Annealing(Lion):
-    """Change the learning rate in place during the step."""
+    """An optimizer that changes its learning rate in place during the step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -116,7 +116,7 @@ class Broken(Optimizer):
 
 
 class Noisy(Optimizer):
-    """Add random noise, so that no two steps are equal."""
+    """An optimizer that adds random noise, so that no two steps are equal."""
 
     def __init__(self, params: Any):
         super().__init__(params, {"lr": 1.0})
@@ -129,7 +129,7 @@ class Noisy(Optimizer):
 
 
 class Clipping(Optimizer):
-    """Clip each gradient by its norm, so that the step looks elementwise until a norm is large."""
+    """An optimizer that clips each gradient by its norm, so that it looks elementwise until a norm is large."""
 
     def __init__(self, params: Any, most: float = 1.0):
         super().__init__(params, {"lr": 0.1, "most": most})
@@ -208,7 +208,7 @@ def named(name: str, base: type[Optimizer] = Lion) -> Optimizer:
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "GaLoreAdamW"])
 def test_refused_by_name(name: str) -> None:
-    """These names, and subclasses of such classes, are refused without a trial: slices cannot give their results."""
+    """Classes with these names, and their subclasses, are refused without a trial: slices cannot give their results."""
     with pytest.raises(TypeError, match=rf"^{name} .*; not in this version\. Use an elementwise optimizer"):
         check_elementwise(named(name))
     with pytest.raises(TypeError, match=r"^Mine "):
@@ -233,7 +233,7 @@ def test_refused_by_trial(kind: type[Optimizer]) -> None:
 
 
 def test_refused_by_trial_for_matrices() -> None:
-    """The optimizer would see one-dimensional slices, where elements of a matrix row no longer share their scale."""
+    """Slices are one-dimensional, so the elements of a matrix row would no longer share a scale."""
     with pytest.raises(TypeError, match="not elementwise"):
         check_elementwise(MatrixAware(weights()))
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
-    """Make torch.empty return NaN, by deterministic algorithms."""
+    """Make torch.empty return memory filled with NaN, as torch does with deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

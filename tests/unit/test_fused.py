@@ -198,7 +198,7 @@ def test_kinds_that_have_none(kind: type[Optimizer]) -> None:
 
 @pytest.mark.parametrize("asked", ["differentiable", "capturable"])
 def test_groups_that_ask_for_more_have_none(asked: str) -> None:
-    """A group with such a setting rules out the whole optimizer, even if it is not the first group."""
+    """A group with this setting rules out the whole optimizer, even if it is not the first group."""
     optimizer = AdamW([nn.Parameter(torch.ones(3))])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], asked: True})
     assert rule_of(optimizer) is None

@@ -310,7 +310,7 @@ def test_three_files_resize_storages() -> None:
     assert found == {"zeropp/params/unit.py", "zeropp/offload/parked.py", "zeropp/setup/placing.py"}
 
 
-# Public attributes of DeepSpeed's engine. That engine has the same variable name in its room as the core's engine here.
+# Public attributes of DeepSpeed's engine, which zeropp/deepspeed sets through a variable that is also named "engine".
 _OF_DEEPSPEED = {"lr_scheduler", "training_dataloader", "writes_module_states"}
 
 

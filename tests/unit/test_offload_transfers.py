@@ -226,7 +226,7 @@ def test_a_failure_leaves_its_transfer_and_no_other(
 def test_a_failure_is_told_when_no_call_is_under_way(
     file: SwapFile, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, a call may still read the memory. The first of two errors is reported."""
+    """A failure is reported when no call reads the memory any more. The first of two errors is reported."""
     unit, held, seen = file.alignment, threading.Event(), Calls()
     broken, other = filled(file, 2 * unit), filled(file, unit)
 

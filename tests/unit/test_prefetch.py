@@ -1,4 +1,4 @@
-"""The prefetch plan stays within its limits and is good, checked by simulating it."""
+"""A simulated prefetch plan keeps its limits, gathers each unit before its use, and gathers no unit needlessly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Run:
     Attributes:
         gathers: number of units issued in total.
         demanded: number of units issued only at the use that needs them.
-        most_held: largest number of elements gathered at once, without the unit in use.
+        most_held: largest number of elements gathered at once, without a unit in use that is dropped after its use.
         most_ahead: largest number of elements issued and not yet used.
         live: units that are gathered at the end.
     """

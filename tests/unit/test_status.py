@@ -117,7 +117,7 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
     assert not third.some_rank_failed(ACTOR)
     # A rank that has stopped, goes on and then waits.
     stop(first, 7, account(2))
-    assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may go on soon
+    assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # rank 0 may go on soon
     first.go_on(ACTOR)
     first.post_waiting(ACTOR, account(0))
     assert third.accounts(ACTOR) == {0: account(0)}

@@ -264,7 +264,7 @@ def test_hosts_where_no_launcher_says_anything(text: str | None, monkeypatch: py
     assert ranks_per_node(range(4), None, ["a", "a", "b", "b"]) == 2
     assert ranks_per_node([3, 9], None, ["b", "a"]) == 1
     assert ranks_per_node(range(3), None, ["a", "a", "a"]) == 3
-    for hosts in (["a", "b", "b"], ["a", "b", "b", "a"], ["a", "a", "b", "a"]):  # uneven, or not adjacent
+    for hosts in (["a", "b", "b"], ["a", "b", "b", "a"], ["a", "a", "b", "a"]):  # uneven, or node's ranks not adjacent
         with pytest.raises(ValueError, match=r"same number of ranks.*local_world_size"):
             ranks_per_node(range(len(hosts)), None, hosts)
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE is not set.*torchrun"):

@@ -61,7 +61,7 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("fs fbs fbs fbs fbs", "....T"),  # a step() before any backward
         ("fbs s s fbs fbs fbs", ".....T"),
         ("fbsz fx z fbs fbs fbs fbs", "..z...T"),  # zero_grad() after a failed backward discards
-        ("fbsz fx fbsz fbsz fbsz fbsz", "......Tz.."),  # without that zero_grad()
+        ("fbsz fx fbsz fbsz fbsz fbsz", "......Tz.."),  # without that zero_grad() gradients stay
     ],
 )
 def test_what_a_step_does(calls: str, said: str) -> None:

@@ -114,7 +114,8 @@ def test_an_engine_owns_it(stage: int) -> None:
     owned = sum(owned_bytes(optimizer).values()) + states
     plain = {"cpu_offload": False, "additional_buffer_factor": 1}
     if stage == 2:
-        # The estimate contains the gradients of one unit in flight, which has at most all elements of this small model.
+        # The estimate contains gradients of one unit in flight, at most 4 bytes per element of this small model. Leave
+        # them out.
         estimate = TWO(total, **plain)[1] - 4 * total
     else:
         _, device, working = THREE(total, numel, **plain)

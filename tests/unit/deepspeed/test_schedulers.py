@@ -46,7 +46,7 @@ def test_the_largest_rate_is_the_group_s_own() -> None:
 
 
 def test_a_straight_line_down() -> None:
-    found = rates(lambda o: WarmupDecayLR(o, 6.0, 0.0, 1.0, 2, "linear"), 11)  # 6e0 in JSON
+    found = rates(lambda o: WarmupDecayLR(o, 6.0, 0.0, 1.0, 2, "linear"), 11)  # JSON may have 6e0, which is a float
     assert found == pytest.approx([0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0])
 
 
@@ -63,7 +63,7 @@ def test_a_range_test(stairs: bool, wanted: list[float]) -> None:
 
 
 def test_one_cycle_with_momentum_and_decay() -> None:
-    """The rate rises for four steps and falls for two. Then it is divided by 2, 3, ...."""
+    """The rate rises for four steps and falls for two. Then the minimum rate is divided by 2, 3, ...."""
     inner = optimizer()
     scheduler = OneCycle(
         inner, 1.0, 3.0, decay_lr_rate=1.0, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=1,

@@ -48,7 +48,7 @@ def forget() -> None:
 
 
 def test_its_folder_of_metadata_has_its_version() -> None:
-    """A test in tests/unit/test_house.py checks that the wheel contains this file."""
+    """The folder of METADATA has the version in its name. test_house.py checks that the wheel contains METADATA."""
     (metadata,) = Path(STAND_IN).rglob("METADATA")
     assert metadata.parent.name == f"deepspeed-{VERSION}.dist-info"
 
