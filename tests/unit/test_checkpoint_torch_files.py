@@ -49,7 +49,7 @@ def test_tensors_are_where_they_lie(old: bool, tmp_path: Path) -> None:
     """The positions of tensors in the file are right for views, empty tensors, scalars and 1-byte dtypes.
 
     With ``old``, the file lacks the entry with the format version, as files of older versions of torch do. Then
-    positions are read from the zip directory.
+    positions are read from the headers of the zip entries.
     """
     row = torch.arange(24, dtype=torch.float32)
     given = {
