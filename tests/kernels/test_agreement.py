@@ -111,7 +111,7 @@ def test_lossless(numel: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_sum_of_negative_zeros_is_one(bits: int) -> None:
-    """A sum starts with the first product, not with +0, so -0 stays -0. Only a negative scale makes such products.
+    """A sum starts with the first product, not with +0, so -0 stays -0. Only a negative scale makes a product -0.
 
     Encoders write no negative scales, so the test writes them.
     """

@@ -122,7 +122,7 @@ def test_the_flag_is_that_of_what_is_written() -> None:
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
 def test_a_scale_on_the_device_that_is_not_finite_shows(factor: float) -> None:
-    """The host cannot refuse such a scale without waiting. The flags are set, and gaps of a flat buffer stay zero."""
+    """The host cannot refuse an Inf or NaN scale without waiting. Flags are set, and gaps of the buffer stay zero."""
     scale, table, x = torch.tensor(factor), block_table([100, 100]), torch.ones(100)
     for place in (reference, device):
         flat, out, flags = torch.ones(512), torch.ones(100), torch.zeros(3, 1, dtype=torch.int32)
