@@ -418,7 +418,7 @@ class Groups(Protocol):
         ...
 
     def all_ranks(self, kind: str) -> object:
-        """Return the process group of all ranks for one kind of work."""
+        """Return the process group of all ranks for one kind of traffic, such as "refresh"."""
         ...
 
 

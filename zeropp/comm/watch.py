@@ -622,7 +622,7 @@ class _Lines:
         return int(store.add(f"{self._name}/lines", more))
 
     def _key(self, page: int) -> str:
-        """Return the store's key of list number ``page``."""
+        """Return the key under which the job's store keeps list number ``page`` of these lines."""
         return f"{self._name}/{page}"
 
 

@@ -140,6 +140,10 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
 
 
 def _mode_of(optimizer: Optimizer) -> list[Any]:
-    """Return the groups' settings, and the slices' versions for optimizers that record the mode elsewhere."""
+    """Return a value that changes when ``train()`` or ``eval()`` switches the mode of a schedule-free optimizer.
+
+    The mode is in the settings of the groups. For optimizers that store it elsewhere, the value has the autograd
+    version counters of the slices, which increase when a switch edits the weights.
+    """
     versions = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
     return [*(plain_settings(group) for group in optimizer.param_groups), versions]

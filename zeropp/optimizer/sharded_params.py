@@ -308,7 +308,11 @@ class ShardedParams:
         return self.is_edited() and self._take(self._replaced())
 
     def take_rest(self) -> list[str]:
-        """Take values that the user has set by ``.data`` in some tensors of a group only; return the slices' names."""
+        """Copy values that the user assigned to ``p.data`` of some tensors of a group into the main weights.
+
+        Returns:
+            The names of these slices.
+        """
         replaced = self._replaced()
         self._take(replaced)
         return [part.name for part in replaced]

@@ -201,7 +201,8 @@ class StepSync:
         # waits.
         target[:1] += flag.to(target)
         if source is not None:
-            # Keep the report: the rank with the non-finite gradient reports it, which is enough for the vector.
+            # The NaN is no edit by the user, so keep the gradient's measured norm and finite flag. The step
+            # sync sums the flags of all ranks, and the rank with the non-finite gradient contributes one.
             source.accept_edits()
 
     def reduce_stats(self, *, late: bool = False) -> StepStats:

@@ -264,7 +264,7 @@ class KnownOrders:
         return any(again[unit] > calls[unit] for unit in set(order.uses))
 
     def note_silent(self, key: PhaseKey) -> bool:
-        """Return True if this kind of phase gathers and reduces nothing, so that one rank may run it alone."""
+        """Return True if forwards or backwards of this kind need no collective, so that one rank may run one alone."""
         # A forward may touch weights outside of its module. Then it has a learned order with uses.
         known = self._known[key].known if key in self._known else []
         # A backward that accumulates no gradients reduces nothing. It may use any unit, so all units are checked.

@@ -45,8 +45,9 @@ _log = logging.getLogger("zeropp")
 _BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4
 _NONE = -1  # as a unit: this rank needs none in this phase any more; as a position: this rank has not left the order
 _OFFERS = 4  # complete units that a rank offers for reduction in one round; an exchange has room for no more
-# Flags that a rank sends in an exchange at a fork: it has stray gradients; it ran a module that the order has no calls
-# of; its backward leaves out a forward before it.
+# Flags that a rank sends in an exchange at a fork, a position where known orders differ. _STRAYS: the rank has
+# gradients that arrived after their unit was reduced. _NOVEL: it ran a module that the order has no calls of.
+# _PARTIAL: its backward does not go through all forwards that preceded it.
 _STRAYS, _NOVEL, _PARTIAL = 1, 2, 4
 _GATHER = 1  # kind of collective in the issue hash
 _KEEP = 2**40  # number of owed calls that no rank ever makes: the unit stays gathered until the phase ends

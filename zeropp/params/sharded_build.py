@@ -123,7 +123,7 @@ class Piece(GuardHandler):
         self._tell_extensions(parameter)
 
     def end_gathered(self, parameter: nn.Parameter) -> None:
-        """Record the end of GatheredParameters. If there is a row, release the whole values."""
+        """Record the end of GatheredParameters. If the parameter has a stored shard (``row``), free its full values."""
         self.is_gathered = False
         self._tell_extensions(parameter)
         if self.row is None:

@@ -125,8 +125,9 @@ _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "scatter": ("flat", ""),
     "scatter_pinned": ("flat", ""),
 }
-# Number of accesses (loads, stores) below 32 bits at data-dependent places, by kernel: one of 8 bits and one of 16 bits
-# per element. Encoding also clears unused room, 512 bytes at a time with 128 threads.
+# Expected narrow accesses (loads, stores) of the lossless kernels. Escaped values are 8 or 16 bits wide, and their
+# addresses depend on the data, so these accesses cannot be vectorised: one of each width per element. The encoder also
+# clears unused bytes, 512 at a time with 128 threads, which is 512 / 128 stores a thread.
 _ESCAPES: dict[str, Callable[[Case], tuple[int, int]]] = {
     "lossless_encode": lambda case: (0, 2 * _section_elements(case) + 512 // 128),
     "lossless_decode": lambda case: (2 * _section_elements(case), 0),
