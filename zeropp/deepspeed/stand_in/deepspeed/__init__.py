@@ -1,8 +1,8 @@
-"""zeropp under DeepSpeed's names: its calls, its modules, none of its code. This is not DeepSpeed.
+"""A package with the names of DeepSpeed's calls and modules, implemented by zeropp. It contains no DeepSpeed code.
 
 Attributes:
-    __version__, version: whose calls these are; libraries compare it.
-    git_hash, git_branch: "zeropp", for logs that show them.
+    __version__, version: the DeepSpeed version whose calls the package offers; libraries compare it.
+    git_hash, git_branch: "zeropp", for logs that print them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zeropp.deepspeed.stand_in_path import VERSION, require_alone
 try:
     require_alone()
 except RuntimeError as error:
-    # As an import's: whoever can do without DeepSpeed goes on.
+    # ImportError, because scripts with an optional DeepSpeed catch that error and go on without it.
     raise ImportError(str(error)) from error
-# Before anything below is imported, whose own absent modules have a reason each.
+# Before the imports below, so that a missing submodule of this package raises an error that gives the reason.
 RefusingFinder.stand()
 
 from zeropp.deepspeed.training_engine import Engine as DeepSpeedEngine  # noqa: E402  (the checks above come first)
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> NoReturn:
 
 __version__ = VERSION
 __git_hash__, __git_branch__ = git_hash, git_branch
-# Scripts compare these as numbers.
+# Three integers, because scripts compare the parts of the version as numbers.
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in VERSION.split("."))
 
 DeepSpeedHybridEngine = refused("DeepSpeedHybridEngine", "generate inside zero.GatheredParameters(model.parameters())")

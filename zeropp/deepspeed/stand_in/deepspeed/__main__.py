@@ -1,4 +1,4 @@
-"""``python -m deepspeed``: the launcher, which zeropp has not."""
+"""The command ``python -m deepspeed``. It prints that zeropp has no launcher and names torchrun instead."""
 
 import sys
 

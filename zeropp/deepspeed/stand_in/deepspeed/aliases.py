@@ -1,4 +1,4 @@
-"""Modules that DeepSpeed has apart and that are one here: scripts import them by both names."""
+"""Second names of modules: DeepSpeed splits some modules in two, and scripts import the part under its own name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SAME = {
 
 
 def stand() -> None:
-    """Let both names be imported, and be attributes of their packages."""
+    """Make the second names importable, and attributes of their packages."""
     for name, module in _SAME.items():
-        # Found before any finder is asked, so it stays one module with one state.
+        # Python looks into sys.modules before it asks a finder, so both names give the same module object.
         sys.modules[name] = module
         package, _, last = name.rpartition(".")
-        # The package may have a function of that name, which DeepSpeed's has in the module's place, too.
+        # Keep a function of the same name, such as utils.z3_leaf_module: DeepSpeed's package has the function, too.
         if not hasattr(sys.modules[package], last):
             setattr(sys.modules[package], last, module)

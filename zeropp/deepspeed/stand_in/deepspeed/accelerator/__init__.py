@@ -1,4 +1,4 @@
-"""``get_accelerator()``: the device of this process behind one object."""
+"""``get_accelerator()``: an object with DeepSpeed's calls for the device of this process."""
 
 from .real_accelerator import DeepSpeedAccelerator, get_accelerator, is_current_accelerator_supported, set_accelerator
 

@@ -1,4 +1,4 @@
-"""The accelerator that torch finds, or the CPU: names, memory, streams."""
+"""``DeepSpeedAccelerator``: DeepSpeed's device calls (names, memory, streams), answered by PyTorch for GPU or CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 __all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
 
-# Asked of every device, and known to torch's modules of some: on a CPU they have nothing to count or to free.
+# Names that scripts use on every device, but that torch's modules of some devices, such as torch.cpu, lack. There the
+# names in _ZERO return 0 bytes, and the names in _NOTHING do nothing.
 _ZERO = (
     "max_memory_allocated", "max_memory_cached", "max_memory_reserved", "memory_allocated", "memory_cached",
     "memory_reserved",
@@ -25,10 +26,12 @@ _LEGACY = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfT
 
 
 class DeepSpeedAccelerator:
-    """One kind of device. What it has not by itself is that of torch's module for the kind (``torch.cuda``).
+    """One kind of device, with the methods of DeepSpeed's accelerator.
+
+    Names that this class does not define are taken from torch's module for the device, such as ``torch.cuda``.
 
     Args:
-        kind: "cuda", "cpu", or another type of torch's devices; None for what torch finds.
+        kind: device type, such as "cuda" or "cpu"; None for torch's current accelerator, or "cpu" without one.
     """
 
     def __init__(self, kind: str | None = None) -> None:
@@ -54,89 +57,90 @@ class DeepSpeedAccelerator:
         raise AttributeError(f"neither zeropp's accelerator nor torch.{self._name} has {name!r}")
 
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", or "cuda:3" of an index; "cpu" of any."""
-        # There is one host, whatever the rank on it.
+        """Return the device's name: "cuda", or "cuda:3" with index 3; "cpu" for every index on a CPU."""
+        # All ranks of a node share the CPU, so the CPU's name has no index.
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device(self) -> int | str:
-        """Index of this process's device; "cpu" has none."""
+        """Return the index of this process's device, or "cpu" on a CPU."""
         return "cpu" if self._name == "cpu" else int(self._module.current_device())
 
     def current_device_name(self) -> str:
-        """ "cuda:3" of this process's; "cpu"."""
+        """Return the name of this process's device with its index, such as "cuda:3", or "cpu" on a CPU."""
         return "cpu" if self._name == "cpu" else f"{self._name}:{self._module.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which this device is the current one."""
+        """Return a context manager that makes a device the current one; it does nothing on a CPU."""
         return contextlib.nullcontext() if self._name == "cpu" else self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """Make this process's device that of an index."""
+        """Make a device the current one of this process, by index; nothing happens on a CPU."""
         if self._name != "cpu":
             self._module.set_device(device_index)
 
     def device_count(self) -> int:
-        """Devices of this host; on CPUs, ranks of it."""
+        """Return the number of devices of this node; on CPUs, the number of ranks on this node."""
         if self._name != "cpu":
             return int(self._module.device_count())
-        # Scripts size their jobs by it, and each rank on a CPU is a device to them; the first name is DeepSpeed's.
+        # On CPUs each rank counts as one device, because scripts compute their world size from this number. DeepSpeed's
+        # launcher sets LOCAL_SIZE, and torchrun sets LOCAL_WORLD_SIZE.
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
     def is_available(self) -> bool:
-        """Whether there is one."""
+        """Return True if a device of this kind is available."""
         return bool(self._module.is_available())
 
     def is_synchronized_device(self) -> bool:
-        """Whether calls return when the device is done with them."""
+        """Return True if calls return after the device has finished, as on CPUs."""
         return self._name == "cpu"
 
     def communication_backend_name(self) -> str:
-        """What its process groups use: "nccl" or "gloo"."""
+        """Return the backend of process groups for this device: "nccl" for CUDA, "gloo" for CPUs."""
         return "gloo" if self._name == "cpu" else torch.distributed.get_default_backend_for_device(self._name)
 
     def random(self) -> ModuleType:
-        """torch's module of random numbers."""
+        """Return torch's module of random numbers, ``torch.random``."""
         return torch.random
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bfloat16."""
+        """Return True if the device computes in bfloat16."""
         return True if self._name == "cpu" else bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in float16."""
+        """Return True: the engine can compute in float16 on every device."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What the engine may be told to compute in."""
+        """Return the dtypes in which the engine can compute on this device."""
         sixteen = [torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
         return [torch.float32, *sixteen]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device's memory; of the host's, on a CPU."""
+        """Return the size of the device's memory in bytes; on a CPU, of the host's memory."""
         if self._name == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(self._module.get_device_properties(device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of it that are free."""
+        """Return the free memory of the device in bytes; on a CPU, of the host."""
         if self._name == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         return int(self._module.mem_get_info(device_index)[0])
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """The tensor in page-locked memory; as it is where no device copies from it."""
+        """Return a copy of the tensor in page-locked memory; on a CPU, the tensor itself."""
         return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it is there."""
+        """Return True if the tensor is in page-locked memory."""
         return bool(tensor.is_pinned())
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on a device of this kind."""
+        """Return True if the tensor is on a device of this kind."""
         return tensor.device.type == self._name
 
     def get_compile_backend(self) -> str:
-        """``torch.compile``'s."""
+        """Return the name of the default backend of ``torch.compile``."""
         return "inductor"
 
 
@@ -144,18 +148,19 @@ _current: list[DeepSpeedAccelerator] = []
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """This process's; DS_ACCELERATOR in the environment names another kind."""
-    # Not as this is imported: what devices there are is asked of them then, and a fork later could use none.
+    """Return the accelerator of this process; the environment variable DS_ACCELERATOR overrides its kind."""
+    # Create the object at the first call, not at import: looking for devices may initialize CUDA, and a process
+    # that is forked later could not use CUDA.
     if not _current:
         _current.append(DeepSpeedAccelerator(os.environ.get("DS_ACCELERATOR")))
     return _current[0]
 
 
 def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
-    """Let `get_accelerator` give this one."""
+    """Make `get_accelerator` return this accelerator."""
     _current[:] = [accelerator]
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether zeropp runs on it: CPUs, NVIDIA's and AMD's GPUs."""
+    """Return True if zeropp runs on the accelerator: CPUs, and NVIDIA or AMD GPUs ("cuda")."""
     return get_accelerator().device_name() in ("cpu", "cuda")

@@ -1,6 +1,6 @@
-"""Tools for checkpoints."""
+"""Conversion of checkpoints, and copies of tensors for ``torch.save``."""
 
 __all__ = ["UNIVERSAL_CHECKPOINT_INFO"]
 
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
-"""The key that scripts set in their ``client_state``; it is saved, and says nothing that zeropp needs."""
+"""Key that scripts set in their ``client_state``. zeropp saves its value and does not read it."""

@@ -1,4 +1,4 @@
-"""Tensors before they are saved, and where they are afterwards."""
+"""Copies of tensors for ``torch.save``, and the path of DeepSpeed's file of model weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ __all__ = ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"]
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Where a checkpoint of stages 0 to 2 has the model's weights, under "module"; the only ``mp_rank_str`` is "00"."""
+    """Return the path of the file that has the model's weights under the key "module", in stages 0 to 2.
+
+    Args:
+        base_folder: folder of the checkpoint.
+        mp_rank_str: model-parallel rank in two digits; zeropp only writes the file of "00".
+    """
     return os.path.join(base_folder, MODULE_STATES.replace("00", mp_rank_str))
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested values, their tensors on ``device`` and in storages of their own.
+    """Return a copy of nested values whose tensors are on ``device`` and have storages of their own.
 
-    ``torch.save`` writes whole storages: of a view it would write all that it is a view of. Tensors that are the same
-    view of one storage, as tied weights are in a state dict, share the copy, too: who saves it writes them once.
+    ``torch.save`` writes whole storages, so a small view of a large storage would make a large file. Equal views of one
+    storage, such as tied weights in a state dict, share one copy, so ``torch.save`` writes them once.
+
+    Args:
+        item: tensor, or nested mappings, lists and tuples with tensors and other values.
+        device: device of the copies.
     """
     return _cloned(item, device, {})
 
@@ -34,7 +43,7 @@ def _cloned(item: Any, device: torch.device | str, copies: dict[tuple[object, ..
         view = storage_id(item), item.storage_offset(), item.shape, item.stride(), item.dtype
         if view not in copies:
             copied = item.detach().to(device)
-            # With the tensor itself: its storage must live for as long as its number stands for it.
+            # Keep the original tensor as well: if its storage were freed, a new storage could get the same id.
             copies[view] = item, copied.clone() if copied.data_ptr() == item.data_ptr() else copied
         return copies[view][1]
     if isinstance(item, Mapping):

@@ -1,4 +1,4 @@
-"""``torch.distributed`` by the names of ``deepspeed.comm``; what is not here is torch's own of that name."""
+"""``deepspeed.comm``: names of ``torch.distributed``, and a few functions that only DeepSpeed has."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _SIGNATURE = inspect.signature(join)
 
 
 def __getattr__(name: str) -> Any:
-    # Collectives and questions alike: there is one process group, and torch's own names for it.
+    # DeepSpeed's collectives have torch's names, so torch.distributed serves all names that are not defined here.
     if not name.startswith("_") and hasattr(dist, name):
         return getattr(dist, name)
     raise AttributeError(f"neither deepspeed.comm of zeropp's stand-in nor torch.distributed has {name!r}")
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """See :func:`zeropp.init_distributed`. A process that nobody launched gets a group of its own here.
+    """Create the default process group, as :func:`zeropp.init_distributed` does, also without a launcher.
 
-    ``DEEPSPEED_TIMEOUT`` in the environment is the timeout in minutes, where none is given.
+    A process without a launcher gets a process group of one rank. The arguments are those of
+    :func:`zeropp.init_distributed`. If no ``timeout`` is given, the environment variable ``DEEPSPEED_TIMEOUT`` sets it,
+    in minutes.
     """
     given = _SIGNATURE.bind(*args, **kwargs).arguments
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
@@ -35,25 +37,25 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
         given["timeout"] = timedelta(minutes=int(minutes))
     join(**given)
     if not dist.is_initialized():
-        # Scripts ask for ranks right after this, and torch answers where there is a group.
+        # Scripts call get_rank() right after this function, and torch raises if there is no process group.
         dist.init_process_group(given.get("dist_backend") or "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def get_local_rank() -> int:
-    """This process's number on its host, by the launcher's variable; 0 without one."""
+    """Return this process's number on its node, which the launcher passes in LOCAL_RANK; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> ProcessGroup | None:
-    """The default process group."""
+    """Return the default process group."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """Global ranks of a group, in its order."""
+    """Return the global ranks of a process group, in the group's order."""
     return list(dist.get_process_group_ranks(group))
 
 
 def inference_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: ProcessGroup | None = None) -> Any:
-    """``all_reduce``."""
+    """Run ``torch.distributed.all_reduce``, and return its result."""
     return dist.all_reduce(tensor, op, group)

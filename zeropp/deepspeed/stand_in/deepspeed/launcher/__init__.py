@@ -1,1 +1,1 @@
-"""What launchers of other libraries ask of DeepSpeed's."""
+"""Names of DeepSpeed's launcher that other libraries import."""

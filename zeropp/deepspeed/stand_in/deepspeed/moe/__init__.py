@@ -1,4 +1,4 @@
-"""Layers whose experts are spread over ranks, which zeropp has not; and what is true of models without them."""
+"""Names of DeepSpeed's expert parallelism. zeropp has none, so the layer raises and the helpers report no experts."""
 
 from . import layer, utils
 

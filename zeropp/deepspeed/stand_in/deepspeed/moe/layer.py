@@ -1,4 +1,4 @@
-"""The layer."""
+"""Placeholder for DeepSpeed's mixture-of-experts layer."""
 
 from zeropp.deepspeed.refused_modules import NO_EXPERTS, refused
 

@@ -1,4 +1,4 @@
-"""What scripts ask before they use an operation that DeepSpeed compiles; zeropp compiles nothing before it runs."""
+"""Placeholders for the builders of DeepSpeed's compiled operations. Scripts query them before using an operation."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from typing import NoReturn
 
 __all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "CPULionBuilder", "FusedAdamBuilder", "FusedLambBuilder"]
 
-# As a package has one: else an import from below is refused in Python's words, which give no reason.
+# Python treats a module with __path__ as a package. An import of a submodule then reaches RefusingFinder, whose error
+# gives the reason; without __path__, Python's own error would not.
 __path__: list[str] = []
 
 
 class OpBuilder:
-    """One operation.
+    """Builder of one compiled operation; the base class of the others.
 
     Attributes:
-        NAME: DeepSpeed's.
-        HERE: whether zeropp does the same in another way.
+        NAME: DeepSpeed's name of the operation.
+        HERE: True if zeropp has a replacement for the operation.
     """
 
     NAME = ""
     HERE = True
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether it can be used: by the configuration, which is how zeropp is told."""
+        """Return True if zeropp has a replacement; the configuration turns the replacement on."""
         return self.HERE
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """Nothing can be loaded.
+        """Refuse to load the operation.
 
         Raises:
             RuntimeError: always.
@@ -38,31 +39,31 @@ class OpBuilder:
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Files beside training: ``offload_optimizer`` and ``offload_param`` to "nvme"."""
+    """Asynchronous file access; in zeropp, ``offload_optimizer`` or ``offload_param`` with device "nvme"."""
 
     NAME = "async_io"
 
 
 class CPUAdamBuilder(OpBuilder):
-    """Adam on the host: ``offload_optimizer`` to "cpu"."""
+    """Adam on the host; in zeropp, ``offload_optimizer`` with device "cpu"."""
 
     NAME = "cpu_adam"
 
 
 class CPULionBuilder(OpBuilder):
-    """Lion on the host."""
+    """Lion on the host; in zeropp, ``offload_optimizer`` with device "cpu"."""
 
     NAME = "cpu_lion"
 
 
 class FusedAdamBuilder(OpBuilder):
-    """Adam in one pass: torch's."""
+    """Adam in one fused kernel; in zeropp, torch's fused Adam."""
 
     NAME = "fused_adam"
 
 
 class FusedLambBuilder(OpBuilder):
-    """LAMB, which needs norms of whole parameters."""
+    """LAMB, which needs norms of whole parameters; zeropp has no replacement."""
 
     NAME = "fused_lamb"
     HERE = False

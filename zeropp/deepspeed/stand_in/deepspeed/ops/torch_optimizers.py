@@ -1,7 +1,7 @@
-"""torch's fused optimizers by the arguments of DeepSpeed's.
+"""torch's fused optimizers with the arguments of DeepSpeed's optimizers.
 
-These classes make torch's objects in the place of their own: zeropp steps those on the host or on the device, wherever
-it keeps their states.
+Calling a class of this module returns an optimizer of ``torch.optim`` (or of zeropp), not an instance of the class.
+zeropp steps such an optimizer on the host or on the device, wherever the optimizer's states are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class Adam:
-    """Adam, or AdamW with ``adamw_mode``: what is made is torch's."""
+    """Adam, or AdamW with ``adamw_mode``. A call returns an optimizer of ``torch.optim`` or an `UncorrectedAdam`."""
 
     def __new__(  # type: ignore[misc]  # torch's object is what is wanted
         cls,
@@ -38,18 +38,21 @@ class Adam:
         adam_w_mode: bool = True,
         set_grad_none: bool = True,
     ) -> Optimizer:
-        """Make one.
+        """Create the optimizer.
 
         Args:
-            model_params: tensors, or groups.
-            lr, betas, eps, weight_decay, amsgrad: as in torch; nothing decays by default.
-            bias_correction: False takes averages as they are; what is made then is zeropp's.
-            adamw_mode, adam_w_mode: two names for decay that is decoupled from gradients.
-            fp32_optimizer_states: True alone.
-            set_grad_none: without effect; gradients are always forgotten.
+            model_params: tensors, or parameter groups.
+            lr, betas, eps, weight_decay, amsgrad: arguments of torch's Adam; the default is no weight decay.
+            bias_correction: False to use the averages without bias correction (`UncorrectedAdam`).
+            adamw_mode, adam_w_mode: two names of one flag: True for decoupled weight decay (AdamW).
+            fp32_optimizer_states: must be True.
+            set_grad_none: no effect; zeropp always sets gradients to None.
+
+        Returns:
+            A ``torch.optim.AdamW`` or ``torch.optim.Adam``, or an `UncorrectedAdam` without bias correction.
 
         Raises:
-            ValueError: what torch's has not is asked for.
+            ValueError: ``fp32_optimizer_states`` is False, or ``amsgrad`` is used without bias correction.
         """
         if not fp32_optimizer_states or (amsgrad and not bias_correction):
             raise ValueError(
@@ -64,7 +67,7 @@ class Adam:
 
 
 class Adagrad:
-    """Adagrad: what is made is torch's."""
+    """Adagrad. A call returns a ``torch.optim.Adagrad``."""
 
     def __new__(  # type: ignore[misc]  # torch's object is what is wanted
         cls,
@@ -75,12 +78,12 @@ class Adagrad:
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> Optimizer:
-        """Make one. Arguments as in torch; ``amsgrad`` and ``fp32_optimizer_states`` are without effect."""
+        """Create the optimizer. Arguments are torch's; ``amsgrad`` and ``fp32_optimizer_states`` have no effect."""
         return _fused(torch.optim.Adagrad(model_params, lr, eps=eps, weight_decay=weight_decay))
 
 
 def _fused(optimizer: Optimizer) -> Optimizer:
-    """By one pass over memory. Groups of another optimizer, which Accelerate gives here, may say otherwise."""
+    """Switch all parameter groups to torch's fused kernels, also groups that another optimizer configured otherwise."""
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=None)
     return optimizer

@@ -1,4 +1,4 @@
-"""Pipelines, which zeropp has not: classes that scripts import, and derive others from, and cannot make."""
+"""Placeholders for DeepSpeed's pipelines, which zeropp does not have. Scripts can import and subclass them."""
 
 from zeropp.deepspeed.refused_modules import NO_PIPELINES, refused
 

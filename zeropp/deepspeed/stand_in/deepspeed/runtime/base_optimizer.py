@@ -1,8 +1,8 @@
-"""What ``initialize`` returns second, for questions of its class."""
+"""Class of the optimizer that ``initialize`` returns, for ``isinstance`` checks in scripts."""
 
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
 
-# Whatever the stage, it is one class here.
+# zeropp has one optimizer class for all stages.
 DeepSpeedOptimizer = ZeROOptimizer = ZeroOptimizer

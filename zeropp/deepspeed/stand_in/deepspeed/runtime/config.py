@@ -1,4 +1,4 @@
-"""The configuration, checked."""
+"""``DeepSpeedConfig``: a checked configuration with the batch sizes for the current world size."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ DeepSpeedConfigError = ConfigError
 
 
 class DeepSpeedConfig:
-    """A configuration, and its sizes of batches for the ranks there are.
+    """A checked configuration, with batch sizes computed for the current world size.
+
+    Blocks and keys of the configuration can be read as attributes.
 
     Args:
-        config: a dict, the path of a JSON file, or base64 of JSON.
-        mpu: asked for ``get_data_parallel_world_size()``.
+        config: dict, path of a JSON file, or JSON encoded in base64.
+        mpu: object whose ``get_data_parallel_world_size()`` gives the world size; None for torch's world size, or 1
+            without a process group.
+        mesh_device: no effect.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the configuration is invalid.
     """
 
     def __init__(self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -34,10 +38,10 @@ class DeepSpeedConfig:
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
 
     def _configure_train_batch_size(self) -> None:
-        """Complete the three sizes again, of which None is to be found; for those who have assigned some.
+        """Compute the three batch sizes again, after a script has assigned some of them and set others to None.
 
         Raises:
-            AssertionError: they do not agree, or there is no size.
+            AssertionError: the sizes contradict each other, or both batch sizes are None.
         """
         given = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         try:
@@ -48,7 +52,8 @@ class DeepSpeedConfig:
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
 
     def __getattr__(self, name: str) -> Any:
-        # Blocks and keys by the names that they have in the file.
+        # Blocks and keys of the configuration, by their names in the JSON. Without the check, reading ``loaded`` before
+        # __init__ sets it (as in copy.copy) would call this method without end.
         if name == "loaded":
             raise AttributeError(name)
         return getattr(self.loaded, name)

@@ -1,4 +1,4 @@
-"""What DeepSpeed derives its configuration's blocks from, and other projects theirs."""
+"""``DeepSpeedConfigModel``: base class of DeepSpeed's configuration blocks, which other projects subclass."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ __all__ = ["DeepSpeedConfigModel"]
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block: keys by name or alias, unknown ones are errors, and "auto" stands for a default.
+    """Base class of configuration blocks. Unknown keys raise, and the value "auto" means the default.
 
-    A field whose ``json_schema_extra`` has ``deprecated`` names in ``new_param`` the one that takes its value, which
-    ``new_param_fn`` converts.
+    Keys are field names or aliases. A deprecated field has ``json_schema_extra`` with ``deprecated=True`` and
+    ``new_param``, the name of the field that gets its value. ``new_param_fn`` converts the value.
+
+    Args:
+        strict: True to pass "auto" to the fields as a value, for blocks that define a meaning for it.
+        data: the keys and values of the block.
 
     Raises:
-        AssertionError: a deprecated key and its new one are both given.
-        pydantic.ValidationError: other values than fields are for.
+        AssertionError: a deprecated key and its new key are both given.
+        pydantic.ValidationError: a key is unknown, or a value does not fit its field.
     """
 
     model_config = ConfigDict(
@@ -31,9 +35,9 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        # With ``strict``, "auto" is a value like others, for blocks that know it.
+        # Drop "auto" so that the field's default applies.
         given = data if strict else {key: value for key, value in data.items() if value != "auto"}
-        # Here and not in a validator: pydantic would make another error of an AssertionError.
+        # In __init__ and not in a validator, because pydantic would turn an AssertionError into a ValidationError.
         for name, field in type(self).model_fields.items():
             extra = field.json_schema_extra
             if name in given and isinstance(extra, dict) and extra.get("deprecated") and extra.get("new_param"):

@@ -1,4 +1,4 @@
-"""Loaders."""
+"""``RepeatingLoader`` under DeepSpeed's module name."""
 
 from zeropp.deepspeed.data import RepeatingLoader
 

@@ -1,4 +1,4 @@
-"""The engine that ``initialize`` returns."""
+"""Class of the engine that ``initialize`` returns, under DeepSpeed's name."""
 
 from zeropp.deepspeed.training_engine import Engine
 

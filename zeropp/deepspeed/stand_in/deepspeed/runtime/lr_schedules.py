@@ -1,4 +1,4 @@
-"""Schedules of learning rates, which the JSON names."""
+"""Learning rate schedules, by the names that the JSON uses."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ VALID_LR_SCHEDULES = list(SCHEDULERS)
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--lr_schedule``; its arguments stand in the JSON."""
+    """Add ``--lr_schedule``, the name of a schedule. The schedule's own arguments are set in the JSON."""
     parser.add_argument("--lr_schedule", choices=VALID_LR_SCHEDULES, help="a schedule of learning rates")
     return parser

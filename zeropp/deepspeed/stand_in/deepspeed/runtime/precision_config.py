@@ -1,4 +1,4 @@
-"""Blocks of the configuration that say what is computed in which precision."""
+"""``get_bfloat16_config``: the configuration's ``bf16`` block."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +10,6 @@ __all__ = ["get_bfloat16_config"]
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
-    """The ``bf16`` block of a configuration, which may be called ``bfloat16``; with defaults for what is not said."""
+    """Return the block ``bf16`` (or its older name ``bfloat16``) of a configuration; missing keys get defaults."""
     blocks = {name: param_dict[name] for name in ("bf16", "bfloat16") if name in param_dict}
     return load_config(blocks).bf16

@@ -1,6 +1,7 @@
-"""Partitions on disks."""
+"""A size that scripts read from DeepSpeed's module for swapping to NVMe."""
 
 __all__ = ["MIN_SWAPPABLE_BYTES"]
 
-# Scripts size models by it: smaller partitions stay in memory under DeepSpeed. zeropp goes by ``max_in_cpu`` alone.
+# Scripts choose model sizes by this number: DeepSpeed keeps smaller shards in memory. zeropp does not use the number;
+# ``max_in_cpu`` alone limits the shards that zeropp keeps in memory.
 MIN_SWAPPABLE_BYTES = 2**20

@@ -1,4 +1,4 @@
-"""DeepSpeed's notes on parameters under autocast: zeropp keeps none on them."""
+"""Placeholders for functions that read a communication dtype from parameters; zeropp stores none on parameters."""
 
 from zeropp.deepspeed.refused_modules import refused
 

@@ -1,4 +1,4 @@
-"""Small things that scripts take from here."""
+"""Helpers that scripts import from ``deepspeed.runtime.utils``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ __all__ = ["move_to_device", "see_memory_usage"]
 def move_to_device(
     item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Nested values, with those on ``device`` that can move and that ``criterion_func`` lets."""
+    """Return nested values with everything on ``device`` that has a ``to`` method.
+
+    Args:
+        item: value, or nested mappings, lists and tuples with values.
+        device: target device.
+        criterion_func: function that returns True for the values to move; None to move all.
+    """
     if hasattr(item, "to") and (criterion_func is None or criterion_func(item)):
         return item.to(device)
     if isinstance(item, Mapping):
@@ -27,7 +33,7 @@ def move_to_device(
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log what the device's memory holds, if ``force``."""
+    """Log the allocated memory and the peak of allocated memory of the device, in GB. Without ``force``, do nothing."""
     if force:
         device = get_accelerator()
         used, peak = device.memory_allocated(), device.max_memory_allocated()

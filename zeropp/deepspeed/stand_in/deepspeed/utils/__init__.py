@@ -1,4 +1,4 @@
-"""What scripts ask of parameters, modules and logs."""
+"""The names of ``deepspeed.utils``: access to sharded values, leaf modules and logging."""
 
 import importlib
 from types import ModuleType
@@ -68,7 +68,8 @@ OnDevice = refused("OnDevice", 'build inside torch.device("meta"), after torch.s
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Not before it is asked for: Python warns where a module that it runs as a command has been imported.
+    # Import the module at its first use: with ``python -m deepspeed.utils.zero_to_fp32`` an earlier import would make
+    # Python warn that the module may run twice.
     if name == "zero_to_fp32":
         return importlib.import_module(f"{__name__}.{name}")
     refuse_attribute("deepspeed.utils", name)

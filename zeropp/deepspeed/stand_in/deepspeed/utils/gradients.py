@@ -1,4 +1,4 @@
-"""Gradients of several parameters, changed between backward and step."""
+"""``safe_update_full_grad_vectorized``: replace the gradients of several parameters between backward and step."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,11 +12,12 @@ __all__ = ["safe_update_full_grad_vectorized"]
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Give parameters other gradients for the step that follows. Collective.
+    """Replace the gradients of parameters before the optimizer step. Collective.
 
     Args:
-        param_list: the same on every rank; those without a gradient are left out.
-        update_func: from a parameter's whole gradient and the parameter to the new one; the same on every rank.
+        param_list: parameters, the same on every rank. Parameters without a gradient are skipped.
+        update_func: function that gets a parameter's full gradient and the parameter, and returns the new gradient. It
+            must return the same tensor on every rank.
     """
     for param in param_list:
         gradient = safe_get_full_grad(param)

@@ -1,4 +1,4 @@
-"""Process groups by what they are for: ranks are data-parallel, all of them."""
+"""DeepSpeed's functions for the data-parallel process group, which contains all ranks in zeropp."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def _get_data_parallel_group() -> ProcessGroup | None:
-    """The default group."""
+    """Return the default process group, which contains all data-parallel ranks."""
     return dist.group.WORLD
 
 
 def _get_data_parallel_rank() -> int:
-    """This process's rank in it."""
+    """Return this process's rank in the data-parallel group."""
     return dist.get_rank()
 
 
 def _get_data_parallel_world_size() -> int:
-    """How many ranks it has."""
+    """Return the number of ranks in the data-parallel group."""
     return dist.get_world_size()

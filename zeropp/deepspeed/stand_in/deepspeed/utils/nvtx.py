@@ -1,4 +1,4 @@
-"""Ranges in profiles."""
+"""``instrument_w_nvtx``: a decorator that names a function's range in profiles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _R = TypeVar("_R")
 
 
 def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, in a range of its name."""
+    """Return the function, wrapped so that profiles show each call as a range with the function's name."""
 
     @wraps(func)
     def ranged(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # By torch's profiler, which hands it on to NVTX where that records.
+        # torch's record_function also emits an NVTX range while torch.autograd.profiler.emit_nvtx is active.
         with torch.profiler.record_function(func.__qualname__):
             return func(*args, **kwargs)
 

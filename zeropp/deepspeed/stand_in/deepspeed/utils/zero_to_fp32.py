@@ -1,4 +1,4 @@
-"""Whole float32 weights from a checkpoint, zeropp's or DeepSpeed's, without processes; also as a command.
+"""Whole float32 weights from a checkpoint of zeropp or DeepSpeed, without a process group; also as a command.
 
 python -m deepspeed.utils.zero_to_fp32 runs/first weights --safe_serialization
 """

@@ -1,4 +1,4 @@
-"""Adagrad: torch's."""
+"""Adagrad, by ``torch.optim.Adagrad``."""
 
 from ..torch_optimizers import Adagrad
 
@@ -6,4 +6,4 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """Makes a ``torch.optim.Adagrad``; where it steps is said by ``offload_optimizer``."""
+    """Creates a ``torch.optim.Adagrad``; ``offload_optimizer`` in the configuration decides if it steps on the host."""

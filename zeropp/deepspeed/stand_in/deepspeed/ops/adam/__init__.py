@@ -1,4 +1,4 @@
-"""Adam on the host and on devices: torch's."""
+"""Adam and AdamW, by ``torch.optim``."""
 
 from ..torch_optimizers import Adam
 
@@ -6,8 +6,8 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
 class DeepSpeedCPUAdam(Adam):
-    """Makes a ``torch.optim.AdamW``, or ``Adam``; where it steps is said by ``offload_optimizer``."""
+    """Creates a ``torch.optim.AdamW`` or ``Adam``; ``offload_optimizer`` decides if it steps on the host."""
 
 
 class FusedAdam(Adam):
-    """Makes a ``torch.optim.AdamW``, or ``Adam``."""
+    """Creates a ``torch.optim.AdamW`` or ``Adam``."""

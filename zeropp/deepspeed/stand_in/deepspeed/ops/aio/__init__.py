@@ -1,4 +1,4 @@
-"""Files beside training."""
+"""Placeholder for DeepSpeed's asynchronous file access; zeropp's NVMe offload needs no such module."""
 
 from ..op_builder import AsyncIOBuilder
 

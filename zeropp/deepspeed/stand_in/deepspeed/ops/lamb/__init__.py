@@ -1,4 +1,4 @@
-"""LAMB, which zeropp has not."""
+"""Placeholder for LAMB, which zeropp does not have."""
 
 from zeropp.deepspeed.refused_modules import refused
 

@@ -1,1 +1,1 @@
-"""Activation checkpointing."""
+"""Package of DeepSpeed's activation checkpointing."""

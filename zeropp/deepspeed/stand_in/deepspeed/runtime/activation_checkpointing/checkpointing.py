@@ -1,4 +1,4 @@
-"""Activation checkpointing, as a module of functions: ``deepspeed.checkpointing``."""
+"""The functions of ``deepspeed.checkpointing``: activation checkpointing."""
 
 from zeropp.deepspeed.checkpointing import checkpoint, configure, is_configured, non_reentrant_checkpoint, reset
 from zeropp.deepspeed.refused_modules import refused

@@ -1,1 +1,1 @@
-"""How DeepSpeed writes its files."""
+"""Package of DeepSpeed's classes that write checkpoint files."""

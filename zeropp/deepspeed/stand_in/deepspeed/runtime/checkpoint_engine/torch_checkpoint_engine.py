@@ -1,4 +1,4 @@
-"""torch's files. zeropp reads DeepSpeed's without it; scripts that patch it find it, and change nothing."""
+"""``TorchCheckpointEngine``, for scripts that patch it. zeropp does not use it, so a patch has no effect on zeropp."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ __all__ = ["TorchCheckpointEngine"]
 
 
 class TorchCheckpointEngine:
-    """``torch.save`` and ``torch.load`` of what is no code.
+    """Writes and reads files by ``torch.save`` and ``torch.load``. Reading never runs code from the file.
 
     Args:
-        config_params: without effect.
+        config_params: no effect.
     """
 
     def __init__(self, config_params: object = None) -> None:
         self.name = "TorchCheckpointEngine"
 
     def create(self, info: object) -> None:
-        """Nothing has to begin."""
+        """Do nothing; DeepSpeed calls this method before a checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder, and those above it."""
+        """Create a folder and its missing parents."""
         Path(path).mkdir(parents=True, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file."""
+        """Write ``state_dict`` to a file."""
         torch.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What a file holds: tensors and plain values, for nothing is run that a pickle names."""
+        """Return the tensors and plain values in a file, loaded with ``weights_only=True``."""
         return torch.load(path, map_location=map_location, weights_only=True)
 
     def commit(self, tag: object) -> bool:
-        """Nothing is left to do."""
+        """Return True; DeepSpeed calls this method after a checkpoint."""
         return True

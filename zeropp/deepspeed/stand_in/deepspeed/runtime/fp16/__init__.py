@@ -1,1 +1,1 @@
-"""Float16."""
+"""Package of DeepSpeed's float16 optimizers."""

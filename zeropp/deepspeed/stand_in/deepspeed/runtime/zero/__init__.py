@@ -1,4 +1,4 @@
-"""ZeRO: ``deepspeed.zero``."""
+"""The names of ``deepspeed.zero``."""
 
 from zeropp.access.gathered import GatheredParameters, register_external_parameter
 from zeropp.deepspeed.extension import ZeroParamStatus

@@ -1,4 +1,4 @@
-"""The ``zero_optimization`` block."""
+"""The ``zero_optimization`` block of the configuration, under DeepSpeed's class names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Names = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstanc
 
 
 class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig):
-    """As zeropp's, with lists, which scripts compare and add to."""
+    """zeropp's ``LeafModuleConfig`` with lists in place of tuples, because scripts compare them and append to them."""
 
     classes: _Names = Field(default_factory=lambda: list(SPARSE_BLOCKS))  # type: ignore[assignment]
     names: _Names = Field(default_factory=list)  # type: ignore[assignment]
@@ -36,6 +36,6 @@ class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig):
 
 
 class DeepSpeedZeroConfig(ZeroConfig):
-    """As zeropp's, for whoever reads or completes a block before there is a configuration around it."""
+    """zeropp's ``ZeroConfig``, for scripts that read or complete the block before they build a whole configuration."""
 
     leaf_module: DeepSpeedZeroLeafModuleConfig = DeepSpeedZeroLeafModuleConfig()

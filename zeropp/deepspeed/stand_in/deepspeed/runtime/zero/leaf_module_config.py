@@ -1,4 +1,4 @@
-"""Modules that are units without being named."""
+"""Defaults of the ``leaf_module`` block: modules that are gathered whole without being named in the configuration."""
 
 from zeropp.config.zero_block import SPARSE_BLOCKS
 

@@ -1,4 +1,4 @@
-"""What can be offloaded, and where to."""
+"""Enumerations and configuration blocks of offloading."""
 
 from enum import Enum
 
@@ -13,7 +13,7 @@ __all__ = [
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where partitions are; members equal the strings of the JSON."""
+    """Storage tiers of offloaded memory; members equal the strings in the JSON."""
 
     none = "none"
     cpu = "cpu"
@@ -21,7 +21,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What ``offload_states(include=...)`` moves; see :meth:`zeropp.ZeroOptimizer.offload_states`."""
+    """Kinds of memory for ``offload_states(include=...)``, explained in :meth:`zeropp.ZeroOptimizer.offload_states`."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -1,4 +1,4 @@
-"""Partitioned parameters."""
+"""``Init``, ``GatheredParameters`` and other names of DeepSpeed's module for sharded parameters."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = [
 ]
 
 partitioned_param_data_shape = [0]
-"""The shape that a parameter's data has between passes."""
+"""Shape of a sharded parameter's data between passes."""
 
-# Parts of DeepSpeed that other code imports beside what it uses.
+# Internal names of DeepSpeed. Scripts that import them beside the public names must not fail at the import.
 _PRIVATE = "it is a part of DeepSpeed's engine, which is not here"
 CUDAQuantizer = refused("runtime.zero.partition_parameters.CUDAQuantizer", _PRIVATE)
 InsertPostInitMethodToModuleSubClasses = refused(
@@ -43,11 +43,11 @@ zero3_linear_wrap = refused(
     "runtime.zero.partition_parameters.zero3_linear_wrap", "zeropp leaves torch.nn.functional.linear as it is"
 )
 
-# transformers exchanges the next function for the length of a build, so that arange keeps its dtype; zeropp's Init
-# wraps no constructor, so there is nothing to keep it from, and both are there only to be found.
+# transformers replaces zero_wrapper_for_fp_tensor_constructor while it builds a model, so that torch.arange keeps its
+# dtype under DeepSpeed's Init. zeropp's Init wraps no constructor, so both names exist only to be found.
 _orig_torch_arange = torch.arange
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The constructor as it is."""
+    """Return the constructor unchanged."""
     return fn

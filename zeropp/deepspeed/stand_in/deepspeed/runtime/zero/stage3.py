@@ -1,4 +1,4 @@
-"""Stage 3."""
+"""Stage 3: the optimizer's class, estimates of memory, and weights gathered for generation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ DeepSpeedZeroOptimizer_Stage3 = ZeroOptimizer
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
-    """Weights are gathered once, and the model runs inside without a message; see :class:`GatheredParameters`."""
+    """Context in which all weights are gathered, so that forward passes inside need no communication."""
     with GatheredParameters(model.parameters()):
         yield model

@@ -1,4 +1,4 @@
-"""Stages 1 and 2."""
+"""Stages 1 and 2: the optimizer's class, and estimates of memory."""
 
 from zeropp.deepspeed.estimates import (
     estimate_zero2_model_states_mem_needs,

@@ -1,4 +1,4 @@
-"""Linear layers in tiles."""
+"""``TiledLinear``: a linear layer made of smaller linear layers."""
 
 from zeropp.deepspeed.refused_modules import refused
 from zeropp.deepspeed.tiled import TiledLinear
