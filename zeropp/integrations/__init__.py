@@ -1,5 +1,5 @@
-"""Other people's trainers on zeropp: one module for each, which is imported by name and imports that trainer.
+"""Adapters that let trainers of other libraries use zeropp. Each module is for one library and imports that library.
 
-Knows how those trainers call; not how weights move, which :mod:`zeropp.deepspeed` and all below it do. Start with
-:mod:`zeropp.integrations.lightning`.
+An adapter translates between the library's calls and the engine of :mod:`zeropp.deepspeed`; it does not move weights
+itself. Start with :mod:`zeropp.integrations.lightning`.
 """

@@ -1,12 +1,12 @@
-"""Own loops around Hugging Face's ``Accelerator``, with a model that zeropp partitions.
+"""``prepare``: use Hugging Face's ``Accelerator`` in your own training loop with a model that zeropp shards.
 
     accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
     loader = accelerator.prepare(loader)
     model, optimizer, scheduler = zeropp.integrations.accelerate.prepare(
         accelerator, model, optimizer, scheduler, config="zero3.json")
 
-and the loop stays as Accelerate's documentation has it. What goes through its DeepSpeed plugin, as transformers'
-``Trainer`` does, runs under the stand-in instead (`zeropp.compat.deepspeed`).
+The rest of the loop stays as Accelerate's documentation describes. Scripts that use Accelerate's DeepSpeed plugin, such
+as those with transformers' ``Trainer``, need the stand-in for ``deepspeed`` instead (`zeropp.compat.deepspeed`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["prepare"]
 
-# Those whose own way to prepare a model is to partition it.
+# Kinds of accelerators that already shard a model in their own prepare().
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 class _Prepared(AcceleratedOptimizer):
-    """Steps at the end of Accelerate's windows, and knows of steps that were skipped."""
+    """Accelerate's optimizer wrapper, which steps at the boundary, with zeropp's report of skipped steps."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if a gradient of the last step was not finite on some rank."""
+        """True if the last step was skipped because some rank had a gradient that was not finite."""
         return bool(self.optimizer.step_was_skipped)
 
 
@@ -49,27 +49,29 @@ def prepare(
     *schedulers: Any,
     config: ConfigSource = None,
 ) -> tuple[Any, ...]:
-    """Partition a model, and fit it into an ``Accelerator``. Collective. Call it once for each model.
+    """Shard a model and connect it with an ``Accelerator``. Collective. Call it once for each model.
 
-    After it, ``accumulate``, ``backward``, ``no_sync``, ``clip_grad_norm_`` of the model's parameters (the norm is that
-    of the whole model, over all ranks), ``save_state`` and ``load_state`` (each rank its own part, on any number of
-    ranks), ``get_state_dict`` and ``unwrap_model`` of the accelerator do what they do for other models.
+    Afterwards these methods of the accelerator work with the model: ``accumulate``, ``backward``, ``no_sync``,
+    ``clip_grad_norm_`` (by the norm over the whole model and all ranks), ``save_state`` and ``load_state`` (each rank
+    saves its own shards, and any number of ranks can load them), ``get_state_dict`` and ``unwrap_model``.
 
     Args:
-        accelerator: of "no" or "bf16" precision; the latter is torch's autocast, as Accelerate's own.
-        model: partitioned in place; do not prepare it again.
-        optimizer: elementwise, over parameters of the model.
-        schedulers: of the optimizer, prepared as Accelerate does: each step is one for each process, unless batches are
-            split.
-        config: zeropp's; None for stage 3. ``gradient_accumulation_steps`` and clipping are the accelerator's.
+        accelerator: accelerator with precision "no" or "bf16". For "bf16" the model runs under torch's autocast, as
+            with Accelerate itself.
+        model: model, sharded in place. Do not pass it to ``accelerator.prepare``.
+        optimizer: elementwise optimizer over the model's parameters.
+        schedulers: schedulers of the optimizer. As with Accelerate, each call of ``step`` counts one step per process,
+            unless the accelerator splits batches.
+        config: zeropp's configuration; None for stage 3. It must not set ``gradient_accumulation_steps`` or
+            ``gradient_clipping``, which belong to the accelerator.
 
     Returns:
-        The model, the optimizer, and the schedulers.
+        The model, the wrapped optimizer, and the schedulers.
 
     Raises:
-        ConfigError: the configuration and the accelerator say different things.
-        RuntimeError: the accelerator is for DeepSpeed, FSDP, Megatron-LM or XLA, which partition by themselves.
-        TypeError, ValueError: model or optimizer cannot be used.
+        ConfigError: the configuration contradicts the accelerator, or the accelerator's precision is not supported.
+        RuntimeError: the accelerator is for DeepSpeed, FSDP, Megatron-LM or XLA, which shard models themselves.
+        TypeError, ValueError: the model, the optimizer or a scheduler cannot be used.
     """
     if accelerator.distributed_type in _OTHERS:
         raise RuntimeError(
@@ -82,11 +84,11 @@ def prepare(
                 f"a scheduler has a step(), and a {type(each).__name__} was given; name the configuration: config=..."
             )
     wrapped = ZeroOptimizer(optimizer, model, _fitting(accelerator, config), device=accelerator.device)
-    # Scripts of Accelerate's DeepSpeed plugin read weights, and merge adapters, between steps of stages 0 to 2.
+    # Scripts written for Accelerate's DeepSpeed plugin read weights and merge adapters between steps in stages 0 to 2.
     wrapped.engine.let_weights_be_read(ReadableWeights())
-    # So Accelerate, and whoever prepares everything once more, leaves both as they are.
+    # This mark makes accelerator.prepare() return the model and the optimizer unchanged.
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # torch's modules take anything
-    # It looks for this in accumulate(), and takes models without it for ones that need none.
+    # accelerator.accumulate() calls model.no_sync(), and skips models without that attribute.
     model.no_sync = weakly(wrapped.no_sync)  # type: ignore[assignment]
     if accelerator.mixed_precision == "bf16":
         model.register_forward_hook(_in_float32)
@@ -98,7 +100,7 @@ def prepare(
 
 
 def _fitting(accelerator: Accelerator, config: ConfigSource) -> Config:
-    """The configuration, with what the accelerator says of precision."""
+    """Return the configuration, with autocast added if the accelerator's precision is "bf16"."""
     loaded = load_config(config)
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ConfigError(
@@ -106,7 +108,7 @@ def _fitting(accelerator: Accelerator, config: ConfigSource) -> Config:
             "float16, Accelerate's DeepSpeed plugin runs under python -m zeropp.compat.deepspeed"
         )
     if (loaded.gradient_accumulation_steps or 1) != 1 or loaded.gradient_clipping:
-        # Both would divide, or clip.
+        # Both libraries would divide losses, or clip gradients.
         raise ConfigError(
             "gradient_accumulation_steps and gradient_clipping are set in the configuration; with an Accelerator leave "
             "them out: give Accelerator(gradient_accumulation_steps=...), and call accelerator.clip_grad_norm_"
@@ -118,15 +120,15 @@ def _fitting(accelerator: Accelerator, config: ConfigSource) -> Config:
 
 
 def _in_float32(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    # As of a model that Accelerate has prepared itself: losses that are computed outside are of float32.
+    # Accelerate also converts the outputs of models that it prepares, so that losses are computed in float32.
     return convert_to_fp32(output)
 
 
 def _clip_whole(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimizer) -> None:
-    """Let the accelerator clip by what all ranks have, where it is asked for this model's parameters."""
+    """Replace the accelerator's clipping methods, so that for this model they use the norm over all ranks."""
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
     own = {id(parameter) for parameter in model.parameters()}
-    # Weakly: an accelerator may outlive the models that it has had.
+    # Weak references, because an accelerator may outlive its models.
     models = weakref.ref(model)
     optimizers = weakref.ref(wrapped)
 
@@ -136,7 +138,8 @@ def _clip_whole(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
         kept = models()
         clipping = optimizers()
         if kept is None or clipping is None or not found & own:
-            # Another model's, which may be prepared here, too.
+            # The parameters are those of another model, or this model is gone. Call the replaced method, which serves
+            # models that were prepared earlier.
             return by_norm(given, max_norm, norm_type)
         trained = {id(parameter) for parameter in kept.parameters() if parameter.requires_grad}
         if norm_type != 2 or not trained <= found:
@@ -157,9 +160,10 @@ def _clip_whole(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
 
 
 def _save_parts(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimizer) -> None:
-    """Let ``save_state`` and ``load_state`` have this model's part of each rank, beside what Accelerate saves."""
-    # Accelerate itself would ask every rank for whole weights, and save the first rank's states alone.
-    # Counted by what was prepared here: other hooks may be there when a run resumes, and not when it saved.
+    """Add hooks to ``save_state`` and ``load_state`` that save and load each rank's shards of this model."""
+    # Without the hooks, Accelerate would ask every rank for full weights, and save the optimizer states of rank 0 only.
+    # Number the folders by models prepared here, not by hooks: the run that resumes may have other hooks than the run
+    # that saved.
     number = accelerator.__dict__.setdefault("_zeropp_models", 0)
     accelerator._zeropp_models += 1
     name = "zeropp" if number == 0 else f"zeropp_{number}"
@@ -180,6 +184,7 @@ def _save_parts(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
 
 def _scheduled(accelerator: Accelerator, scheduler: Any, prepared: _Prepared) -> Any:
     found = accelerator.prepare_scheduler(scheduler)
-    # It knows optimizers that it has prepared itself, and would go on where this one has skipped a step.
+    # Accelerate lists only optimizers that it has prepared itself. Without this one in the list, the scheduler would
+    # step even if the optimizer's step was skipped.
     found.optimizers = [prepared]
     return found

@@ -1,6 +1,6 @@
-"""``ZeroStrategy`` for ``import lightning``; importing it registers names: ``Trainer(strategy="zeropp_stage_3")``.
+"""``ZeroStrategy`` for ``import lightning``. The import registers names such as ``strategy="zeropp_stage_3"``.
 
-See docs/lightning.md. For ``import pytorch_lightning`` there is :mod:`zeropp.integrations.pytorch_lightning`.
+docs/lightning.md explains the use. For ``import pytorch_lightning``, see :mod:`zeropp.integrations.pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
 ]
 
-# Not by a class statement: the same parts go onto another package's classes, too.
+# Made by a function, because the same code is also combined with the base classes of pytorch_lightning.
 _made = make_classes(__name__, "lightning.pytorch", "lightning.fabric")
 ZeroStrategy, ZeroPrecision = _made.strategy, _made.precision
 FabricZeroStrategy, FabricZeroPrecision = _made.fabric_strategy, _made.fabric_precision

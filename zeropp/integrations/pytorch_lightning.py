@@ -1,6 +1,6 @@
 """The strategies of :mod:`zeropp.integrations.lightning` for ``import pytorch_lightning`` and ``lightning_fabric``.
 
-The two packages have the same code and classes of their own: a Trainer of one refuses a strategy of the other.
+The two packages contain the same code, but separate classes: a Trainer of one package refuses strategies of the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
 ]
 
-# Its registries are its own, too: the same names lead to these classes there.
+# pytorch_lightning has its own registries, so the same names refer to these classes there.
 _made = make_classes(__name__, "pytorch_lightning", "lightning_fabric")
 ZeroStrategy, ZeroPrecision = _made.strategy, _made.precision
 FabricZeroStrategy, FabricZeroPrecision = _made.fabric_strategy, _made.fabric_precision

@@ -1,5 +1,5 @@
-"""The common parts of the strategies for ``lightning`` and for ``pytorch_lightning``.
+"""The common code of the strategies for ``lightning`` and for ``pytorch_lightning``.
 
-Nothing here imports either package by its name: :mod:`~zeropp.integrations._lightning.classes` puts the parts onto the
-base classes of the one that it is given.
+No module here imports either package by name. :mod:`~zeropp.integrations._lightning.classes` combines the code with the
+base classes of one of the packages.
 """

@@ -1,4 +1,4 @@
-"""The arguments of Lightning's DeepSpeedStrategy, of a Trainer and of Fabric: names, defaults, order."""
+"""Constructor arguments of the strategies: names, defaults and order of Lightning's DeepSpeedStrategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from zeropp.integrations._lightning.configuration import choose_config
 
-# Lightning's classes are nobody's types: those of two packages take their place.
+# The base class is only known at run time: two packages, lightning and pytorch_lightning, have classes of these names.
 if TYPE_CHECKING:
     _Base = Any
 else:
@@ -25,12 +25,13 @@ __all__ = ["FabricArguments", "TrainerArguments"]
 Config = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-# One by one: signatures are what LightningCLI, editors and readers look at.
+# All arguments are listed, because LightningCLI, editors and readers look at the signature.
 class TrainerArguments(_Base):
-    """Arguments of a Trainer's strategy.
+    """Base class that takes the arguments of a Trainer's strategy and makes the configuration from them.
 
     Attributes:
-        config: what they ask for, without the Trainer's part; may be changed before a model is set up.
+        config: configuration from the arguments, without the Trainer's settings (precision, accumulation, clipping).
+            It may be changed before a model is set up.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class TrainerArguments(_Base):
         timeout: timedelta | None = default_pg_timeout,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        """Names and defaults are those of Lightning's own; docs/lightning.md says what each does here."""
-        # First of all, while there is nothing else: each is looked up by its name.
+        """Store the arguments; docs/lightning.md explains their effect."""
+        # The first statement, because locals() must contain the arguments only.
         self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
@@ -92,12 +93,12 @@ class TrainerArguments(_Base):
         self.config = choose_config(self._given)
 
 
-# Arguments of Lightning's base class of Fabric's strategy.
+# Arguments that Lightning's base class for strategies of Fabric takes.
 _HANDED_ON = (
     "accelerator", "parallel_devices", "cluster_environment", "precision", "process_group_backend", "timeout",
 )  # fmt: skip
 _ARGUMENTS = inspect.signature(TrainerArguments.__init__)
-# Lightning's own strategies for Trainer and Fabric differ in these alone.
+# The two arguments in which Lightning's strategies for Trainer and Fabric differ.
 _CHANGED: dict[str, dict[str, Any]] = {
     "logging_batch_size_per_gpu": {"default": None, "annotation": "int | None"},
     "precision_plugin": {"name": "precision"},
@@ -108,15 +109,15 @@ _FABRIC_ARGUMENTS = _ARGUMENTS.replace(
 
 
 class FabricArguments(_Base):
-    """Arguments of Fabric's strategy; see :class:`TrainerArguments`."""
+    """Base class that takes the arguments of Fabric's strategy, all but two as in :class:`TrainerArguments`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Names and defaults are those of Lightning's own; docs/lightning.md says what each does here."""
+        """Store the arguments; docs/lightning.md explains their effect."""
         bound = _FABRIC_ARGUMENTS.bind(self, *args, **kwargs)
         bound.apply_defaults()
         self._given = {name: value for name, value in bound.arguments.items() if name != "self"}
         super().__init__(**{name: self._given[name] for name in _HANDED_ON})
         self.config = choose_config(self._given)
 
-    # Editors and readers look at it.
+    # Editors and inspect.signature() then show the arguments instead of ``*args, **kwargs``.
     __init__.__signature__ = _FABRIC_ARGUMENTS  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The parts on the base classes of one of Lightning's two packages, and their names in its registries."""
+"""Functions that make the strategies for one of Lightning's two packages and register the strategies' names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropp.integrations._lightning.strategy import TrainerStrategyParts
 
 __all__ = ["NAMES", "Made", "make_classes"]
 
-# The same words that follow "deepspeed" in Lightning's own names, so that a script changes one of them.
+# Lightning's own names with "zeropp" in place of "deepspeed", so that a script has to change one word.
 _OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
 NAMES: dict[str, dict[str, Any]] = {
     "zeropp": {},
@@ -27,17 +27,17 @@ NAMES: dict[str, dict[str, Any]] = {
         "offload_optimizer_device": "nvme",
     },
 }  # fmt: skip
-"""Registered names and the arguments that each stands for; Lightning turns names to small letters."""
+"""Registered name -> arguments of the strategy. The names are lower case, because Lightning lowers names."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """Classes of one package.
+    """The classes made for one of Lightning's packages.
 
     Attributes:
-        packages: of which they are.
-        strategy, precision: for its Trainer.
-        fabric_strategy, fabric_precision: for its Fabric.
+        packages: the modules of the package.
+        strategy, precision: strategy and precision plugin for the package's Trainer.
+        fabric_strategy, fabric_precision: strategy and precision plugin for the package's Fabric.
     """
 
     packages: Packages
@@ -47,40 +47,42 @@ class Made:
     fabric_precision: Any
 
     def register(self) -> None:
-        """Let ``Trainer(strategy=name)`` and ``Fabric(strategy=name)`` find them. Twice is no harm."""
-        # No entry point of Lightning's is read for strategies: whoever imports the module has the names.
+        """Register the names for ``Trainer(strategy=name)`` and ``Fabric(strategy=name)``. May be called twice."""
+        # Lightning has no entry point for strategies, so the names exist only after a module of zeropp.integrations has
+        # been imported.
         for half, made in (("pytorch", self.strategy), ("fabric", self.fabric_strategy)):
             registry = self.packages.find(half, "strategies.StrategyRegistry" if half == "pytorch" else _FABRIC)
             for name, given in NAMES.items():
                 told = ", ".join(f"{key}={value!r}" for key, value in given.items())
-                # Overriding: a module that is reloaded, as in a notebook, registers again.
+                # override=True, because a module that is reloaded, as in a notebook, registers its names again.
                 registry.register(name, made, description=f"zeropp, {told or 'stage 2'}", override=True, **given)
 
 
-# Another name than the Trainer's has.
+# Fabric's registry, whose name differs from that of the Trainer's registry.
 _FABRIC = "strategies.STRATEGY_REGISTRY"
 
 
 def make_classes(module: str, pytorch: str, fabric: str) -> Made:
-    """Import a package and make the classes for it.
+    """Import one of Lightning's packages and make the classes for it.
 
     Args:
-        module: in which they are going to be found, by their names.
-        pytorch, fabric: names of the package's halves.
+        module: name of the module that will hold the classes.
+        pytorch: module with the package's Trainer.
+        fabric: module with the package's Fabric.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the package is not installed.
     """
     packages = Packages.named(pytorch, fabric)
 
     def make(name: str, parts: type, base: str, half: str, **attributes: Any) -> Any:
-        # As if it stood there in a class statement: pickles and messages name it by its place.
+        # With __module__ and __doc__ of a class statement in that module: pickle and messages find classes by them.
         attributes |= {"__module__": module, "__doc__": parts.__doc__, "packages": packages}
         return types.new_class(name, (parts, packages.find(half, base)), exec_body=lambda body: body.update(attributes))
 
     precision = make("ZeroPrecision", TrainerPrecisionParts, "plugins.precision.Precision", "pytorch")
     fabric_precision = make("FabricZeroPrecision", FabricPrecisionParts, "plugins.precision.Precision", "fabric")
-    # Fabric asks whether it is one of these; that its name has an underscore is Lightning's choice.
+    # Fabric only calls no_backward_sync of subclasses of this class, which Lightning has named as private.
     control = make("NoSyncControl", NoSync, "strategies.strategy._BackwardSyncControl", "fabric")
     return Made(
         packages=packages,

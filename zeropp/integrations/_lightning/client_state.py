@@ -1,7 +1,8 @@
-"""Lightning's values in a checkpoint, besides tensors of model and optimizer, as the client state.
+"""Conversion between Lightning's checkpoint dict, without weights and optimizer states, and zeropp's client state.
 
-Values that zeropp can write go as they are. Others, as classes and objects among hyperparameters, are pickled, and read
-by torch's loader for weights alone unless the caller says otherwise.
+Values of types that zeropp's checkpoints support are stored as they are. Other values, such as classes and objects
+among the hyperparameters, are pickled. They are loaded by ``torch.load`` with ``weights_only=True``, unless the caller
+allows more.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from zeropp.params.guard import is_managed
 __all__ = ["FOREIGN", "TAG", "local_folder", "pack", "require_folder", "unpack"]
 
 TAG = "checkpoint"
-"""Name of the checkpoint inside the folder that Lightning names; the one that its DeepSpeedStrategy uses."""
+"""Name of the checkpoint inside the folder that Lightning names; Lightning's DeepSpeedStrategy uses the same name."""
 
 FOREIGN: dict[str, Any] = {"pytorch-lightning_version": "2.0.0", "epoch": 0, "global_step": 0, "lr_schedulers": []}
-"""The least that a Trainer wants of a checkpoint, for folders of which tensors alone are read."""
+"""The minimum that a Trainer needs from a checkpoint, for folders that only have weights and optimizer states."""
 
 _VALUES, _PICKLED = "lightning", "lightning_pickled"
 
 
 def pack(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A client state of everything in Lightning's checkpoint."""
+    """Return the client state for all values of Lightning's checkpoint dict."""
     values: dict[str, Any] = {}
     pickled: dict[str, Tensor] = {}
     for key, given in checkpoint.items():
         value = _without_modules(given) if key == "hyper_parameters" else given
         try:
-            # Tried here, key by key: what one of them has inside must not decide for all.
+            # Try each key by itself, so that one unsupported value does not cause all values to be pickled.
             encode(value, key, {})
         except CheckpointError:
             memory = io.BytesIO()
@@ -49,7 +50,7 @@ def pack(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_modules(given: Any) -> Any:
-    """Hyperparameters but for parts of the model itself, whose weights the checkpoint has anyway."""
+    """Return the hyperparameters except modules of the model, whose weights the checkpoint already contains."""
     managed = [
         name
         for name, value in given.items()
@@ -64,19 +65,19 @@ def _without_modules(given: Any) -> Any:
 
 
 def unpack(state: Mapping[str, Any], weights_only: bool | None = None) -> dict[str, Any]:
-    """The values that :func:`pack` was given.
+    """Return the values that were given to :func:`pack`.
 
     Args:
-        state: the client state; that of another program has nothing.
-        weights_only: False to run what pickles name, as objects of any class need.
+        state: client state of a checkpoint. A client state of another program gives an empty dict.
+        weights_only: False to load pickled objects of any class, which may run code from the file.
 
     Raises:
-        CheckpointError: a pickle names what is not known to be harmless.
+        CheckpointError: a pickle contains a class that torch does not load with ``weights_only=True``.
     """
     found = dict(state.get(_VALUES, {}))
     for key, data in state.get(_PICKLED, {}).items():
         try:
-            # Not False unless it is said: Lightning passes None where the user has said nothing.
+            # Only False allows all classes: Lightning passes None if the user has not set weights_only.
             found[key] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=weights_only is not False)
         except Exception as error:
             raise CheckpointError(
@@ -87,30 +88,30 @@ def unpack(state: Mapping[str, Any], weights_only: bool | None = None) -> dict[s
 
 
 def local_folder(path: Any) -> Path:
-    """A path that Lightning was given, where zeropp can write.
+    """Return a path from Lightning as a local path.
 
     Raises:
-        CheckpointError: it is a URL.
+        CheckpointError: the path is a URL.
     """
-    # As a path it would become a directory named "s3:" below this one.
+    # Used as a path, a URL would create a folder named "s3:" in the working directory.
     if "://" in str(path):
         raise CheckpointError(f"{str(path)!r} is a URL; give a directory that all ranks see, for their parts")
     return Path(path)
 
 
 def require_folder(path: Path) -> None:
-    """Make sure that there is a folder that ranks have saved.
+    """Raise unless the path is a folder that a strategy of zeropp or DeepSpeed has saved.
 
     Raises:
-        CheckpointError: it is a file, or nothing.
+        CheckpointError: the path is a file, does not exist, or has no file ``latest``.
     """
-    # Asked first: what is given most often by mistake is a file of another strategy.
+    # A single file, saved by another strategy, is the most frequent mistake and gets its own message.
     if path.is_file():
         raise CheckpointError(
             f"{str(path)!r} is a single file; give the strategy load_full_weights=True to load its weights, or the "
             "path of a folder that a Trainer saved with this strategy"
         )
-    # Somebody may have named the tag's folder in it.
+    # The file ``latest`` distinguishes the saved folder from the folder of the tag inside it.
     if not path.is_dir() or not (path / "latest").is_file():
         raise CheckpointError(
             f"{str(path)!r} is no checkpoint of a Trainer with this strategy: expected a folder with a file 'latest'"

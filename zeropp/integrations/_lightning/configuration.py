@@ -1,4 +1,4 @@
-"""From a strategy's arguments, and what a Trainer says, to a configuration of zeropp."""
+"""Functions that make zeropp's configuration from the arguments of a strategy and the settings of a Trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropp.config.loading import parse
 __all__ = ["ENVIRONMENT", "choose_config", "for_inference", "for_training", "stage_of", "with_precision"]
 
 ENVIRONMENT = "PL_DEEPSPEED_CONFIG_PATH"
-"""Path of the configuration, where a strategy is given none; Lightning's own name for it."""
+"""Environment variable with the path of the configuration, if a strategy gets none. The name is Lightning's."""
 
 _STEPS = "gradient_accumulation_steps"
 _ZERO = (
@@ -29,10 +29,11 @@ _SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresi
 
 
 def choose_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that arguments of a strategy ask for; nobody else's object.
+    """Return a new configuration dict from the arguments of a strategy.
 
     Args:
-        given: every argument, by name. A ``config`` among them, or the path in the environment, is all that counts.
+        given: all arguments, by name. If ``config`` is given, or the environment names a file, the other arguments do
+            not enter the configuration.
 
     Raises:
         ConfigError: ``config`` is neither a dict nor the path of a JSON file.
@@ -42,16 +43,16 @@ def choose_config(given: Mapping[str, Any]) -> dict[str, Any]:
         config = os.environ.get(ENVIRONMENT)
     if config is None:
         return _from_arguments(given)
-    # Not in part: Lightning's page says that all other defaults are ignored then.
+    # A given config replaces all other arguments, as Lightning documents for its DeepSpeedStrategy.
     if isinstance(config, Mapping):
-        # Ours to add to: a Trainer's settings go into it.
+        # A copy, because the Trainer's settings are added to the configuration later.
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is a {type(config).__name__}; expected a dict or the path of a JSON file")
     path = Path(config)
     if not path.is_file():
         raise ConfigError(f"config is {str(path)!r}, and no such file is there; give the path of one, or a dict")
-    # With comments and trailing commas, as DeepSpeed's examples have them.
+    # parse() accepts comments and trailing commas, which DeepSpeed's examples contain.
     found = parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(found, dict):
         raise ConfigError(f"{str(path)!r} has a {type(found).__name__}; expected a JSON object at the top level")
@@ -66,7 +67,7 @@ def _from_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     }
     if given["zero_optimization"]:
         config["zero_allow_untested_optimizer"] = given["zero_allow_untested_optimizer"]
-    # "auto" of a Trainer, None of Fabric: nobody has said.
+    # The default, "auto" for a Trainer and None for Fabric, means that the user gave no batch size.
     if given["logging_batch_size_per_gpu"] not in ("auto", None):
         config["train_micro_batch_size_per_gpu"] = given["logging_batch_size_per_gpu"]
     return config
@@ -74,11 +75,11 @@ def _from_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given["zero_optimization"]:
-        # Said, and not left out: zeropp asks which stage is meant.
+        # An explicit stage, because zeropp raises if a configuration has no stage.
         return {"stage": 0}
     zero = {name: given[name] for name in _ZERO}
     shared = {"nvme_path": given["nvme_path"], "pin_memory": given["pin_memory"]}
-    # The block alone switches it on; without it these values go nowhere.
+    # The blocks below enable offloading by being present, so they are only added if offloading is on.
     if given["offload_optimizer"]:
         zero["offload_optimizer"] = {
             "device": given["offload_optimizer_device"],
@@ -97,15 +98,15 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_precision(config: Mapping[str, Any], precision: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the block that a Trainer's precision asks for; one that has it keeps its own.
+    """Return the configuration with the block for a precision, unless it already has that block.
 
     Args:
-        config: without a Trainer's part.
+        config: configuration without the Trainer's settings.
         precision: "32-true", "16-mixed", "16-true", "bf16-mixed" or "bf16-true".
-        given: arguments of the strategy, of which those of the loss scale are read.
+        given: arguments of the strategy; those of the loss scale are used for float16.
     """
     found = copy.deepcopy(dict(config))
-    # A block that is there stays, also one that says no: the file knows better than a Trainer's default.
+    # An existing block stays even if it disables the precision: the user's file wins over the Trainer's default.
     if precision.startswith("16-"):
         found.setdefault("fp16", {"enabled": True, **{name: given[name] for name in _SCALING}})
     elif precision.startswith("bf16-"):
@@ -114,21 +115,21 @@ def with_precision(config: Mapping[str, Any], precision: str, given: Mapping[str
 
 
 def for_training(config: Mapping[str, Any], *, steps: int, clip: float | None) -> dict[str, Any]:
-    """The configuration of a Trainer that divides losses, and says where a window ends, by itself.
+    """Return the configuration for a Trainer, which divides losses and decides where accumulation windows end.
 
     Args:
-        config: with its precision.
-        steps: micro-batches of a window.
-        clip: largest norm of gradients; None or 0 for what the configuration says.
+        config: configuration with its precision.
+        steps: number of micro-batches in an accumulation window.
+        clip: largest gradient norm; None or 0 to use the configuration's ``gradient_clipping``.
 
     Raises:
-        ConfigError: it says how many micro-batches a window has, or another norm.
+        ConfigError: the configuration sets ``gradient_accumulation_steps``, or a norm other than ``clip``.
     """
     if _STEPS in config:
         raise ConfigError(
             f"{_STEPS} is in the strategy's config; leave it out, and give Trainer(accumulate_grad_batches=...)"
         )
-    # DeepSpeed's strategy lets the file win in silence; two norms are one too many.
+    # Raise for two different norms. Lightning's DeepSpeedStrategy silently uses the norm of the file.
     own = config.get("gradient_clipping", 0.0)
     if clip and own and clip != own:
         raise ConfigError(
@@ -136,24 +137,24 @@ def for_training(config: Mapping[str, Any], *, steps: int, clip: float | None) -
         )
     found = dict(config)
     found[_STEPS] = steps
-    # Lightning calls step() where a window ends, which the end of the data may bring before its last micro-batch.
+    # Lightning calls step() at the end of each window. The last window of an epoch may have fewer micro-batches.
     found["managed_gradient_accumulation"] = False
-    # Said, and not left out: nobody but the Trainer and the file clips.
+    # An explicit value, also 0.
     found["gradient_clipping"] = clip or own
     return found
 
 
 def for_inference(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what only training has a use for, and would be refused without an optimizer."""
+    """Return the configuration without keys for training, which zeropp refuses if there is no optimizer."""
     found = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler", "gradient_clipping")}
     zero = found.get("zero_optimization")
     if isinstance(zero, Mapping):
-        # The placement stays: a model that is fitted next need not move.
+        # Keep the other keys of the block, so that weights stay where they are if the model is trained next.
         found["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
     return found
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """The stage that a configuration names; None if it names none."""
+    """Return the stage in a configuration; None if the configuration has none."""
     zero = config.get("zero_optimization")
     return zero.get("stage") if isinstance(zero, Mapping) else None

@@ -1,4 +1,4 @@
-"""``FabricStrategyParts``: Fabric's strategy over :func:`zeropp.initialize`."""
+"""``FabricStrategyParts``: Fabric's strategy, implemented by :func:`zeropp.initialize`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ __all__ = ["FabricStrategyParts", "NoSync"]
 
 
 class NoSync:
-    """What ``fabric.no_backward_sync`` asks; goes onto Lightning's own base class."""
+    """Implementation of ``fabric.no_backward_sync``, to be combined with Lightning's base class."""
 
     def no_backward_sync(self, module: Engine, enabled: bool) -> Any:
-        """A block whose backward passes send nothing; the first one outside sends all of it."""
+        """Return a context whose backward passes reduce no gradients; the next backward outside reduces them."""
         return module.no_sync() if enabled else contextlib.nullcontext()
 
 
 class FabricStrategyParts(StrategyParts, FabricArguments):
-    """What Fabric calls. The loop is the user's: it divides losses, unless the configuration has windows of its own.
+    """Methods that Fabric calls. The user's loop divides losses, unless the configuration sets accumulation windows.
 
     Attributes:
-        sync_control_class: made of :class:`NoSync`.
+        sync_control_class: class made from :class:`NoSync` and Lightning's base class.
     """
 
     sync_control_class: type
 
     @functools.cached_property
     def _engines(self) -> weakref.WeakSet[Engine]:
-        # For a backward without a model, and a step of an optimizer. Weakly, since models are the user's to keep.
+        # The engines made by this strategy. backward() without a model and optimizer_step() search them. The references
+        # are weak, so that the user's script decides how long a model lives.
         return weakref.WeakSet()
 
     @property
@@ -51,11 +52,11 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
 
     @_backward_sync_control.setter
     def _backward_sync_control(self, control: Any) -> None:
-        """Nothing: Lightning's constructor sets one for its own wrapper."""
+        """Ignore the assignment, which Lightning's constructor makes for its own DDP wrapper."""
 
     @property
     def precision(self) -> Any:
-        """A ``FabricZeroPrecision``, whatever was given."""
+        """The precision plugin, always a ``FabricZeroPrecision``."""
         return self._precision if self._precision is not None else self.precision_class()
 
     @precision.setter
@@ -68,28 +69,36 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
     # Models and optimizers.
 
     def module_sharded_context(self) -> Any:
-        """A block in which modules are built in pieces, in stage 3."""
+        """Return the context in which modules are sharded as they are built, in stage 3."""
         return self._building(self._config())
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.ExitStack:
-        """Lightning's, and inside it that of pieces."""
+        """Return Lightning's context for new modules, with zeropp's context for sharded construction inside it."""
         stack = contextlib.ExitStack()
-        # First the device and the dtype: parameters are cut as they come.
+        # Lightning's context sets device and dtype, so it comes first: parameters are sharded as soon as they exist.
         stack.enter_context(super().module_init_context(empty_init=empty_init))
         stack.enter_context(self.module_sharded_context())
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """What is no parameter; parameters go there as they are partitioned."""
+        """Move modules without parameters to the device; parameters are moved when they are sharded."""
         self._place(module)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Engine, list[Any], Any]:
-        """Partition a model for its optimizer. A scheduler that is given here is stepped by the engine.
+        """Shard a model and wrap its optimizer. Collective.
+
+        Args:
+            module: model to train.
+            optimizers: list with one optimizer.
+            scheduler: learning rate scheduler, or None; the engine steps it.
+
+        Returns:
+            The engine, a list with the wrapped optimizer, and the scheduler that the engine steps.
 
         Raises:
-            MisconfigurationException: there are several optimizers.
+            MisconfigurationException: there is not exactly one optimizer, or it has no parameters.
         """
         optimizer = self._require_one(optimizers, "fabric.setup")
         engine, wrapped, _, scheduler = initialize(
@@ -101,31 +110,39 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         )
         self._engines.add(engine)
         self._configure_recomputation(self._config())
-        # Of the engine's making if the configuration names one.
+        # A scheduler made from the configuration's ``scheduler`` block, if there is such a block.
         return engine, [wrapped], scheduler
 
     def setup_module(self, module: nn.Module) -> Engine:
-        """Partition a model that is not going to be trained."""
+        """Shard a model that is not trained, and return its engine."""
         config = for_inference(self._config())
         engine, *_ = initialize({"device_rank": self._device_rank}, model=module, config=config)
         self._engines.add(engine)
         return engine
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refused: an optimizer steps parts of a model's parameters, and is set up with it."""
-        # In the class and the words in which Fabric's own sharding strategies say so.
+        """Refuse to set up an optimizer without its model, because the optimizer steps shards of the model.
+
+        Raises:
+            NotImplementedError: always, as from Lightning's own sharding strategies.
+        """
         raise NotImplementedError(self._err_msg_joint_setup_required())
 
     # The loop.
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss, times the scale of float16.
+        """Run backward for a loss, multiplied by the loss scale of float16.
+
+        Args:
+            tensor: loss.
+            module: engine of the model; None if only one model is trained.
+            args, kwargs: arguments of ``Tensor.backward``.
 
         Raises:
-            ValueError: there are several models, and none is given.
+            ValueError: ``module`` is None, and not exactly one model is set up with an optimizer.
         """
         if module is None:
-            # Whatever else is set up, a frozen teacher say, has no backward.
+            # Models without an optimizer, such as a frozen teacher, have no backward.
             trained = [each for each in self._engines if each.optimizer is not None]
             if len(trained) != 1:
                 raise ValueError(
@@ -136,7 +153,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The engine's step, which forgets gradients, too."""
+        """Step the engine of an optimizer; the step also sets gradients to None."""
         return self.precision.optimizer_step(self._engine_of(optimizer), **kwargs)
 
     def clip_gradients_norm(
@@ -147,12 +164,23 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scale gradients so that their norm over the whole model is at most ``max_norm``; the norm before.
+        """Scale gradients so that their norm over the whole model is at most ``max_norm``. Collective.
+
+        Args:
+            module: engine of the model.
+            optimizer: the model's wrapped optimizer.
+            max_norm: upper bound of the norm.
+            norm_type: must be 2.0.
+            error_if_nonfinite: True to raise if the norm is not finite.
+
+        Returns:
+            The norm before clipping.
 
         Raises:
-            ValueError: another norm than the Euclidean; RuntimeError: it is not finite, and that is an error.
+            ValueError: ``norm_type`` is not 2.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
         """
-        # What ranks agree on before a step is a sum of squares.
+        # The ranks' collective before a step sums squares, so no other norm is available.
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type is {norm_type}; zeropp clips by the Euclidean norm, 2.0")
         norm: Tensor = optimizer.clip_grad_norm_(max_norm, now=True)
@@ -163,14 +191,18 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         return norm
 
     def clip_gradients_value(self, module: Engine, optimizer: Any, clip_val: float) -> None:
-        """Refused, as by a Trainer's strategy."""
+        """Refuse to clip by value.
+
+        Raises:
+            MisconfigurationException: always.
+        """
         raise self.packages.misuse(
             f"clip_val is {clip_val}; zeropp clips by norm: fabric.clip_gradients(..., max_norm=...)"
         )
 
     def _engine_of(self, optimizer: Any) -> Engine:
         for engine in self._engines:
-            # Fabric has taken its own wrapper off by now.
+            # ``engine.optimizer`` is the object without Fabric's wrapper, which Fabric has removed before this call.
             if engine.optimizer is optimizer:
                 return engine
         raise ValueError(f"this {type(optimizer).__name__} was not set up with its model by fabric.setup()")
@@ -178,14 +210,14 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
     # Checkpoints.
 
     def get_module_state_dict(self, module: Any) -> dict[str, Any]:
-        """Whole weights on every rank. Collective."""
+        """Return full weights on every rank. Collective."""
         found: dict[str, Any] = (
             module.module_state_dict() if isinstance(module, Engine) else super().get_module_state_dict(module)
         )
         return found
 
     def load_module_state_dict(self, module: Any, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load whole weights, the same ones on every rank. Collective."""
+        """Load full weights; every rank must pass the same ones. Collective."""
         if isinstance(module, Engine):
             module.load_module_state_dict(state_dict, strict=strict)
         else:
@@ -198,13 +230,19 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Make the folder ``path`` a checkpoint of a model, its optimizer, if that is given, and the rest. Collective.
+        """Save a model, its optimizer if given, and other values in the folder ``path``. Collective.
+
+        Args:
+            path: folder to create, the same on all ranks.
+            state: dict with one engine, its optimizer or not, and other values.
+            storage_options, filter: not supported.
 
         Raises:
-            TypeError: with ``storage_options`` or ``filter``; ValueError: there is no model, or another one.
+            TypeError: ``storage_options`` or ``filter`` is given.
+            ValueError: ``state`` does not contain exactly one engine.
         """
         for name, given in (("storage_options", storage_options), ("filter", filter)):
-            # Not in silence: what a filter was to leave out would be in the files.
+            # Raise instead of ignoring them: a file would contain values that the filter should leave out.
             if given:
                 raise TypeError(f"{name} is not in zeropp, where ranks write parts of a folder; leave it out")
         engine = _only_engine(state)
@@ -221,16 +259,25 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Restore what :meth:`save_checkpoint` saved; or a single file, with ``load_full_weights``. Collective.
+        """Load a folder that :meth:`save_checkpoint` saved, or a single file with ``load_full_weights``. Collective.
+
+        Args:
+            path: the folder, or the file.
+            state: dict with the engine, its optimizer or not, and keys to fill with other saved values. A single module
+                or optimizer loads a single file (Fabric's ``load_raw``).
+            strict: True to raise if the checkpoint lacks weights of the model or keys of ``state``.
+            weights_only: False to load pickled objects of any class.
 
         Returns:
-            What nobody has asked for by a key of ``state``.
+            The saved values that ``state`` has no key for.
 
         Raises:
-            CheckpointError: it does not fit; ValueError: there is no model in ``state``, or another one; KeyError.
+            CheckpointError: there is no such checkpoint, or it does not fit.
+            ValueError: ``state`` does not contain exactly one engine.
+            KeyError: a single file lacks keys of ``state``.
         """
         path = local_folder(self.broadcast(path))
-        # A bare object is Fabric's load_raw, which is of single files.
+        # Fabric's load_raw passes a module or an optimizer instead of a dict, to load a single file.
         if isinstance(state, (nn.Module, Optimizer)) or (self._given["load_full_weights"] and path.is_file()):
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only is not False)
             return found
@@ -247,7 +294,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         for key in asked:
             if key not in rest:
                 continue
-            # Into the caller's own object, where it has a state, as a sampler or a loader has.
+            # Objects with load_state_dict(), such as samplers and loaders, load the value; others are replaced.
             if hasattr(state[key], "load_state_dict"):
                 state[key].load_state_dict(rest.pop(key))
             else:

@@ -1,4 +1,4 @@
-"""The strategy that has a model's engine: a model outlives trainers, and has one engine at a time."""
+"""A table of the strategy that owns a model's engine. A model can outlive its Trainer and has one engine at a time."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ __all__ = ["OwningStrategy", "claim", "core_of", "current_engine"]
 
 
 class OwningStrategy(Protocol):
-    """A strategy, seen from here."""
+    """The part of a strategy that this module uses."""
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that it trains or evaluates with."""
+        """The engine that the strategy trains or evaluates with; None if it has no engine."""
         ...
 
     def release(self) -> None:
-        """Forget the engine and its optimizer; the model keeps its weights."""
+        """Drop the references to the engine and its optimizer; the model keeps its weights."""
         ...
 
 
-# Both weakly: neither a model nor a strategy stays for the other's sake.
+# Model -> owner. Both references are weak, so that the table keeps neither models nor strategies alive.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwningStrategy]] = weakref.WeakKeyDictionary()
 
 
 def claim(model: nn.Module, owner: OwningStrategy) -> None:
-    """Let ``owner`` be the one who wraps a model next; whoever has had it lets go of it."""
+    """Make ``owner`` the strategy that wraps a model next; the former owner drops its engine and optimizer."""
     former = _owner(model)
     for each in (former, owner):
-        # One optimizer at a time: zeropp refuses a second one while the first lives.
+        # zeropp refuses to wrap a model while an earlier optimizer of the model is alive.
         if each is not None:
             each.release()
     _owners[model] = weakref.ref(owner)
     core = core_of(model)
     if core is not None and core.listener is not None:
-        # An optimizer in a cycle of references, as tracebacks of a failed run make them, is not gone by itself.
+        # The earlier optimizer may be part of a reference cycle, such as the traceback of a failed run.
         gc.collect()
 
 
 def core_of(model: nn.Module) -> Core | None:
-    """The engine that gathers a model's weights; None if it is not partitioned."""
+    """Return the core engine that manages a model's weights; None if the model is not sharded."""
     try:
         return engine_of(model)
     except ValueError:
@@ -55,8 +55,8 @@ def core_of(model: nn.Module) -> Core | None:
 
 
 def current_engine(model: nn.Module) -> Engine | None:
-    """The engine by which a model is partitioned, whichever strategy made it; None if it has none in use."""
-    # A model that was wrapped by hand meanwhile has an engine that no strategy knows.
+    """Return the engine of a model, whichever strategy made it; None if the model has no usable engine."""
+    # If the user has wrapped the model without a strategy in the meantime, no strategy has the model's engine.
     owner = _owner(model)
     engine = None if owner is None else owner.engine
     return None if engine is None or engine.module is not model or engine.core.closed else engine

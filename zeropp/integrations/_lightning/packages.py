@@ -1,4 +1,4 @@
-"""``Packages``: the two halves of Lightning, under whichever names they are installed."""
+"""``Packages``: the Trainer's and Fabric's modules of Lightning, under the names of the installed package."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Packages"]
 
 @dataclass(frozen=True)
 class Packages:
-    """Lightning as modules; their contents are looked up when they are needed, and are nobody's types.
+    """Two modules of Lightning. Names inside them are looked up at run time, so they have no static types.
 
     Attributes:
-        pytorch: what has the Trainer.
-        fabric: what has Fabric.
+        pytorch: module with the Trainer, ``lightning.pytorch`` or ``pytorch_lightning``.
+        fabric: module with Fabric, ``lightning.fabric`` or ``lightning_fabric``.
     """
 
     pytorch: Any
@@ -23,21 +23,21 @@ class Packages:
 
     @classmethod
     def named(cls, pytorch: str, fabric: str) -> Packages:
-        """Import them.
+        """Import both modules by their names.
 
         Raises:
-            ImportError: one is not installed.
+            ImportError: one of the modules is not installed.
         """
-        # Both: a Trainer's strategies raise Fabric's errors.
+        # Both are always needed: a Trainer's strategy raises errors that Fabric's module defines.
         return cls(importlib.import_module(pytorch), importlib.import_module(fabric))
 
     def find(self, half: str, name: str) -> Any:
-        """What a name below ``"pytorch"`` or ``"fabric"`` stands for, as in ``utilities.exceptions.Some``."""
+        """Return the object of a dotted name below a module, as in ``find("fabric", "utilities.exceptions.Some")``."""
         place, _, last = name.rpartition(".")
-        # By import, since not every module below is an attribute of the one above.
+        # Import the submodule, because not every submodule is an attribute of its parent.
         return getattr(importlib.import_module(f"{getattr(self, half).__name__}.{place}"), last)
 
     def misuse(self, message: str) -> Exception:
-        """Lightning's own error for settings that do not go together."""
+        """Return Lightning's ``MisconfigurationException`` with a message, for settings that contradict each other."""
         error: Exception = self.find("fabric", "utilities.exceptions.MisconfigurationException")(message)
         return error

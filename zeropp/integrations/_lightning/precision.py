@@ -1,4 +1,4 @@
-"""Precision plugins: a Trainer's or Fabric's precision, where zeropp keeps main weights and the loss scale."""
+"""Precision plugins for a Trainer and for Fabric. zeropp keeps the main weights and the loss scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropp.deepspeed.training_engine import Engine
 from zeropp.integrations._lightning.owners import core_of
 from zeropp.integrations._lightning.packages import Packages
 
-# Lightning's classes are nobody's types: those of two packages take their place.
+# The base class is only known at run time: two packages, lightning and pytorch_lightning, have classes of these names.
 if TYPE_CHECKING:
     _Base = Any
 else:
@@ -28,17 +28,17 @@ PRECISIONS = {
     "16-true": torch.float16,
     "bf16-true": torch.bfloat16,
 }
-"""A precision's name, and the dtype that the model computes in."""
+"""Name of a precision -> dtype that the model computes in."""
 
 
 class _Parts(_Base):
-    """What both plugins do: dtypes of models and batches.
+    """Conversion of models and batches to a dtype, for both plugins.
 
-    Mixed and true precision both have float32 main weights; with true precision these begin with values that 16 bits
-    hold, as with DeepSpeed.
+    The main weights are float32 with mixed and with true precision. With true precision their initial values are
+    rounded to 16 bits, as in DeepSpeed.
 
     Attributes:
-        packages: of Lightning.
+        packages: the modules of Lightning's package.
         precision: one of ``PRECISIONS``.
     """
 
@@ -46,10 +46,10 @@ class _Parts(_Base):
     precision: str
 
     def __init__(self, precision: str = "32-true") -> None:
-        """Check the name.
+        """Check and store the name of the precision.
 
         Raises:
-            ValueError: it is no precision that zeropp has.
+            ValueError: the name is not in ``PRECISIONS``.
         """
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; with zeropp it is one of {', '.join(PRECISIONS)}")
@@ -57,25 +57,25 @@ class _Parts(_Base):
         self._dtype = PRECISIONS[precision]
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the model, with true precision."""
+        """Return the model, cast to 16 bits if the precision is a true 16-bit precision."""
         floating = [each for each in module.parameters() if each.is_floating_point()]
-        # What was built in the dtype, in pieces perhaps, is not to be touched for nothing; what is partitioned cannot.
+        # Leave a model alone that already has the dtype, or that is sharded: sharded parameters refuse to be cast.
         cast = not self.precision.endswith("-true") or all(each.dtype == self._dtype for each in floating)
         return module if cast or core_of(module) is not None else module.to(self._dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """A batch whose floating tensors have the dtype that the model computes in."""
+        """Return a batch with its floating-point tensors cast to the dtype that the model computes in."""
         return self._convert(data, self._dtype)
 
     def _convert(self, data: Any, dtype: torch.dtype) -> Any:
-        # Through whatever a batch is made of: dicts, lists, named tuples.
+        # Lightning's function handles nested batches: dicts, lists and named tuples.
         apply = self.packages.find("fabric", "utilities.apply_func.apply_to_collection")
         return apply(data, Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each)
 
     @contextlib.contextmanager
     def tensor_init_context(self) -> Iterator[None]:
-        """Tensors that are made inside have the model's dtype, with true precision."""
-        # Not by Lightning's own context, whose name is private.
+        """Context in which new tensors have the model's dtype, with true precision; no effect with mixed precision."""
+        # Written here because Lightning's own context manager for this is private.
         before = torch.get_default_dtype()
         if self.precision.endswith("-true"):
             torch.set_default_dtype(self._dtype)
@@ -85,63 +85,63 @@ class _Parts(_Base):
             torch.set_default_dtype(before)
 
     def module_init_context(self) -> Any:
-        """As :meth:`tensor_init_context`."""
+        """Return the context of :meth:`tensor_init_context`, for new modules."""
         return self.tensor_init_context()
 
 
 class TrainerPrecisionParts(_Parts):
-    """The plugin of a Trainer: backward with the loss scale, the step, and clipping, by the engine."""
+    """Precision plugin of a Trainer: backward with the loss scale, the step and clipping call the engine."""
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss that Lightning has divided, times the scale of float16."""
-        # By the module's own hook, which may be the user's.
+        """Run backward for a loss that Lightning has divided already, multiplied by the loss scale of float16."""
+        # model.backward() is a hook of LightningModule that the user may override.
         model.backward(_engine(model).scale(tensor, scale_wrt_gas=False), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the micro-batch that ends a window, clip, and step."""
-        # Not handed to the step, which asks ranks for their agreement first.
+        """Run the last micro-batch of a window (the closure), let Lightning clip, and step the engine."""
+        # Call the closure here, because it runs forward and backward, and Engine.step() takes no closure.
         result = closure()
         self._after_closure(model, optimizer)
         _engine(model).step(**kwargs)
         return result
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip by the norm of all gradients: here if a hook of the user's asks for it, else in the engine's step.
+        """Clip by the gradient norm: at once for a user's hook, otherwise leave it to the engine's step.
 
         Raises:
-            MisconfigurationException: by value.
+            MisconfigurationException: the algorithm is not "norm".
         """
         if clip_val <= 0:
             return
-        # Lightning's enumeration of algorithms is one of strings.
+        # The enumeration of algorithms in Lightning derives from str, so this comparison works for its members.
         if gradient_clip_algorithm != "norm":
             raise self.packages.misuse(
                 f"gradient_clip_algorithm is {str(gradient_clip_algorithm)!r}; zeropp clips by norm, 'norm'"
             )
-        # A user's hook hands over Lightning's wrapper around the optimizer.
+        # In the user's hook, the optimizer is wrapped by Lightning.
         wrapped = getattr(optimizer, "_optimizer", optimizer)
-        # The step does it by itself then, in the same pass over the gradients.
+        # With the configuration's own norm, the step clips in the same pass over the gradients.
         if wrapped.config.gradient_clipping != clip_val:
             wrapped.clip_grad_norm_(clip_val, now=True)
 
 
 class FabricPrecisionParts(_Parts):
-    """The plugin of Fabric."""
+    """Precision plugin of Fabric: backward with the loss scale, and the step, call the engine."""
 
     def convert_output(self, data: Any) -> Any:
-        """What the model gave, floating tensors in torch's default dtype."""
-        # Losses and metrics of Fabric's loops are computed outside of the model.
+        """Return the model's output with floating-point tensors in torch's default dtype."""
+        # Fabric's user computes losses and metrics outside of the model, in the default dtype.
         return self._convert(data, torch.get_default_dtype())
 
     def backward(self, tensor: Tensor, model: Engine, *args: Any, **kwargs: Any) -> None:
-        """The engine's, which applies the loss scale."""
+        """Run backward for a loss multiplied by the loss scale."""
         model.scale(tensor).backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Engine, **kwargs: Any) -> Any:
-        """The engine's step.
+        """Step the engine.
 
         Raises:
-            TypeError: with a closure.
+            TypeError: a closure is given.
         """
         if kwargs.pop("closure", None) is not None:
             raise TypeError("optimizer.step() takes no closure in zeropp; call fabric.backward(loss), then step()")
@@ -149,6 +149,6 @@ class FabricPrecisionParts(_Parts):
 
 
 def _engine(module: Any) -> Engine:
-    """What trains a LightningModule."""
+    """Return the engine that trains a LightningModule."""
     engine: Engine = module.trainer.strategy.engine
     return engine

@@ -1,4 +1,4 @@
-"""One file of whole float32 weights, made of the folder that a Trainer with zeropp's strategy saved."""
+"""Conversion of a folder saved by zeropp's strategy to one file with full float32 weights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     *,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Write a checkpoint of Lightning's own format: ``LightningModule.load_from_checkpoint`` takes it. No ranks needed.
+    """Write a single-file checkpoint that ``LightningModule.load_from_checkpoint`` loads. No process group is needed.
 
-    Lightning's name for it, over folders of zeropp; of a folder that DeepSpeed saved the weights alone are taken.
+    The function has the name of Lightning's function for DeepSpeed's folders. From a folder that DeepSpeed saved, it
+    only takes the weights.
 
     Args:
-        checkpoint_dir: what a Trainer saved, ``x.ckpt``.
-        output_file: to write; replaced if it is there.
+        checkpoint_dir: folder that a Trainer saved, such as ``x.ckpt``.
+        output_file: file to write; an existing file is replaced.
         tag: name of the checkpoint in the folder; None for the newest.
-        weights_only: False if hyperparameters hold objects, and the folder is trusted.
+        weights_only: False to load pickled hyperparameters of any class, from a trusted folder.
 
     Returns:
-        What the file has: ``state_dict``, and what Lightning keeps besides optimizers.
+        The contents of the file: ``state_dict``, and Lightning's other values without optimizer states.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -42,11 +43,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     root = Path(checkpoint_dir).absolute()
     if tag is None:
         require_folder(root)
-        # The name is in a file, since other programs' folders have several checkpoints.
+        # Folders of other programs may hold several checkpoints; the file ``latest`` names the newest.
         tag = (root / "latest").read_text().strip()
     found: dict[str, Any] = dict(FOREIGN)
     folder = root / tag
-    # Of DeepSpeed's, whose files would have to be unpickled, no more than tensors are read.
+    # Only zeropp's folders have METADATA. From DeepSpeed's folders no other values are read, because that would mean
+    # loading pickles.
     if (folder / METADATA).is_file():
         source = TensorReader(folder, Metadata.read(folder), "all")
         extra = decode(source.metadata.values.get("extra", {}), source.tensor)
@@ -54,6 +56,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     found["state_dict"] = get_fp32_state_dict_from_zero_checkpoint(root, tag)
     beside = Path(f"{os.fspath(output_file)}.writing")
     torch.save(found, beside)
-    # At once: a file that was cut off would look like a whole one.
+    # Write to a second file and rename it: a file that is cut off by a crash would look complete.
     os.replace(beside, output_file)
     return found

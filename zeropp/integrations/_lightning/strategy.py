@@ -1,4 +1,4 @@
-"""``TrainerStrategyParts``: a Trainer's strategy over :func:`zeropp.initialize`."""
+"""``TrainerStrategyParts``: the Trainer's strategy, implemented by :func:`zeropp.initialize`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ __all__ = ["TrainerStrategyParts"]
 
 
 class TrainerStrategyParts(StrategyParts, TrainerArguments):
-    """What Lightning's Trainer calls, in the order in which it does.
+    """Methods that Lightning's Trainer calls, in the order of its calls.
 
-    Lightning divides losses, says where windows end, and steps schedulers; the engine partitions, reduces, clips and
-    steps. The model stays partitioned when a Trainer is done with it, and the next one takes it over.
+    Lightning divides losses, decides where accumulation windows end, and steps schedulers. The engine shards, reduces,
+    clips and steps. The model stays sharded after a Trainer has finished, and the next Trainer takes it over.
 
     Attributes:
-        own_engine: that this strategy made; None before, and once another one has wrapped the model.
+        own_engine: engine that this strategy made; None before ``setup``, and after another strategy has wrapped the
+            model.
+        optimizers: list with the wrapped optimizer.
+        lr_scheduler_configs: Lightning's records of the learning rate schedulers.
     """
 
     strategy_name = "zeropp"
     own_engine: Engine | None = None
     optimizers: list[Any]
     lr_scheduler_configs: list[Any]
-    # Of parameters that are frozen for as long as a model is evaluated that nobody trains.
+    # Parameters that an evaluation has frozen; teardown() makes them trainable again.
     _trained: tuple[nn.Parameter, ...] = ()
 
     @property
@@ -46,7 +49,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     @property
     def precision_plugin(self) -> Any:
-        """A ``ZeroPrecision``, whatever was given."""
+        """The precision plugin, always a ``ZeroPrecision``."""
         return self._precision_plugin if self._precision_plugin is not None else self.precision_class()
 
     @precision_plugin.setter
@@ -57,16 +60,16 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: what is built inside is partitioned as it comes, in stage 3."""
+        """Context around ``configure_model`` in which modules are sharded as they are built, in stage 3."""
         with self._building(self._config()):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Partition the model; with its optimizer to fit, and without one for the rest."""
+        """Shard the model: with its optimizer for ``fit``, otherwise without an optimizer."""
         self.accelerator.setup(trainer)
         model = self.lightning_module
         fitting = trainer.state.fn == "fit"
-        # Before anything is cut: it puts other modules in the place of batch norms.
+        # Before sharding, because the layer sync replaces BatchNorm modules by SyncBatchNorm modules.
         if fitting and self._layer_sync is not None:
             model = self._layer_sync.apply(model)
         self.precision_plugin.convert_module(model)
@@ -79,12 +82,12 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         self.barrier()
 
     def _config(self) -> dict[str, Any]:
-        """The strategy's configuration and what the Trainer says."""
+        """Return the strategy's configuration with the Trainer's settings added."""
         trainer, model = self.lightning_module.trainer, self.lightning_module
         config = with_precision(self.config, self.precision_plugin.precision, self._given)
         if trainer.state.fn != "fit":
             return for_inference(config)
-        # Lightning's enumeration of algorithms is one of strings.
+        # The enumeration of algorithms in Lightning derives from str, so this comparison works for its members.
         if trainer.gradient_clip_algorithm == "value":
             raise self.packages.misuse(
                 "gradient_clip_algorithm is 'value'; zeropp clips by the norm of all gradients, 'norm'"
@@ -96,7 +99,8 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
                 "which hold this rank's slices; give the optimizer all parameters, and call requires_grad_() on those "
                 "to freeze and unfreeze, in a hook of the module"
             )
-        # Now, and not when they copy weights at the end of the training. Older versions have one of the two.
+        # Raise here, because these callbacks fail only when they copy weights, late in the training. Older versions of
+        # Lightning have only one of the two.
         names = ("StochasticWeightAveraging", "WeightAveraging")
         known = vars(self.packages.pytorch.callbacks)
         if any(isinstance(each, tuple(known[name] for name in names if name in known)) for each in trainer.callbacks):
@@ -105,7 +109,8 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
                 "keep an average with zeropp.ema in hooks of the module"
             )
         overridden = self.packages.find("pytorch", "utilities.model_helpers.is_overridden")
-        # A hook of the user's may clip otherwise each time, and asks the precision plugin for it.
+        # A user's hook may clip to another norm at each step, so the engine must not clip. The hook calls the precision
+        # plugin.
         clip = None if overridden("configure_gradient_clipping", model) else trainer.gradient_clip_val
         return for_training(config, steps=trainer.accumulate_grad_batches, clip=clip)
 
@@ -126,7 +131,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         if scheduler is not None:
             made = self.packages.find("pytorch", "utilities.types.LRSchedulerConfig")
             self.lr_scheduler_configs = [made(scheduler, interval="step")]
-            # Lightning steps it from here on.
+            # Lightning steps the scheduler, so the engine must not step it, too.
             engine.lr_scheduler = None
         self.own_engine = engine
         self.optimizers = [wrapped]
@@ -134,13 +139,13 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     def _wrap_to_evaluate(self, model: Any) -> None:
         claim(model, self)
-        # They are frozen as long as nobody trains; teardown gives it back.
+        # initialize() freezes the parameters of a model without an optimizer. teardown() undoes that.
         trained = tuple(each for each in model.parameters() if each.requires_grad)
         self.own_engine = initialize({"device_rank": self._device_rank}, model=model, config=self._config())[0]
         self._trained = trained
 
     def release(self) -> None:
-        """Forget the engine, its optimizer and its schedulers; the model keeps its weights."""
+        """Drop the engine, its optimizer and its schedulers; the model keeps its weights."""
         self.own_engine = None
         self.model = None
         self.optimizers = []
@@ -149,29 +154,31 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
     # While it trains.
 
     def on_train_start(self) -> None:
-        """Tell the engine what a micro-batch has, for its counters, unless the configuration says so."""
+        """Set the engine's micro-batch size, which its counters need, unless the configuration has set it."""
         engine = self.engine
-        assert engine is not None  # of setup
+        assert engine is not None  # setup() has made it
         if engine.train_micro_batch_size_per_gpu() is None:
-            # Not asked for earlier, as DeepSpeed's does: that would build the user's loader twice.
+            # Read the size here and not in setup(), where the loader does not exist yet: Lightning's DeepSpeedStrategy
+            # reads it in setup() and thereby builds the user's loader twice.
             sampler = getattr(self.lightning_module.trainer.train_dataloader, "batch_sampler", None)
             size = getattr(sampler, "batch_size", None)
             engine.set_train_micro_batch_size(size if isinstance(size, int) else 1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Follow a callback that changes ``accumulate_grad_batches`` between two windows."""
+        """Pass a new ``accumulate_grad_batches``, set by a callback between two windows, to the engine."""
         engine, steps = self.engine, self.lightning_module.trainer.accumulate_grad_batches
-        assert engine is not None  # of setup
+        assert engine is not None  # setup() has made it
         if steps != engine.gradient_accumulation_steps() and not engine.core.accumulation.count:
             micro = engine.train_micro_batch_size_per_gpu() or 1
             engine.set_train_batch_size(micro * steps * engine.dp_world_size)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, inside a forward of the whole model; with manual optimization it calls the model by itself."""
+        """Run the module's training step: inside the engine's forward, unless the module uses manual optimization."""
         module = self.lightning_module
         if module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        # It runs backward and steps, which are no part of a forward.
+        # With manual optimization the module's step runs backward and steps the optimizer, which must not happen inside
+        # a forward. The module calls the model itself.
         with self.precision_plugin.train_step_context():
             return module.training_step(*args, **kwargs)
 
@@ -179,38 +186,44 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: weights are loaded into partitions."""
+        """True: weights are loaded after the model has been sharded."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: the engine loads the optimizer's states with the weights; a single file has none that fit."""
+        """False: the engine loads optimizer states with the weights. A single file has no optimizer states that fit."""
         if self._given["load_full_weights"] and self.lightning_module.trainer.state.fn == "fit":
             warn = self.packages.find("fabric", "utilities.rank_zero.rank_zero_warn")
             warn("load_full_weights loads weights alone from a single file; the optimizer's states begin anew")
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: each rank saves its own part, in :meth:`save_checkpoint`."""
+        """Return an empty dict: each rank saves its own weights in :meth:`save_checkpoint`."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing, likewise."""
+        """Return an empty dict: each rank saves its own optimizer states in :meth:`save_checkpoint`."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Make the folder ``filepath`` a checkpoint; each rank writes its own part. Collective.
+        """Save a checkpoint in the folder ``filepath``; each rank writes its own part. Collective.
 
-        In the middle of a window too: gradients of its micro-batches are left out, as they are by Lightning.
+        A save inside an accumulation window leaves out the gradients of its micro-batches, as Lightning's saves do.
+
+        Args:
+            checkpoint: Lightning's checkpoint dict.
+            filepath: folder to create.
+            storage_options: not supported.
 
         Raises:
-            TypeError: with ``storage_options``; CheckpointError, RuntimeError: it cannot be saved.
+            TypeError: ``storage_options`` is given.
+            CheckpointError, RuntimeError: the checkpoint cannot be saved.
         """
         if storage_options is not None:
             raise TypeError("storage_options are not used: ranks write parts of a folder, without a CheckpointIO")
         engine = self.engine
-        assert engine is not None  # Lightning has asked for a model
-        # What ranks write by themselves, of which there are empty places here.
+        assert engine is not None  # Lightning saves only with a model
+        # Leave out weights and optimizer states, which are empty here and which ranks write by themselves.
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine.save_checkpoint(
             local_folder(self.broadcast(filepath)),
@@ -222,25 +235,29 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder into the partitions, or read a single file with ``load_full_weights``. Collective.
+        """Load a folder into the shards, or read a single file with ``load_full_weights``. Collective.
 
         Args:
-            checkpoint_path: as saved, or by DeepSpeed; of that, weights and states alone.
-            weights_only: False to load objects of any class besides; otherwise those that torch knows to be harmless.
+            checkpoint_path: folder that this strategy or DeepSpeed saved, or a single file. From DeepSpeed's folders
+                only weights and optimizer states are loaded.
+            weights_only: False to load pickled objects of any class.
+
+        Returns:
+            Lightning's checkpoint dict. For DeepSpeed's folders it has the minimal values of ``FOREIGN``.
 
         Raises:
-            CheckpointError: there is no checkpoint of this kind, or it does not fit.
+            CheckpointError: there is no such checkpoint, or it does not fit.
         """
         path = local_folder(self.broadcast(checkpoint_path))
         if self._given["load_full_weights"] and path.is_file():
-            # Mapped: ranks of a node share its pages, and read what they have a part of.
+            # mmap=True: the ranks of a node share the file's pages, and each rank reads the weights of its shards only.
             found: dict[str, Any] = torch.load(
                 path, map_location="cpu", mmap=True, weights_only=weights_only is not False
             )
             return found
         require_folder(path)
         engine, model = self.engine, self.lightning_module
-        assert engine is not None  # of setup
+        assert engine is not None  # setup() has made it
         _, state = engine.load_checkpoint(
             path,
             load_module_strict=model.strict_loading,
@@ -254,19 +271,19 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         return found or dict(FOREIGN)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights of a single file; those of a folder have been loaded."""
+        """Load full weights from a single file. Weights of a folder were loaded in :meth:`load_checkpoint`."""
         engine = self.engine
         if engine is not None and "state_dict" in checkpoint:
             engine.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: see :attr:`lightning_restore_optimizer`."""
+        """Do nothing: the engine loads optimizer states, see :attr:`lightning_restore_optimizer`."""
 
-    # The end.
+    # After the run.
 
     def teardown(self) -> None:
-        """Leave the model as it is, partitioned, with its engine: it may be saved, tested and fitted again."""
-        # Not moved to the CPU, as Lightning does: partitions stay where they are.
+        """Leave the model sharded, with its engine, so that it may be saved, tested and trained again."""
+        # Unlike Lightning, do not move the model to the CPU: shards stay on their device.
         self.model = None
         for parameter in self._trained:
             parameter.requires_grad_(True)
