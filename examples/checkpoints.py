@@ -1,4 +1,4 @@
-"""Checkpoints of a run of ``train_gpt.py``: saved now and then, resumed on any number of ranks."""
+"""Checkpoints for ``train_gpt.py``: saved every few steps, and resumed on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeropp import checkpoint
 
 
 class Checkpoints:
-    """Those of one run, or of none.
+    """Checkpoints of one training run, saved as a `checkpoint.Series` that keeps the newest three.
 
     Args:
-        folder: of the run; None saves nothing.
-        every: steps from one to the next.
-        resume: go on from the newest, if there is one.
+        folder: folder of the run; None to save nothing.
+        every: number of steps between two checkpoints.
+        resume: True to continue from the newest checkpoint, if there is one.
     """
 
     def __init__(self, folder: Path | None, every: int, resume: bool) -> None:
@@ -30,14 +30,24 @@ class Checkpoints:
         self._resume = resume
 
     def accumulation(self, batch: int, accumulate: int, job: Job) -> int:
-        """Micro-steps of an optimizer step, so that a step has as many windows as when the run began.
+        """Return the number of micro-batches per step that keeps the run's global batch on this number of ranks.
+
+        The folder's file ``run.json`` stores the number of windows (samples) per optimizer step from the run's start.
+        A run that resumes on another number of ranks changes the number of micro-batches, so that each step still
+        trains on the same windows.
+
+        Args:
+            batch: windows per rank and micro-batch.
+            accumulate: micro-batches per step, for a new run.
+            job: this process's rank and world size.
 
         Raises:
-            ValueError: no number of micro-steps gives that; the folder has a run, which is not to be resumed.
+            ValueError: no number of micro-batches gives the stored number of windows, or the folder contains a run and
+                ``resume`` is False.
         """
         if self._folder is None:
             return accumulate
-        # The first rank's word: on a network's file system others may see an older state of the folder.
+        # Rank 0 reads the folder and broadcasts: on a network file system other ranks may see an older state of it.
         windows = job.first(self._windows(self._folder, batch * accumulate * job.world) if job.rank == 0 else 0)
         if not windows:
             raise ValueError(
@@ -52,35 +62,35 @@ class Checkpoints:
         return windows // (batch * job.world)
 
     def _windows(self, folder: Path, windows: int) -> int:
-        """Windows of a step when the run began, which may be now; 0 for a run that is not to be resumed."""
+        """Return the windows per step, read from ``run.json`` or stored there; 0 if the run may not be resumed."""
         path = folder / "run.json"
         if not self._resume and (path.exists() or checkpoint.Series(folder).steps()):
             return 0
         if self._resume and path.exists():
             return int(json.loads(path.read_text())["windows"])
         folder.mkdir(parents=True, exist_ok=True)
-        # At once or not at all: the job may be killed here, too.
+        # Write another file and rename it, so that a job killed here leaves no incomplete file.
         whole = path.with_name(".run.json")
         whole.write_text(json.dumps({"windows": windows}))
         os.replace(whole, path)
         return windows
 
     def resume(self, model: nn.Module, optimizer: object, scheduler: LRScheduler) -> int:
-        """Steps that are done: those of the newest checkpoint, which is loaded, or 0."""
+        """Load the newest checkpoint and return the number of steps done; 0 if there is no checkpoint to load."""
         if self._series is None or not self._resume or not isinstance(optimizer, zeropp.ZeroOptimizer):
             return 0
         found = self._series.load(model, optimizer, {"scheduler": scheduler})
         return 0 if found is None else found[0]
 
     def due(self, step: int) -> bool:
-        """Whether to save after a step."""
+        """Return True if a checkpoint must be saved after this step."""
         return self._series is not None and step % self._every == 0
 
     def save(self, step: int, model: nn.Module, optimizer: object, scheduler: LRScheduler) -> None:
-        """Save, while training goes on."""
+        """Start to save a checkpoint; files are written in the background while training continues."""
         if self._series is not None and isinstance(optimizer, zeropp.ZeroOptimizer):
             self._series.save(step, model, optimizer, {"scheduler": scheduler}, asynchronous=True)
 
     def wait(self) -> None:
-        """Until what is being saved is on the disk."""
+        """Wait until the checkpoint that is being saved is complete on disk."""
         checkpoint.wait()

@@ -1,11 +1,11 @@
-"""A training loop written for DeepSpeed's engine, which runs under zeropp and under DeepSpeed alike.
+"""A training loop with DeepSpeed's API. The same script runs on zeropp and on DeepSpeed.
 
     torchrun --standalone --nproc-per-node 2 examples/deepspeed_style.py
-    torchrun --standalone --nproc-per-node 2 examples/deepspeed_style.py --engine deepspeed  # where that is installed
+    torchrun --standalone --nproc-per-node 2 examples/deepspeed_style.py --engine deepspeed  # if DeepSpeed is installed
     torchrun --standalone --nproc-per-node 2 examples/deepspeed_style.py --config zero2.json --save runs/style
 
-A small GPT learns the text of this repository's licence, byte by byte. Losses are the mean over ranks of a step's, and
-go to ``--losses`` as JSON.
+A small GPT learns the text of this repository's licence, byte by byte. The script prints the loss of each step,
+averaged over ranks and micro-batches. ``--losses`` writes all losses to a file as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
 
 
 class WithLoss(nn.Module):
-    """The model and its loss, in one call of the engine."""
+    """A GPT whose forward returns the loss, so that one call of the engine runs both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +52,21 @@ class WithLoss(nn.Module):
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small GPT by DeepSpeed's calls.")
+    parser = argparse.ArgumentParser(description="Train a small GPT with DeepSpeed's API.")
     parser.add_argument("--engine", default="zeropp", choices=("zeropp", "deepspeed"))
-    parser.add_argument("--config", type=Path, help="DeepSpeed's JSON; default: stage 3, two micro-batches a step")
-    parser.add_argument("--stage", type=int, choices=range(4), help="in place of the configuration's")
+    parser.add_argument("--config", type=Path, help="DeepSpeed's JSON; default: stage 3, two micro-batches per step")
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage; replaces the configuration's stage")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save a checkpoint at the end")
-    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from one")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="load the newest checkpoint of this folder first")
     parser.add_argument("--losses", type=Path, metavar="FILE", help="write losses as JSON")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers; not used")
     return parser.parse_args(argv)
 
 
 def mean(loss: Tensor, device: torch.device) -> float:
-    """Over the ranks."""
+    """Return the loss averaged over all ranks."""
     value = loss.detach().clone().to(device)
     if dist.is_initialized():
         dist.all_reduce(value)
@@ -75,10 +75,12 @@ def mean(loss: Tensor, device: torch.device) -> float:
 
 
 def train(args: argparse.Namespace) -> list[float]:
+    # Both libraries have initialize() with the same arguments and results.
     library = importlib.import_module(args.engine)
     config = json.loads(args.config.read_text()) if args.config else CONFIG
     if args.stage is not None:
         config = {**config, "zero_optimization": {**config["zero_optimization"], "stage": args.stage}}
+    # The same seed on every rank gives all ranks the same initial weights.
     torch.manual_seed(0)
     model = WithLoss()
     engine, _, loader, _ = library.initialize(
@@ -93,6 +95,8 @@ def train(args: argparse.Namespace) -> list[float]:
     batches = iter(loader)
     while engine.global_steps < args.steps:
         total = 0.0
+        # An optimizer step consists of gradient_accumulation_steps micro-batches. engine.step() is called for each of
+        # them, but only steps the optimizer after the last one. engine.backward() divides the loss by their number.
         for _ in range(engine.gradient_accumulation_steps()):
             loss = engine(next(batches).to(engine.device))
             engine.backward(loss)

@@ -1,7 +1,7 @@
-"""A byte-level GPT in plain PyTorch, for the example and the benchmark.
+"""A byte-level GPT in plain PyTorch, for the examples and the benchmarks.
 
-Nothing here knows how the model will be trained: no distributed call, no hook, no base class. What zeropp or
-FSDP2 look for in a model is only the usual shape, a ``ModuleList`` of equal blocks.
+The model contains no distributed code: no collective, no hook, no special base class. zeropp and FSDP2 only need the
+usual structure, a ``ModuleList`` of equal blocks, to split it into units.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model. The defaults give 10.8 M parameters."""
+    """Sizes of the model. The defaults give 10.8 million parameters."""
 
-    vocab: int = 256  # one token per byte: no tokenizer to download or to train
+    vocab: int = 256  # number of tokens; one per byte value, so no tokenizer is needed
     layers: int = 6
     d_model: int = 384
     heads: int = 6
-    seq_len: int = 128  # longest context; fixes the rotary table
-    tied: bool = False  # share the embedding with the output head
+    seq_len: int = 128  # longest context in tokens; number of rows of the rotary table
+    tied: bool = False  # True to share the embedding's weight with the output head
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.layers, self.d_model, self.heads, self.seq_len) < 1:
@@ -37,21 +37,21 @@ class GPTConfig:
 
 
 def rotary_table(seq_len: int, head_dim: int, base: float = 10_000.0) -> Tensor:
-    """Cosines and sines of the rotary embedding, [2, seq_len, head_dim / 2] (arXiv 2104.09864, eq. 15)."""
+    """Return cosines and sines of the rotary embedding, [2, seq_len, head_dim / 2] (arXiv 2104.09864, eq. 15)."""
     inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.arange(seq_len, dtype=torch.float32)[:, None] * inverse
     return torch.stack([angle.cos(), angle.sin()])
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn channel pairs of ``x`` [B, H, T, D] by their position; ``table`` is [2, >= T, D / 2]."""
+    """Rotate channel pairs of ``x`` [B, H, T, D] by angles of their positions; ``table`` is [2, >= T, D / 2]."""
     cos, sin = table[:, : x.size(-2)].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one fused input projection."""
+    """Causal self-attention with one fused projection for queries, keys and values."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Transformer block with LayerNorm before attention and before the MLP."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """``model(x)`` gives logits [B, T, vocab]; ``model(x, y)`` the mean loss in nats per token, in fp32."""
+    """GPT model: ``model(x)`` returns logits [B, T, vocab], ``model(x, y)`` the mean fp32 loss in nats per token."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -96,12 +96,13 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
         table = rotary_table(config.seq_len, config.d_model // config.heads)
-        # Not persistent: it follows from the sizes, so a checkpoint need not carry it.
+        # Not persistent, because the table follows from the sizes and checkpoints need not contain it.
         self.register_buffer("table", table, persistent=False)
         self._init_weights()
 
     def _init_weights(self) -> None:
-        # As GPT-2: 2 * layers terms add up in the residual stream, so each starts smaller by the root.
+        # As in GPT-2: 2 * layers layers add their output to the residual stream. Their weights start smaller by
+        # sqrt(2 * layers), so that the variance of the sum does not grow with depth.
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -123,9 +124,9 @@ class GPT(nn.Module):
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Parameters of the model these sizes give, without building it."""
+    """Return the number of parameters of a model with these sizes, without building the model."""
     d = config.d_model
-    block = 12 * d * d + 13 * d  # qkv 3, out 1, up 4, down 4; biases 9 d, norms 4 d
+    block = 12 * d * d + 13 * d  # matrices: qkv 3, out 1, up 4, down 4 (times d * d); biases 9 d, norms 4 d
     embeddings = config.vocab * d * (1 if config.tied else 2)
     return config.layers * block + embeddings + 2 * d
 
@@ -134,10 +135,10 @@ def parameter_count(config: GPTConfig) -> int:
 def generate(
     model: nn.Module, prompt: Tensor, count: int, seq_len: int, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[int]:
-    """Sample ``count`` tokens that continue ``prompt`` [T], yielding each as it is drawn.
+    """Sample ``count`` tokens that continue ``prompt`` [T], and yield each token as it is drawn.
 
-    With a partitioned model every rank must iterate together over the same arguments: each forward gathers
-    weights, and the draws agree because they come from a CPU generator of the same seed.
+    With a sharded model all ranks must iterate together, with the same arguments, because each forward gathers weights.
+    All ranks draw the same tokens, because the draws come from a CPU generator with the same seed.
     """
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: expected at least one token to continue")

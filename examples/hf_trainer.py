@@ -1,10 +1,11 @@
-"""A small Llama by transformers' Trainer, with a ZeRO-3 JSON of DeepSpeed's; zeropp stands in for DeepSpeed.
+"""A small Llama trained by transformers' Trainer with a ZeRO-3 JSON for DeepSpeed; zeropp stands in for DeepSpeed.
 
     python -m zeropp.compat.deepspeed torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
     python -m zeropp.compat.deepspeed torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --resume
 
-It learns the text of this repository's licence, byte by byte; saves, evaluates, generates while the weights are
-partitioned, and leaves a model that plain transformers loads. The script knows nothing of zeropp.
+The model learns the text of this repository's licence, byte by byte. The script saves checkpoints, evaluates, generates
+text with sharded weights, and saves a model that transformers can load without zeropp. The script itself does not
+import zeropp: ``python -m zeropp.compat.deepspeed`` makes ``import deepspeed`` find zeropp's stand-in.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TEXT = HERE.parent / "LICENSE"
 
 
 def collate(windows: list[Tensor]) -> dict[str, Tensor]:
-    """Ids that are their own labels: the model moves them by one itself."""
+    """Return a batch whose labels are its input ids; the model itself shifts the labels by one position."""
     ids = torch.stack(windows)
     return {"input_ids": ids, "labels": ids}
 
@@ -34,16 +35,16 @@ def collate(windows: list[Tensor]) -> dict[str, Tensor]:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama by transformers' Trainer.")
     parser.add_argument("--deepspeed", default=str(HERE / "zero3_auto.json"), help="DeepSpeed's JSON")
-    parser.add_argument("--folder", default="runs/hf", help="checkpoints, and the model in the end")
+    parser.add_argument("--folder", default="runs/hf", help="folder for checkpoints and for the final model")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
     return parser.parse_args(argv)
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     more = {}
     if not torch.cuda.is_available():
-        # Accelerate counts the ranks of GPUs alone, unless its state has been made before.
+        # On CPUs, Accelerate ignores the ranks that torchrun started unless its PartialState exists before.
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
         more["accelerator_config"] = {"use_configured_state": True}
@@ -66,7 +67,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    # Before the model: from here on transformers knows that weights are to be partitioned as they are made.
+    # Create the arguments before the model: they enable sharded construction of models in transformers.
     training = training_arguments(args)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -84,12 +85,13 @@ def main(argv: list[str] | None = None) -> None:
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.evaluate()
     prompt = torch.tensor([list(b"the terms of")], device=training.device)
-    # On every rank, since each of them has a part of the weights.
+    # All ranks must call generate(), because each rank holds only shards of the weights.
     ids = trainer.model.generate(prompt, max_new_tokens=40, do_sample=False, synced_gpus=dist.is_initialized())
     trainer.save_model(str(Path(args.folder) / "final"))
     if trainer.is_world_process_zero():
         print(bytes(ids[0].tolist()).decode(errors="replace"))
-        # By safetensors: from_pretrained is of all ranks, as long as the JSON says that models are to be partitioned.
+        # Read with safetensors, because from_pretrained() would be a collective call as long as stage 3 is enabled, and
+        # only rank 0 runs this block.
         saved = load_file(Path(args.folder) / "final" / "model.safetensors")
         print(f"saved {sum(value.numel() for value in saved.values()):,} parameters in {args.folder}/final")
     if dist.is_initialized():

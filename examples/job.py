@@ -1,4 +1,4 @@
-"""The process around the training loop: ranks and device, leaving together, and metrics on disk."""
+"""The process around the training loop: its rank and device, a common stop on signals, and a file of metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
+INTERRUPTED = 130  # exit status that shells use for a command stopped by Ctrl-C
 
 
 @dataclass
 class Job:
-    """Who this process is, and its share of the agreement on stopping."""
+    """This process's rank, the world size, the device, and True in ``stop_requested`` after a signal to stop."""
 
     rank: int
     world: int
@@ -32,14 +32,14 @@ class Job:
     stop_requested: bool = field(default=False, init=False)
 
     def install_signals(self) -> None:
-        """First SIGINT or SIGTERM: leave after the current step. A second one kills at once.
+        """Stop after the current step on the first SIGINT or SIGTERM; a second signal kills the process at once.
 
-        torchrun keeps the terminal's Ctrl-C to itself and passes the signal on to each rank.
+        torchrun handles Ctrl-C itself and forwards the signal to each rank.
         """
 
         def request(signum: int, frame: FrameType | None) -> None:
             self.stop_requested = True
-            # The default action needs no interpreter, so it works while a rank is stuck inside a collective.
+            # Restore the default handlers: they end the process even while Python is blocked inside a collective.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -47,17 +47,18 @@ class Job:
         signal.signal(signal.SIGTERM, request)
 
     def agree(self, value: float = 0.0) -> tuple[bool, float]:
-        """(has any rank been asked to stop, mean of ``value`` over ranks): the same answer on every rank.
+        """Return True if any rank was asked to stop, and the mean of ``value`` over ranks. Collective.
 
-        A rank that left alone would leave the others waiting in the next gather.
+        All ranks get the same result, so they leave the loop after the same step. A rank that left earlier would make
+        the others wait for it in the next gather.
         """
         vector = torch.tensor([float(self.stop_requested), value], dtype=torch.float64)
         if self.world > 1:
-            dist.all_reduce(vector)  # on the CPU, through gloo: does not make the host wait for the device
+            dist.all_reduce(vector)  # a CPU tensor, reduced by gloo, so the host does not wait for the GPU
         return vector[0].item() > 0, vector[1].item() / self.world
 
     def first(self, value: int) -> int:
-        """The first rank's ``value``, on every rank."""
+        """Return rank 0's ``value`` on every rank. Collective."""
         number = torch.tensor(value)
         if self.world > 1:
             dist.broadcast(number, 0)
@@ -66,11 +67,11 @@ class Job:
 
 @contextlib.contextmanager
 def start_job(plain: bool, patience: float = 600.0) -> Iterator[Job]:
-    """Join the process group torchrun describes, if any, and leave it on the way out.
+    """Context with a `Job`. Creates the process group that torchrun describes, if any, and destroys it at the end.
 
     Args:
-        plain: one process, without a group.
-        patience: seconds to wait for other ranks before it is an error; ``hang_timeout``, where zeropp trains.
+        plain: True to require a single process.
+        patience: timeout of gloo's collectives in seconds. With zeropp, its ``hang_timeout``.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if plain and world > 1:
@@ -80,7 +81,8 @@ def start_job(plain: bool, patience: float = 600.0) -> Iterator[Job]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world > 1 and device.type == "cuda":
-        # At its timeout NCCL ends the process; the error of zeropp that names ranks has to come before.
+        # NCCL kills the process at its timeout. Twice the patience lets zeropp raise its error, which names the missing
+        # ranks, before that.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=2 * patience))
     elif world > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
@@ -91,17 +93,18 @@ def start_job(plain: bool, patience: float = 600.0) -> Iterator[Job]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            # gloo's threads drop tensors of the last collectives, and end the process if Python has ended before.
+            # Without this pause, the process may crash at exit: gloo's threads still free tensors of the last
+            # collectives when Python has shut down.
             time.sleep(0.2)
 
 
 class Metrics:
-    """One JSON object a line, flushed line by line, so that a killed run keeps what it had. Rank 0 only.
+    """File of metrics with one JSON object per line; only rank 0 writes. Each line is flushed at once.
 
     Args:
-        path: of the file; None makes one.
-        job: whose metrics they are.
-        append: go on behind what is there; else the file begins anew.
+        path: path of the file; None for ``runs/<time>/metrics.jsonl``.
+        job: this process's rank.
+        append: True to append to an existing file; False to replace it.
     """
 
     def __init__(self, path: Path | None, job: Job, append: bool = False) -> None:
@@ -124,8 +127,8 @@ class Metrics:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak so far: of the allocator on CUDA, of the whole process on the CPU."""
+    """Return the peak of allocated memory in bytes: of torch's allocator on CUDA, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+    return peak if sys.platform == "darwin" else peak * 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux

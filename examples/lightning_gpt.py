@@ -1,11 +1,11 @@
-"""A small GPT by Lightning's Trainer, partitioned by zeropp.
+"""A small GPT trained by Lightning's Trainer and sharded by zeropp.
 
     torchrun --standalone --nproc-per-node 2 examples/lightning_gpt.py
     python examples/lightning_gpt.py --devices 2                       # Lightning starts the second process
     torchrun --standalone --nproc-per-node 2 examples/lightning_gpt.py --folder runs/lightning --resume --epochs 2
 
-It learns the text of this repository's licence, byte by byte, saves at the end of each epoch, and writes one file of
-whole weights. ``--strategy ddp`` is the same without zeropp.
+The model learns the text of this repository's licence, byte by byte. The script saves a checkpoint after each epoch,
+and writes one file with the full weights at the end. ``--strategy ddp`` trains the same model without zeropp.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from text_data import Windows
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+# This import registers the strategy names "zeropp", "zeropp_stage_3" and others.
 import zeropp.integrations.lightning
 
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 
 
 class LanguageModel(L.LightningModule):
-    """The model is built in `configure_model`, where in stage 3 each rank keeps its part as it comes."""
+    """LightningModule that builds its GPT in `configure_model`, where stage 3 shards each module as it is built."""
 
     def __init__(self, layers: int = 3, width: int = 64, heads: int = 4, length: int = 64, rate: float = 3e-3) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class LanguageModel(L.LightningModule):
         self.gpt: GPT | None = None
 
     def configure_model(self) -> None:
-        # It is called before each fit, validation and test.
+        # Lightning calls this method before each fit, validate and test, so build the model only once.
         if self.gpt is None:
             own = self.hparams
             self.gpt = GPT(GPTConfig(layers=own.layers, d_model=own.width, heads=own.heads, seq_len=own.length))
@@ -70,9 +71,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--windows", type=int, default=256, help="of an epoch, over all ranks")
+    parser.add_argument("--windows", type=int, default=256, help="windows per epoch, over all ranks")
     parser.add_argument("--folder", type=Path, default=Path("runs/lightning"))
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the folder")
     return parser.parse_args(argv)
 
 
@@ -103,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     whole = args.folder / "whole.ckpt"
     if trainer.is_global_zero:
+        # zeropp's checkpoint is a folder of shards. This call makes one file that LightningModule can load.
         if args.strategy.startswith("zeropp"):
             zeropp.integrations.lightning.convert_zero_checkpoint_to_fp32_state_dict(saves.last_model_path, whole)
         loss = float(trainer.callback_metrics["val_loss"])

@@ -1,6 +1,6 @@
-"""Bytes of real text, cut into a training and a validation part, and batches drawn from them.
+"""Training and validation text as bytes, and batches of windows drawn from it.
 
-The default text is on every machine that runs Python: the standard library's own sources.
+The default text exists on every machine with Python: the source files of the standard library.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-# Not part of the library proper, and present on some installations only.
+# Folders that are not part of the library itself, and that only some installations have.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 _SEPARATOR = b"\n\n"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Two 1-D uint8 tensors of whole files; no file is in both."""
+    """Training and validation text as 1-D uint8 tensors, and the number of files read.
+
+    ``train`` and ``validation`` consist of different files, unless there are too few files.
+    """
 
     train: Tensor
     validation: Tensor
@@ -29,15 +32,16 @@ class Text:
 
 
 def standard_library() -> Path:
-    """Directory of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def list_files(sources: Sequence[Path] = ()) -> list[Path]:
-    """Files to read, in an order that depends on names only.
+    """Return the files to read, sorted by their names, so that every machine reads them in the same order.
 
-    Without ``sources``: the standard library's ``.py`` files, tests left out. Otherwise the given files, and
-    below the given directories all that are not hidden.
+    Args:
+        sources: files, and folders whose files are all used except hidden ones. If empty: the ``.py`` files of the
+            standard library without its tests.
     """
     if not sources:
         root = standard_library()
@@ -57,10 +61,10 @@ def list_files(sources: Sequence[Path] = ()) -> list[Path]:
 
 
 def load_text(sources: Sequence[Path] = (), holdout_every: int = 20) -> Text:
-    """Read the files; of every ``holdout_every`` files the last goes to validation.
+    """Read the files, and put the last of every ``holdout_every`` files into the validation text.
 
-    Whole files are held out, so that validation never continues a text seen in training. A single file is cut
-    instead, at the same proportion.
+    Whole files are held out, so that no validation window continues a text seen in training. If there are fewer than
+    ``holdout_every`` files, the joined text is cut at the same proportion instead.
     """
     if holdout_every < 2:
         raise ValueError(f"holdout_every={holdout_every}: expected at least 2, to leave some to train on")
@@ -79,25 +83,26 @@ def load_text(sources: Sequence[Path] = (), holdout_every: int = 20) -> Text:
 
 
 def _as_tensor(data: bytes) -> Tensor:
-    # bytearray: frombuffer warns about memory that must not be written to.
+    # bytearray, because torch.frombuffer warns about read-only memory.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Random windows of a text: a pure function of (seed, step), divided among micro-steps and ranks.
+    """Random windows of a text. The windows depend only on seed, step, micro-batch and rank.
 
-    The windows of an optimizer step are drawn for the whole job, and every rank takes its own rows. So ranks see
-    different text, and 2 ranks x 8 windows train on exactly what 1 rank x 16, or 1 rank x 2 micro-steps x 8, trains on.
+    The windows of an optimizer step are drawn for all ranks together, and each rank takes its own rows. So ranks train
+    on different windows, and a step trains on the same windows if only their split over ranks and micro-batches
+    changes: 2 ranks x 8 windows equal 1 rank x 16 windows and 1 rank x 2 micro-batches x 8 windows.
     """
 
     text: Tensor  # [N] uint8
-    batch: int  # windows a rank and micro-step
+    batch: int  # windows per rank and micro-batch
     seq_len: int
     rank: int = 0
     world: int = 1
     seed: int = 0
-    accumulate: int = 1  # micro-steps an optimizer step
+    accumulate: int = 1  # micro-batches per optimizer step
 
     def __post_init__(self) -> None:
         if self.text.numel() <= self.seq_len:
@@ -107,8 +112,8 @@ class Batches:
             )
 
     def starts(self, step: int, micro: int = 0) -> Tensor:
-        """First positions of this rank's windows in a micro-step, [batch]."""
-        # A generator per step, not one running: resuming at a step needs no replay. 2**20 steps a seed.
+        """Return the start positions of this rank's windows in a micro-batch, [batch]."""
+        # A new generator for each step, so that a resumed run needs no replay. Seeds are 2**20 steps apart.
         draw = torch.Generator().manual_seed((self.seed << 20) + step)
         count = self.accumulate * self.world * self.batch
         every = torch.randint(self.text.numel() - self.seq_len, (count,), generator=draw)
@@ -116,15 +121,15 @@ class Batches:
         return every[place : place + self.batch]
 
     def at(self, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank in a micro-step of ``step``, both int64 [batch, seq_len]."""
+        """Return this rank's inputs and targets for a micro-batch of ``step``, both int64 [batch, seq_len]."""
         return _windows(self.text, self.starts(step, micro), self.seq_len)
 
 
 def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets on a device, any dtype and shape; the host does not wait for a card.
+    """Copy inputs and targets to a device without making the host wait for the GPU.
 
-    From pageable memory it would: CUDA then copies when all work of the stream is done, and the next step is issued
-    late. The memory in between stays the allocator's until the card has read it.
+    A copy from pageable memory makes the host wait until the stream has finished its work, so the next step is issued
+    late. Pinned memory avoids that. The allocator reuses a pinned block only after the GPU has read it.
     """
     if device.type == "cuda":
         batch = batch[0].pin_memory(), batch[1].pin_memory()
@@ -134,9 +139,10 @@ def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tenso
 def validation_batches(
     text: Tensor, batch: int, seq_len: int, windows: int, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same evenly spread windows every time; each rank gets its share, in equally many batches.
+    """Yield the same evenly spaced windows on each call, split over ranks, with equally many batches on every rank.
 
-    ``windows`` is rounded up to a multiple of ``world * batch``: all ranks must call forward equally often.
+    ``windows`` is rounded up to a multiple of ``world * batch``, because all ranks must call forward equally often:
+    each forward gathers weights.
     """
     share = world * batch
     windows = -(-windows // share) * share
@@ -155,7 +161,7 @@ def _windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of a file, one byte longer than a model's context; always the same ones."""
+    """Data set of windows of a file: always the same random positions, each ``length + 1`` bytes long."""
 
     def __init__(self, path: Path, length: int, count: int = 4096, seed: int = 0) -> None:
         self.text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()

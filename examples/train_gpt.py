@@ -1,13 +1,13 @@
-"""Train a small GPT on the Python standard library's own sources with ZeRO-3.
+"""Train a small GPT with ZeRO-3 on the source files of Python's standard library.
 
     python examples/train_gpt.py                                         # one process
-    torchrun --nproc-per-node 2 examples/train_gpt.py                    # two, every state partitioned
-    torchrun --nproc-per-node 2 examples/train_gpt.py --config zero.json # a DeepSpeed-style config
+    torchrun --nproc-per-node 2 examples/train_gpt.py                    # two ranks, all states sharded
+    torchrun --nproc-per-node 2 examples/train_gpt.py --config zero.json # a configuration in DeepSpeed's format
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --d-model 2048 --heads 16 --seq-len 2048
     torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/first --resume  # on any number of ranks
 
-On CUDA devices where there are any (NCCL), on the CPU otherwise (gloo). On two CPU cores the default, 10.8 M
-parameters, takes about three minutes to pass from 5.5 to below 2 nats per byte.
+The script runs on CUDA devices (NCCL) or on CPUs (gloo). On two CPU cores the default model with 10.8 million
+parameters takes about three minutes to get from 5.5 to below 2 nats per byte.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument(
         "--data", type=Path, nargs="+", default=[], help="files or directories; default: Python's own library"
     )
-    data.add_argument("--batch", type=positive, help="windows a rank and micro-step; default: as the config says, or 8")
+    data.add_argument("--batch", type=positive, help="windows per rank and micro-batch; default: the config's, or 8")
     data.add_argument(
-        "--accumulate", type=positive, help="micro-steps an optimizer step; default: as the config says, or 1"
+        "--accumulate", type=positive, help="micro-batches per optimizer step; default: the config's, or 1"
     )
     run = parser.add_argument_group("run")
     run.add_argument("--config", type=Path, help="JSON for zeropp; default: stage 3, clipping at 1.0")
     run.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
-        help="compute in bf16; default: as the config says, else whichever is faster here",
+        help="compute in bf16; default: the config's setting, else the faster dtype on this machine",
     )
-    run.add_argument("--plain", action="store_true", help="one process, torch only, as a reference")
+    run.add_argument("--plain", action="store_true", help="one process with torch only, as a reference")
     run.add_argument("--steps", type=int, default=240)
     run.add_argument("--lr", type=float, default=1e-3)
     run.add_argument("--warmup", type=int, default=20, help="steps of linear warmup")
@@ -66,12 +66,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--log-every", type=positive, default=5)
     run.add_argument("--validate-every", type=positive, default=50)
     run.add_argument("--validate-windows", type=int, default=64)
-    run.add_argument("--sample", type=int, default=200, help="bytes to write at the end, 0 for none")
+    run.add_argument("--sample", type=int, default=200, help="bytes to generate at the end, 0 for none")
     run.add_argument("--prompt", default="def ")
-    run.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the run; default: none")
+    run.add_argument("--checkpoint", type=Path, help="folder for the run's checkpoints; default: no checkpoints")
     run.add_argument("--save-every", type=positive, default=50, help="steps between checkpoints; the last is saved")
-    run.add_argument("--resume", action="store_true", help="go on from the newest one in --checkpoint, if there is one")
-    run.add_argument("--metrics", type=Path, help="JSONL; --resume adds to it; default: runs/<time>/metrics.jsonl")
+    run.add_argument("--resume", action="store_true", help="continue from --checkpoint's newest checkpoint, if any")
+    run.add_argument("--metrics", type=Path, help="JSONL; --resume appends to it; default: runs/<time>/metrics.jsonl")
     args = parser.parse_args(argv)
     if not args.prompt:
         parser.error("--prompt is empty; the model needs a byte to go on from")
@@ -83,18 +83,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1."""
+    """Return an argument of the command line as an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
 
 
-# -- configuration and optimizer
+# -- Configuration and optimizer
 
 
 def bf16_is_faster(device: torch.device) -> bool:
-    """Time one matrix product in both dtypes: bf16 is twice as fast on some CPUs, half as fast on others."""
+    """Return True if a matrix product is faster in bf16 than in fp32; on CPUs it may be twice or half as fast."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     seconds = {}
@@ -110,17 +110,17 @@ def bf16_is_faster(device: torch.device) -> bool:
 
 
 def read_config(args: argparse.Namespace) -> zeropp.Config:
-    """The configuration of the file that was given, or the default."""
+    """Return the configuration of the given file, or a default with stage 3 and clipping at norm 1."""
     return zeropp.load_config(args.config or {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0})
 
 
 def make_config(
     config: zeropp.Config, args: argparse.Namespace, job: Job, checkpoints: Checkpoints | None = None
 ) -> zeropp.Config:
-    """``config``, changed only by flags that were given. Settles batch and accumulation."""
+    """Return ``config`` with the changes that flags ask for. Sets ``args.batch`` and ``args.accumulate``."""
     bf16 = args.bf16
     if bf16 is None and not args.config:
-        # Ranks may time differently; all must compute in one dtype.
+        # Ranks may measure different results, but all ranks must compute in one dtype: take the majority.
         _, votes = job.agree(float(bf16_is_faster(job.device)))
         bf16 = votes > 0.5
     changes: dict[str, object] = {}
@@ -140,7 +140,7 @@ def make_config(
 
 
 class PlainOptimizer:
-    """What the loop below uses of ZeroOptimizer, in torch alone: the reference of ``--plain``."""
+    """The methods of ZeroOptimizer that the training loop uses, in plain torch: the reference for ``--plain``."""
 
     def __init__(self, inner: torch.optim.Optimizer, model: nn.Module, config: zeropp.Config) -> None:
         self.inner = inner
@@ -174,12 +174,13 @@ def make_optimizer(
 
     if args.plain:
         return PlainOptimizer(inner, model, config), LambdaLR(inner, factor)
-    optimizer = zeropp.ZeroOptimizer(inner, model, config)  # from here on every rank holds its part only
+    # From here on each rank holds only its shards of weights, gradients and optimizer states.
+    optimizer = zeropp.ZeroOptimizer(inner, model, config)
     return optimizer, LambdaLR(optimizer, factor)
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Linear warmup to 1, then half a cosine down to 0.1 at ``steps``."""
+    """Return the factor on the learning rate: linear warmup to 1, then half a cosine down to 0.1 at ``steps``."""
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -187,25 +188,32 @@ def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
 
 
 def plain_precision(args: argparse.Namespace, config: zeropp.Config, job: Job) -> contextlib.AbstractContextManager:
-    """Autocast for ``--plain`` in bf16; nothing for zeropp, which computes in bf16 by itself."""
+    """Return the autocast context for ``--plain`` in bf16; no effect with zeropp, which computes in bf16 itself."""
     if not (args.plain and config.bf16.enabled):
         return contextlib.nullcontext()
-    # The cache of cast weights empties only when the outermost region ends; around a whole run it would hide
-    # every step from the next forward.
+    # Disable autocast's cache of cast weights: it is cleared only when the context ends, so around a whole run every
+    # forward would use the weights of the first step.
     return torch.autocast(job.device.type, torch.bfloat16, cache_enabled=False)
 
 
-# -- what a run reports
+# -- Measurements
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What this rank has sent since the model was partitioned, and how long it waited; or the difference of two."""
+    """Bytes that this rank has sent and seconds that it has waited, since sharding or between two such readings.
 
-    by_hop: Counter[str]  # "kind levels codec" -> bytes
+    Attributes:
+        by_hop: bytes of each hop, by a string of kind, levels and codec.
+        total: bytes of all hops.
+        between_nodes: bytes sent to other nodes.
+        exposed: seconds in which computation waited for communication.
+    """
+
+    by_hop: Counter[str]
     total: int
     between_nodes: int
-    exposed: float  # seconds
+    exposed: float
 
     def __sub__(self, other: Traffic) -> Traffic:
         by_hop = self.by_hop - other.by_hop
@@ -214,7 +222,7 @@ class Traffic:
 
 
 def traffic(model: nn.Module, args: argparse.Namespace) -> Traffic:
-    """From the ledger; nothing with ``--plain``."""
+    """Return a reading of the model's communication ledger; zeros with ``--plain``."""
     if args.plain:
         return Traffic(Counter(), 0, 0, 0.0)
     ledger = zeropp.comm_report(model)
@@ -222,12 +230,12 @@ def traffic(model: nn.Module, args: argparse.Namespace) -> Traffic:
     return Traffic(Counter(ledger.bytes_by_hop()), ledger.total_bytes, between, sum(r.exposed for r in ledger.rows))
 
 
-# -- the three phases
+# -- Validation, training and sampling
 
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Text, job: Job, args: argparse.Namespace) -> float:
-    """Mean loss over the held-out windows, over all ranks; nats per byte."""
+    """Return the mean loss over the held-out windows of all ranks, in nats per byte. Collective."""
     model.eval()
     losses = []
     for batch in validation_batches(
@@ -239,12 +247,12 @@ def validate(model: nn.Module, text: Text, job: Job, args: argparse.Namespace) -
 
 
 class Meter:
-    """What happened since the last line of metrics."""
+    """Loss, speed and traffic since the last line of metrics."""
 
     def __init__(self, model: nn.Module, job: Job, args: argparse.Namespace) -> None:
         self.model, self.job, self.args = model, job, args
         self.tokens_per_step = args.batch * args.seq_len * job.world * args.accumulate
-        self.loss_sum = torch.zeros((), device=job.device)  # on the device: reading every loss would stall it
+        self.loss_sum = torch.zeros((), device=job.device)  # on the device: reading each loss would make the host wait
         self.restart()
 
     def restart(self) -> None:
@@ -253,7 +261,7 @@ class Meter:
         self.clock = time.perf_counter()
 
     def skip(self, seconds: float, sent: Traffic) -> None:
-        """Leave out what validation took."""
+        """Exclude the time and the traffic of a validation from the next line of metrics."""
         self.clock += seconds
         before = self.before
         self.before = Traffic(
@@ -287,7 +295,7 @@ def train(
     metrics: Metrics,
     checkpoints: Checkpoints,
 ) -> bool:
-    """Run the optimizer steps. False if a rank was asked to stop before the end."""
+    """Run all steps, and return True; return False if a rank was asked to stop before the end."""
     batches = Batches(text.train, args.batch, args.seq_len, job.rank, job.world, args.seed, args.accumulate)
     done = checkpoints.resume(model, optimizer, scheduler)
     meter = Meter(model, job, args)
@@ -296,7 +304,7 @@ def train(
         for step in range(done + 1, args.steps + 1):
             for micro in range(args.accumulate):
                 loss = model(*on_device(batches.at(step - 1, micro), job.device))
-                optimizer.backward(loss)  # divides by the number of micro-steps
+                optimizer.backward(loss)  # divides the loss by the number of micro-batches
                 meter.loss_sum += loss.detach() / args.accumulate
             lr = scheduler.get_last_lr()[0]
             optimizer.step()
@@ -304,6 +312,7 @@ def train(
             scheduler.step()
             bar.update()
             meter.steps += 1
+            # agree() is a collective, so every rank calls it in every step, also to learn of a signal to another rank.
             log = step % args.log_every == 0 or step == args.steps
             stop, loss_mean = job.agree(meter.mean_loss() if log else 0.0)
             if log:
@@ -328,7 +337,7 @@ def train(
 
 
 def describe(record: dict) -> str:
-    """The progress bar's tail; the file of metrics has the bytes of each hop."""
+    """Return the text at the end of the progress bar; the metrics file also has the bytes of each hop."""
     between = record["sent_between_nodes_per_step"] / 1e6
     return (
         f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
@@ -338,11 +347,11 @@ def describe(record: dict) -> str:
 
 
 def sample(model: nn.Module, job: Job, args: argparse.Namespace) -> bool:
-    """Continue the prompt with the model as it lies, partitioned: all ranks run forward, rank 0 prints."""
+    """Continue the prompt with the sharded model. Forward gathers weights, so all ranks run it; rank 0 prints."""
     prompt = torch.tensor(list(args.prompt.encode()), device=job.device)
     text = bytearray(args.prompt.encode())
     for token in generate(model, prompt, args.sample, args.seq_len, seed=args.seed):
-        text.append(min(token, 255))  # a larger --vocab has tokens that no byte stands for
+        text.append(min(token, 255))  # tokens above 255, which a larger --vocab has, stand for no byte
         if job.agree()[0]:
             return False
     if job.rank == 0:
@@ -369,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
         metrics.write("start", **shape, files=text.files, train_bytes=len(text.train), config=settings)
         if job.rank == 0:
             print(f"{shape}, {len(text.train):,} bytes of text, metrics in {metrics.path}", file=sys.stderr)
-        # Kept here, not inside train(): the optimizer holds the weights, so it has to live as long as the model.
+        # A variable of main(), not of train(): the optimizer holds the weights, so it must live as long as the model.
         optimizer, scheduler = make_optimizer(model, config, args)
         with plain_precision(args, config, job):
             finished = train(model, optimizer, scheduler, text, job, args, metrics, checkpoints)

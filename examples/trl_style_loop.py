@@ -1,11 +1,14 @@
-"""Reinforcement learning in the manner of TRL and OpenRLHF, written for DeepSpeed; zeropp stands in for it.
+"""Reinforcement learning with DeepSpeed's API in the way TRL and OpenRLHF use it; zeropp stands in for DeepSpeed.
 
     torchrun --standalone --nproc-per-node 2 examples/trl_style_loop.py
 
-A policy generates with its weights gathered once, a reference model and the policy of before say how likely that was,
-and a clipped policy gradient with a penalty on leaving the reference makes the policy write more of the letter "e". An
-average of its weights is kept beside it. The calls are those of the libraries: hooks taken off around generation, the
-average edited in GatheredParameters, states offloaded while the model generates.
+A small GPT, the policy, learns to write the letter "e" more often. Each step generates text with the policy, whose
+weights are gathered once for all tokens. The policy before the update and a fixed reference model compute the
+log-probabilities of the generated tokens. The loss is a clipped policy gradient plus a penalty on the distance to the
+reference. A third model holds a moving average of the policy's weights.
+
+The loop makes those calls of TRL and OpenRLHF that touch sharded weights: hooks are removed around generation, the
+average is edited in GatheredParameters, and optimizer states are offloaded while the policy generates.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def build(seed: int = 0) -> GPT:
 
 @contextmanager
 def unwrapped_for_generation(engine: Any) -> Any:
-    """The model with whole weights and without hooks, as TRL has it."""
+    """Context that yields the model with full weights and without DeepSpeed's hooks, written as in TRL."""
+    # zeropp's hooks are not in these lists, which are empty; the code shows that TRL's own code works unchanged.
     offload = engine.optimizer.parameter_offload
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         for hook in [*offload.forward_hooks, *offload.backward_hooks]:
@@ -65,34 +69,34 @@ def unwrapped_for_generation(engine: Any) -> Any:
 
 @torch.no_grad()
 def rollout(model: nn.Module, draws: torch.Generator, device: torch.device) -> Tensor:
-    """Tokens [ROLLOUTS, prompt and LENGTH] on the device, sampled by a generator on the CPU."""
+    """Return sampled tokens on the device, [ROLLOUTS, len(PROMPT) + LENGTH]; each row continues PROMPT."""
     tokens = torch.tensor([list(PROMPT)] * ROLLOUTS).to(device)
     for _ in range(LENGTH):
         odds = F.softmax(model(tokens)[:, -1].float(), dim=-1)
-        # Drawn on the CPU, so that a seed gives the same draws wherever the model is.
+        # Draw on the CPU, so that a seed gives the same draws on every device.
         drawn = torch.multinomial(odds.cpu(), 1, generator=draws)
         tokens = torch.cat([tokens, drawn.to(device)], 1)
     return tokens
 
 
 def likelihoods(model: Any, tokens: Tensor) -> Tensor:
-    """Log-probabilities of what was generated, [ROLLOUTS, LENGTH]."""
+    """Return the log-probabilities of the generated tokens (without the prompt), [ROLLOUTS, LENGTH]."""
     logits = model(tokens[:, :-1]).float()
     found = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
     return found[:, -LENGTH:]
 
 
 def policy_loss(now: Tensor, before: Tensor, reference: Tensor, reward: Tensor) -> Tensor:
-    """Clipped policy gradient, and how far the policy is from the reference."""
+    """Return PPO's clipped policy loss plus 0.02 times an estimate of the KL divergence from the reference."""
     advantage = ((reward - reward.mean()) / (reward.std() + 1e-4))[:, None]
     ratio = (now - before).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    apart = (reference - now).exp() - (reference - now) - 1
+    apart = (reference - now).exp() - (reference - now) - 1  # estimate of KL(policy || reference), never negative
     return (0.02 * apart - gain).mean()
 
 
 def follow(average: nn.Module, model: nn.Module, decay: float = 0.9) -> None:
-    """Move the average towards the model, both partitioned, as OpenRLHF does: every rank makes the same edit."""
+    """Move the average towards the model as in OpenRLHF: every rank makes the same edit inside GatheredParameters."""
     for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([parameter, kept]):
             kept.data.copy_(decay * kept.data + (1 - decay) * parameter.data)
@@ -100,12 +104,15 @@ def follow(average: nn.Module, model: nn.Module, decay: float = 0.9) -> None:
 
 def train(args: argparse.Namespace) -> list[float]:
     engine, *_ = deepspeed.initialize(model=build(), config=CONFIG)
+    # Models without an optimizer are only used for forward passes.
     forward_only = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     reference, *_ = deepspeed.initialize(model=build(), config=forward_only)
     average, *_ = deepspeed.initialize(model=build(), config=forward_only)
+    # Each rank draws its own rollouts.
     draws = torch.Generator().manual_seed(engine.global_rank)
     rewards = []
     for step in range(args.steps):
+        # Free the optimizer states' memory on the device while the policy generates.
         engine.optimizer.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu)
         with unwrapped_for_generation(engine) as model:
             tokens = rollout(model, draws, engine.device)
@@ -113,7 +120,7 @@ def train(args: argparse.Namespace) -> list[float]:
         reward = (tokens[:, -LENGTH:] == WANTED).float().mean(-1)
         with torch.no_grad():
             before, usual = likelihoods(engine, tokens), likelihoods(reference, tokens)
-        # Two steps on the same rollouts, which the clipping is for.
+        # Two steps on the same rollouts. The second step's policy differs from ``before``, so the loss clips the ratio.
         for _ in range(2):
             engine.backward(policy_loss(likelihoods(engine, tokens), before, usual, reward))
             engine.step()
