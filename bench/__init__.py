@@ -1,1 +1,1 @@
-"""Benchmarks: a package for each suite, run by ``python -m bench.<name>`` in the root of the repository."""
+"""Benchmarks: one package per suite, started with ``python -m bench.<name>`` in the root of the repository."""

@@ -1,1 +1,1 @@
-"""The Triton kernels and their references, measured; ``python -m bench.kernels``."""
+"""Benchmark of the Triton kernels and of their reference code; ``python -m bench.kernels``."""

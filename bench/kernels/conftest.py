@@ -1,4 +1,4 @@
-"""Options of the kernel benchmarks."""
+"""Command-line options of the kernel benchmarks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The same operations as one writes them in torch without kernels: whole tensors, one step after another.
+"""The operations of zeropp_kernels in plain torch: whole tensors, one torch function after another.
 
-They follow the same formulas, so that a comparison of times is one of equal work; ``test_kernels.py`` compares bits
-before it takes the time. Lengths are multiples of 256 and all values are finite.
+Each function computes the same formulas as its kernel, so times compare equal work. ``test_kernels.py`` compares the
+bits before it measures. Lengths are multiples of 256, and all values are finite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUP = {8: 256, 4: 128}
 
 
 def encode(x: Tensor, bits: int, group: int = 0) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [groups, bytes], scales bfloat16 [groups]) of a flat buffer."""
+    """Return codes (uint8 [groups, bytes]) and scales (bfloat16 [groups]) of a flat buffer."""
     wide = x.view(-1, group or GROUP[bits]).float()
     levels = torch.tensor(127.0 if bits == 8 else 7.0, device=x.device)
     rounded_up = ((wide.abs().amax(1) / levels).view(torch.int32) + 0xFFFF) >> 16
@@ -33,7 +33,7 @@ def encode(x: Tensor, bits: int, group: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Flat float32 values."""
+    """Return the decoded values, flat and float32."""
     signed = codes.view(torch.int8)
     if bits == 4:
         signed = torch.cat([(signed << 4) >> 4, signed >> 4], dim=1)
@@ -41,7 +41,10 @@ def decode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Hadamard transform times 2**-5 of each 32: 16 in a row of a row's lower half, and the 16 above them."""
+    """Return a Hadamard transform over 32 elements, times 2**-5, of each 128-element group.
+
+    A transform combines 16 consecutive elements of a group's lower half with the 16 elements 64 positions later.
+    """
     lower, upper = (x.float() * 0.03125).view(-1, 2, 4, 16).unbind(1)
     pair = torch.stack((lower + upper, lower - upper), dim=1)
     for _ in range(4):
@@ -51,7 +54,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def feedback_(x: Tensor, error: tuple[Tensor, Tensor], bits: int, beta: float) -> tuple[Tensor, Tensor]:
-    """Encode with the error added, and renew the error, in 8 bits (codes, scales)."""
+    """Add the error to ``x``, encode the sum, and update the error, which is stored in 8 bits (codes, scales)."""
     old = decode(*error, 8)
     wanted = x.float() + old
     codes, scales = encode(wanted, bits)
@@ -63,7 +66,7 @@ def feedback_(x: Tensor, error: tuple[Tensor, Tensor], bits: int, beta: float) -
 
 
 def reduce(messages: list[tuple[Tensor, Tensor]], bits: int, scale: float) -> Tensor:
-    """Flat float32 sum of messages, times ``scale``."""
+    """Return the flat float32 sum of several messages, times ``scale``."""
     total = decode(*messages[0], bits)
     for message in messages[1:]:
         total = total + decode(*message, bits)
@@ -71,7 +74,7 @@ def reduce(messages: list[tuple[Tensor, Tensor]], bits: int, scale: float) -> Te
 
 
 def plain_sum(messages: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(float32 sum of values times ``scale``, its sum of squares of each 256, whether all is finite)."""
+    """Return the float32 sum of messages times ``scale``, its squared norm per 256 elements, and True if all finite."""
     total = messages[0].float()
     for message in messages[1:]:
         total += message
@@ -80,7 +83,7 @@ def plain_sum(messages: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor,
 
 
 def delta_encode(shard: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales, the reference that follows)."""
+    """Return codes, scales and the updated reference for the difference of a shard to the reference ``held``."""
     codes, scales = encode(shard - held.float(), 4)
     return codes, scales, (held.float() + decode(codes, scales, 4)).to(held.dtype)
 
@@ -90,7 +93,7 @@ def delta_apply_(codes: Tensor, scales: Tensor, held: Tensor) -> None:
 
 
 def gather_(tensors: list[Tensor], places: list[Tensor], flat: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(sum of squares of each 256, whether all is finite)."""
+    """Copy tensors into a flat buffer and scale it; return its squared norm per 256 elements, and True if finite."""
     torch._foreach_copy_(places, tensors)
     flat.mul_(scale)
     return flat.view(-1, 256).square().sum(1), flat.isfinite().all()

@@ -1,11 +1,11 @@
-"""Host time of a call: what an operation costs before its kernel runs, on buffers too small to matter.
+"""Host time of one call of an operation, on buffers so small that the kernel's own time does not matter.
 
     python -m bench.kernels.launch
 
-"call" is the whole of it. On a GPU calls are queued, not waited for; on CPU the figure holds the work of plain torch on
-few elements. "ours" is the same with Triton's launcher replaced by a function that does nothing: torch's dispatcher,
-checks, and what is computed for a launch; on CPU, too, where it stands for a GPU's, but for the choice of the device.
-The difference on a GPU is the launcher's own.
+Column "call" is the time of a whole call. On a GPU the call only queues the kernel. On a CPU the call also computes, in
+plain torch, on a few elements. Column "ours" is the time with Triton's launcher replaced by a function that does
+nothing. It contains torch's dispatcher, the argument checks and the computation of launch parameters. On a CPU, "ours"
+runs the same code as on a GPU except for the selection of the device. On a GPU, "call" minus "ours" is the launcher.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MICROSECONDS = 1e6
 
 
 def many(device: str, tensors: int) -> dict[str, Run]:
-    """One launch over many tensors of one block each, both ways and into a message."""
+    """Return operations on many tensors of one block each, in one launch: gather, scatter, and encode a message."""
     table = block_table([256] * tensors, device=device)
     given = [torch.ones(256, device=device) for _ in range(tensors)]
     flat = torch.empty(table.numel, device=device)
@@ -57,7 +57,7 @@ def many(device: str, tensors: int) -> dict[str, Run]:
 
 @contextmanager
 def no_launcher(device: str) -> Iterator[None]:
-    """Kernels are not launched; on CPU the operations go a GPU's way to where they would be."""
+    """Context that disables kernel launches; on a CPU, operations take the code path of a GPU up to the launch."""
     from zeropp_kernels import device as triton_side
 
     def nothing(self: object, grid: object) -> Any:
@@ -73,8 +73,8 @@ def no_launcher(device: str) -> Iterator[None]:
 
 
 def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
-    """Median over rounds of a call's share of one."""
-    run()  # compiles
+    """Return the median over rounds of the mean time of a call, in microseconds."""
+    run()  # the first call compiles the kernels
     taken = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -88,7 +88,7 @@ def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=100, help="of a round")
+    parser.add_argument("--calls", type=int, default=100, help="calls per round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write microseconds by operation to this file")
     given = parser.parse_args()

@@ -1,7 +1,7 @@
-"""What is timed: each operation of zeropp_kernels, with its memory, beside the same by hand (``eager.py``).
+"""The timed operations: each operation of zeropp_kernels with its buffers, and the same in plain torch (``eager.py``).
 
-Bytes are those that must move once: inputs read, outputs written. ``numel`` is that of the values, whatever is made of
-them.
+The number of bytes of an operation counts each input once and each output once. ``numel`` is the number of values,
+independent of their encoding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from zeropp_kernels import BlockTable, block_table, lossless_layout, message_lay
 
 __all__ = ["OPERATIONS", "Operation", "Run", "Twin", "parts_of", "values"]
 
-Run = Callable[[], Sequence[Tensor]]  # returns what it made
-MESSAGES = 4  # summed by the reductions
+Run = Callable[[], Sequence[Tensor]]  # runs the operation once; returns the tensors that it has written
+MESSAGES = 4  # number of messages that the reductions sum
 BETA = 0.8
 SCALE = 1 / MESSAGES
 
 
 @dataclass(frozen=True)
 class Twin:
-    """One operation on its memory: a call of zeropp_kernels, and the same by hand where one would write that."""
+    """One operation with its buffers: a call of zeropp_kernels, and the same in plain torch (None if not written)."""
 
     ours: Run
     by_hand: Run | None = None
@@ -37,10 +37,10 @@ class Operation:
     """One line of the table.
 
     Attributes:
-        name: as shown.
-        target: percent of the copy bandwidth to reach on a GPU at 256 MiB and more; 0 where none is set.
-        nbytes: bytes that must move for ``numel`` values.
-        make: (numel, device) -> both ways to run it.
+        name: name in the table.
+        target: goal on a GPU for 256 MiB and more, in percent of the copy's bandwidth; 0 for no goal.
+        nbytes: function from ``numel`` to the bytes that must be moved.
+        make: function from ``numel`` and a device to the operation's `Twin`.
     """
 
     name: str
@@ -63,14 +63,14 @@ def room(numel: int, bits: int, device: str, count: int = 1) -> Tensor:
 
 
 def fields(message: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of one message, as views in the shape that eager code has them."""
+    """Return codes and scales of one message, as views in the shapes that ``eager.py`` uses."""
     layout = message_layout(numel, bits)
     codes = message[: layout.codes_nbytes].view(layout.groups, -1)
     return codes, message[layout.scales_offset :][: 2 * layout.groups].view(torch.bfloat16)
 
 
 def messages_for(numel: int, bits: int, count: int, device: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """``count`` messages with real codes and scales, and their fields."""
+    """Return a buffer with ``count`` encoded messages of random values, and codes and scales of each message."""
     buffer = room(numel, bits, device, count)
     for seed, part in enumerate(buffer.chunk(count)):
         kernels.quantize_(values(numel, device, seed=seed), part, bits=bits)
@@ -78,7 +78,7 @@ def messages_for(numel: int, bits: int, count: int, device: str) -> tuple[Tensor
 
 
 def kept(numel: int) -> int:
-    """Bytes of the error, read and written."""
+    """Return the bytes of the error feedback's state, counted twice: read and written."""
     return 2 * state_layout(numel, 4).nbytes
 
 
@@ -198,7 +198,7 @@ def delta_apply(numel: int, device: str) -> Twin:
 
 
 def _stepped(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights after a step, before it, and room for the starts of escapes."""
+    """Return weights after a step, weights before it, and a buffer for the positions of escaped values."""
     held = values(numel, device)
     noise = values(numel, device, torch.float32).roll(1)
     new = (held.float() + 0.004 * noise * held.float()).bfloat16()
@@ -235,7 +235,7 @@ def lossless_decode(numel: int, device: str) -> Twin:
 
 
 def parts_of(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
-    """Twelve tensors that fill a flat buffer, as a transformer block's gradients would."""
+    """Return twelve tensors that fill a flat buffer, like a transformer block's gradients, and their block table."""
     size = max(flat.numel() // 12 // 256 * 256, 256)
     offsets = list(range(0, flat.numel() - size + 1, size))
     table = block_table([size] * len(offsets), offsets, flat.numel(), device=flat.device)

@@ -1,12 +1,14 @@
-"""Gradients to pinned host memory, and weights back: kernels that reach over the bus against the copy engine.
+"""Copies of gradients to pinned host memory and of weights back: kernels that access host memory, or the copy engine.
 
     python -m bench.kernels.pinned [--mebibytes 256]
 
-"direct" is one launch that reads or writes the host's memory itself; "staged" a launch on the device and a copy by the
-copy engine, which needs a buffer of the same size on the device; "pageable" a copy of memory that is not pinned, for
-which the host waits. Each must move the right values. "matrix product" is a chain of products alone, then with each
-way of the tensors beside it on another stream: what a way takes from whoever computes meanwhile. Without a CUDA device
-there is no bus and no stream: then all of it is in the host's memory, one after the other, and the figures say nothing.
+"direct" is one launch that reads or writes host memory itself. "staged" is a launch on the device and a copy by the
+copy engine, with an additional device buffer of the same size. "pageable" is a copy of memory that is not pinned, which
+makes the host wait. Each way is checked for correct values first.
+
+"matrix product" is the time of a chain of matrix products, first without copies and then with each way running on
+another stream. The increase is the slowdown that a copy causes to computation. Without a CUDA device all buffers are in
+host memory and run one after another, so the numbers have no meaning.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ ROUNDS = 9
 
 @dataclass(frozen=True)
 class Way:
-    """One way over the bus.
+    """One way to copy over the bus.
 
     Attributes:
-        run: goes it.
-        made: what it fills, and ``expected`` what that must hold then.
+        run: function that copies.
+        made: tensors that ``run`` fills.
+        expected: values of ``made`` after ``run``.
     """
 
     run: Callable[[], object]
@@ -44,7 +47,7 @@ class Way:
     expected: list[Tensor]
 
     def is_right(self) -> bool:
-        """Whether it moves the values; what it fills is spoilt before."""
+        """Return True if ``run`` writes the expected values; the targets are filled with NaN first."""
         for each in self.made:
             each.fill_(float("nan"))
         self.run()
@@ -53,13 +56,13 @@ class Way:
 
 
 def synchronize() -> None:
-    """Wait for the device; without one, everything is done."""
+    """Wait for the CUDA device, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def milliseconds(way: Way) -> float:
-    """Median of a call, between two synchronisations."""
+    """Return the median time of a call in milliseconds, with a synchronization before and after the call."""
     taken = []
     for _ in range(ROUNDS + 2):
         synchronize()
@@ -71,8 +74,9 @@ def milliseconds(way: Way) -> float:
 
 
 def milliseconds_of_products(device: str, beside: Way | None) -> float:
-    """Median of a chain of matrix products that begins just after ``beside``, which goes on another stream."""
-    # About 2 ms on an H100, where 256 MiB take 5 ms over the bus, as predicted; on CPU as little as will do.
+    """Return the median time in milliseconds of a chain of matrix products, with ``beside`` on another stream."""
+    # A chain should take about 2 ms on an H100, where 256 MiB should take 5 ms over the bus. On a CPU, which has no
+    # second stream, the chain is as short as possible.
     size, chain = (4096, 8) if device == "cuda" else (64, 1)
     left, right = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(left)
@@ -94,8 +98,8 @@ def milliseconds_of_products(device: str, beside: Way | None) -> float:
 
 
 def ways(numel: int, device: str) -> dict[str, Way]:
-    """What is timed; all move ``numel`` bfloat16 values over the bus."""
-    # The tensors fill the buffer but for a remainder, where nothing is to be moved.
+    """Return the timed ways by name; each copies about ``numel`` bfloat16 values."""
+    # The tensors have equal sizes in multiples of 256 elements, so their total is a little smaller than ``numel``.
     tensors, table = parts_of(values(numel, device))
     numel = sum(each.numel() for each in tensors)
     flat, spare = values(numel, device), torch.empty(numel, dtype=torch.bfloat16, device=device)
@@ -128,8 +132,8 @@ def ways(numel: int, device: str) -> dict[str, Way]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=256, help="of bfloat16 values")
-    parser.add_argument("--json", type=Path, help="write seconds and bytes by way to this file")
+    parser.add_argument("--mebibytes", type=int, default=256, help="MiB of bfloat16 values")
+    parser.add_argument("--json", type=Path, help="write seconds and bytes of each way to this file")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{describe(machine(device))} {given.mebibytes} MiB of bfloat16, median of {ROUNDS}")

@@ -1,7 +1,7 @@
-"""A table and a bar chart of what `pytest bench/kernels --benchmark-json=FILE` measured.
+"""Table and bar chart of a result file of ``pytest bench/kernels --benchmark-json=FILE``.
 
 python -m bench.kernels.report FILE...                # prints the table
-python -m bench.kernels.report FILE... --save NAME    # also bench/results/<date>_NAME.{md,json,png}
+python -m bench.kernels.report FILE... --save NAME    # also writes bench/results/<date>_NAME.{md,json,png}
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rows_of(measured: dict) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: one line for each operation, contender and size."""
+    """Return a Markdown table with one line per operation, contender and size."""
     if not rows:
         raise SystemExit("the file holds no measurements of bench/kernels")
     lines = [
@@ -45,7 +45,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def chart(rows: Sequence[Row], path: Path) -> None:
-    """Bars of GB/s, one colour a contender, and a line at the copy's; at the largest size with most contenders."""
+    """Draw bars of GB/s by operation and contender, and a line at the copy's GB/s.
+
+    The chart shows one size: among those that most contenders were measured at, the largest.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

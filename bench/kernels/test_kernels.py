@@ -1,12 +1,12 @@
-"""Bandwidth of every operation beside a copy in the same run, with pytest-benchmark.
+"""Bandwidth of each operation, compared with a copy in the same run; measured by pytest-benchmark.
 
-    pytest bench/kernels                                  # one core and small sizes on CPU, 1 MiB to 2 GiB on a GPU
+    pytest bench/kernels                                  # small sizes on one CPU core, or 1 MiB to 2 GiB on a GPU
     pytest bench/kernels --sizes 1,256 -k "int4"
-    pytest bench/kernels --benchmark-disable --sizes 1    # only that everything runs, and by hand gives the same bits
+    pytest bench/kernels --benchmark-disable --sizes 1    # only check that all run, and that eager code has equal bits
     pytest bench/kernels --benchmark-json=out.json && python bench/kernels/report.py out.json --save NAME
 
-A size is that of the values in bfloat16. A round is as many calls as take some milliseconds, timed together: on a GPU
-between two synchronisations, so that a call's own launch is hidden where kernels are long, and seen where they are not.
+A size is in MiB of bfloat16 values. A round times several calls together, about 20 ms. On a GPU a round lies between
+two synchronizations, so the host time of launches is hidden if kernels are long, and visible if they are short.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ABOUT = machine(DEVICE)
 ROUNDS = 7
 ROUND_SECONDS = 0.02
 SIZES = [1, 16, 64, 256, 1024, 2048] if DEVICE == "cuda" else [1, 16]
-_copied: dict[int, float] = {}  # size -> bytes a second of the copy in this run
-torch.set_num_threads(1)  # on CPU the figures are those of one core
+_copied: dict[int, float] = {}  # size in MiB -> bytes per second of the copy in this run
+torch.set_num_threads(1)  # CPU results are for one core
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -42,7 +42,7 @@ def synchronize() -> None:
 
 
 def calls_of(run: Run) -> int:
-    """How many calls make a round."""
+    """Return the number of calls that take about ROUND_SECONDS."""
     for _ in range(3):
         run()
     synchronize()
@@ -53,7 +53,7 @@ def calls_of(run: Run) -> int:
 
 
 def seconds(benchmark: Callable[..., object], run: Run) -> float:
-    """Median of a call."""
+    """Return the median time of a call in seconds."""
     calls = calls_of(run)
 
     def several() -> None:
@@ -93,7 +93,7 @@ HAND_WRITTEN = [operation.name for operation in OPERATIONS if operation.make(307
 
 
 def by_hand(name: str, mebibytes: int) -> Run:
-    """The same in plain torch, after a look at its results: equal work is what makes times comparable."""
+    """Return the operation in plain torch, after checking that its results equal the kernel's bit for bit."""
     twin = NAMED[name].make(mebibytes << 19, DEVICE)
     assert twin.by_hand is not None
     for ours, theirs in zip(twin.ours(), twin.by_hand(), strict=True):
@@ -101,7 +101,7 @@ def by_hand(name: str, mebibytes: int) -> Run:
     return twin.by_hand
 
 
-@pytest.mark.parametrize("name", NAMED)  # the copy comes first: the others are compared with it
+@pytest.mark.parametrize("name", NAMED)  # "copy" comes first, because the others are compared with it
 def test_zeropp(benchmark: Callable[..., object], name: str, mebibytes: int) -> None:
     record(benchmark, NAMED[name], "zeropp_kernels", mebibytes, NAMED[name].make(mebibytes << 19, DEVICE).ours)
 
@@ -113,14 +113,14 @@ def test_eager(benchmark: Callable[..., object], name: str, mebibytes: int) -> N
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_compiled(benchmark: Callable[..., object], name: str, mebibytes: int) -> None:
-    """The eager code through torch.compile; its bits may differ, since it drops roundings between operations."""
+    """The eager code with torch.compile; its bits may differ, because it skips roundings between operations."""
     torch._dynamo.reset()
     run = torch.compile(by_hand(name, mebibytes), dynamic=False)
     record(benchmark, NAMED[name], "torch.compile", mebibytes, run)
 
 
 def test_deepspeed(benchmark: Callable[..., object], mebibytes: int) -> None:
-    """DeepSpeed's symmetric int8 quantizer in groups of 256; a CUDA extension that it builds at first use."""
+    """DeepSpeed's symmetric int8 quantizer in groups of 256, a CUDA extension that is built at its first use."""
     builder = pytest.importorskip("deepspeed.ops.op_builder", reason="deepspeed is not installed").QuantizerBuilder()
     if DEVICE != "cuda":
         pytest.skip("DeepSpeed's quantizer needs CUDA")

@@ -1,10 +1,10 @@
-"""Training over slow links: tokens a second and bytes between nodes, zeropp beside DDP and FSDP2.
+"""Training over slow links: tokens per second and bytes between nodes, for zeropp, DDP and FSDP2.
 
     sudo python -m bench.network --nodes 2 --rates wait80,200,50 --equal zeropp_s3,zeropp_pp --save two-nodes
 
-Nodes are network namespaces with two ranks each, joined by links whose rate a token bucket limits; the bytes are those
-that the kernel counted on the first node's device. All systems live in the same processes, train the same model on the
-same data and take turns, round by round. Linux, root.
+Each node is a network namespace with two ranks. A token bucket limits the rate of the links between nodes. The number
+of bytes is read from the kernel's counter of the first node's network device. All systems live in the same processes,
+train the same model on the same data, and take turns in each round. The benchmark needs Linux and root.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYSTEMS = (
 ALSO = "ddp_zero1,fsdp2_hpz,fsdp2_a2a,deepspeed,deepspeed_hpz,zeropp,zeropp_s0,zeropp_s1,zeropp_s2,zeropp_mics"
 NAMES = [name for name in f"{SYSTEMS},{ALSO}".split(",") if name != "zeropp_pp_x4"]
 COPIES = ("zeropp_hpz", "zeropp_pp", "zeropp_pp_loco", "zeropp_delta4", "zeropp_lossless")
-PORT = "29500"  # nobody else has ports in the namespaces
+PORT = "29500"  # any port is free in a new namespace
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -46,23 +46,23 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--local", type=int, default=2, help="ranks a node")
+    parser.add_argument("--local", type=int, default=2, help="ranks per node")
     parser.add_argument(
         "--rates",
         default="wait80,200,50",
-        help="million bits a second, one after the other, after a run without limit; wait80: where zeropp_s3 waits 80 "
-        "percent of its step",
+        help="million bits per second, one after another, after a run without limit; wait80: the rate at which "
+        "zeropp_s3 waits for 80 percent of its step",
     )
-    parser.add_argument("--equal", default="", help="systems also run where the link takes as long as the rest")
+    parser.add_argument("--equal", default="", help="systems also run at a rate where link time equals compute time")
     parser.add_argument("--systems", default=SYSTEMS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="steps a system and round")
+    parser.add_argument("--steps", type=int, default=2, help="steps per system and round")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before anything is measured")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="compute; gradients on the wire, too")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="dtype of compute and sent gradients")
     parser.add_argument(
         "--tcp",
         metavar="NAME",
-        help="congestion control on the links; default: cubic where the kernel allows it, else reno, else what it has",
+        help="congestion control of the links; default: cubic if the kernel allows it, else reno, else the current one",
     )
     add_model_flags(parser)
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_network-<NAME>.md, .json and .png")
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def wrong(args: argparse.Namespace) -> str | None:
-    """What is wrong with the command line; ranks on their nodes could only say it many times over."""
+    """Return an error text for an invalid command line, else None. Checked here so that not every rank reports it."""
     if args.tcp is not None and args.tcp not in congestion.allowed():
         return f"--tcp {args.tcp}: the kernel allows {', '.join(congestion.allowed()) or 'no choice'}"
     if args.nodes < 2:
@@ -109,7 +109,7 @@ def wrong(args: argparse.Namespace) -> str | None:
 
 
 def measure(args: argparse.Namespace, result: Path) -> dict:
-    """Run the ranks on their nodes; what rank 0 wrote."""
+    """Run the ranks on their nodes, and return the results that rank 0 has written."""
     flags = {
         "systems": args.systems, "rates": args.rates, "equal": args.equal, "dtype": args.dtype,
         "reduce-dtype": args.dtype, "warm-up": args.warm_up, "steps": args.steps, "rounds": args.rounds,
@@ -121,8 +121,9 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
         ranks = []
         for rank in range(args.nodes * args.local):
             node, local = divmod(rank, args.local)
-            # Not by torchrun, whose ranks are sessions of their own: Linux may share out time among sessions first
-            # (sched_autogroup), and some ranks then wait long for the cores while others wait for them.
+            # Start the ranks without torchrun, which makes each rank a session of its own. Linux may share CPU time
+            # among sessions first (sched_autogroup). Some ranks would then wait for a core while all others wait for
+            # them in a collective.
             own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": args.nodes * args.local}
             own |= {"LOCAL_WORLD_SIZE": args.local, "MASTER_ADDR": found[0].address, "MASTER_PORT": PORT}
             own |= {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
@@ -137,18 +138,21 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent is killed, who can then stop nobody; lasts through ``exec``."""
+    """Let the kernel kill this process when its parent dies, because then nothing else stops it; survives ``exec``."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def stop(rank: subprocess.Popen) -> None:
-    """End a rank, if it has not, and wait for that."""
+    """Kill a rank if it still runs, and wait for its end."""
     rank.kill()
     rank.wait()
 
 
 def exit_codes(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
-    """Once all have ended, or one has failed, for which the others would wait: None for those that still run."""
+    """Wait until all ranks have ended or one has failed; return the exit codes, None for ranks that still run.
+
+    The other ranks would wait for a failed one in their next collective.
+    """
     while True:
         codes = [rank.poll() for rank in ranks]
         if any(codes) or None not in codes:

@@ -1,8 +1,8 @@
-"""Nodes on one machine: network namespaces joined by links of a chosen rate. Linux and root only.
+"""Nodes on one machine: network namespaces connected by links of a limited rate. Needs Linux and root.
 
-Each node is a namespace with one device that leads to a bridge in a namespace of its own. What the ranks of a node say
-to each other stays on its loopback; what leaves the node passes the device, whose counter the kernel keeps, and a token
-bucket that lets so many bits a second through.
+Each node is a namespace with one network device, which leads to a bridge in another namespace. Ranks of one node
+communicate over the namespace's loopback. All other traffic goes through the device, where the kernel counts its bytes
+and a token bucket limits its rate.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from bench.common.namespaces import ip, run
 __all__ = ["DEVICE", "Node", "cut_into_frames", "nodes", "sent_bytes", "set_rate"]
 
 DEVICE = "uplink"
-_MTU = "9000"  # bytes a frame, as on the networks of clusters; headers are 0.7 % of that
-_SEGMENT = 60 * 1024  # bytes that TCP hands the device at once, at most; network cards cut them into frames themselves
-# Bytes that may pass at once: one segment, or the kernel would cut it here, on the cores that the ranks compute on.
+_MTU = "9000"  # bytes per frame, as in cluster networks; headers are 0.7 % of a frame
+_SEGMENT = 60 * 1024  # largest number of bytes that TCP passes to the device at once; real network cards split them
+# Bytes that may pass at once: at least one segment. With less, the kernel would split segments, on the ranks' cores.
 _BURST = 64 * 1024
-_UNCUT = 2**16 - 1  # frames, more than a segment has
-_QUEUE = 64 * 2**20  # bytes that may wait: frames that are dropped would be sent, and counted, twice
+_UNCUT = 2**16 - 1  # limit of frames per segment that no segment reaches
+_QUEUE = 64 * 2**20  # bytes that may wait; with a shorter queue frames would be dropped, sent again and counted twice
 
 
 @dataclass(frozen=True)
 class Node:
-    """A namespace and its address on the common network."""
+    """A namespace, and its IP address on the network between nodes."""
 
     name: str
     address: str
 
     def command(self, *words: str) -> list[str]:
-        """The command line that runs ``words`` on this node."""
+        """Return the command line that runs ``words`` on this node."""
         return namespaces.command_on(self.name, *words)
 
 
 @contextlib.contextmanager
 def nodes(count: int, tcp: str | None = None) -> Iterator[list[Node]]:
-    """``count`` nodes that reach each other at full speed, until :func:`set_rate`; gone at the end, whatever ends it.
+    """Context with ``count`` connected nodes without a rate limit (see :func:`set_rate`); removes them at the end.
 
     Args:
-        count: how many.
-        tcp: the congestion control that TCP is to use there; None for what ``congestion`` chooses.
+        count: number of nodes.
+        tcp: TCP congestion control for the nodes; None for the choice of :mod:`bench.common.congestion`.
 
     Raises:
-        RuntimeError: they cannot be made.
+        RuntimeError: the nodes cannot be made.
     """
     reason = namespaces.unavailable("tc")
     if reason is not None:
@@ -72,7 +72,7 @@ def nodes(count: int, tcp: str | None = None) -> Iterator[list[Node]]:
             namespaces.choose_congestion(node.name, tcp)
         yield found
     finally:
-        for number in before:  # whoever is impatient, and `timeout`, sends several
+        for number in before:  # ignore further signals, which a user or `timeout` may send during the cleanup
             signal.signal(number, signal.SIG_IGN)
         for name in [node.name for node in found] + [hub]:
             namespaces.remove(name)
@@ -81,16 +81,16 @@ def nodes(count: int, tcp: str | None = None) -> Iterator[list[Node]]:
 
 
 def _stop(number: int, frame: object) -> None:
-    """A signal that would end the process becomes an exception, so that nodes are removed."""
+    """Turn a signal into an exception, so that the nodes are removed before the process ends."""
     raise SystemExit(128 + number)
 
 
-# On a node.
+# Functions that run on a node.
 
 
 def set_rate(megabits: float | None) -> None:
-    """Let this node send so many million bits a second, headers included; None for no limit."""
-    subprocess.run(["tc", "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)  # there may be none
+    """Limit the rate at which this node sends, in million bits per second with headers; None for no limit."""
+    subprocess.run(["tc", "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)  # fails if there is no limit
     if megabits is not None:
         rate = f"{round(megabits * 1000)}kbit"
         bucket = ["tbf", "rate", rate, "burst", str(_BURST), "limit", str(_QUEUE)]
@@ -98,10 +98,10 @@ def set_rate(megabits: float | None) -> None:
 
 
 def cut_into_frames(yes: bool) -> None:
-    """Have the kernel cut what TCP sends into frames, each with its headers, before the device counts it; or not."""
+    """Let the kernel split TCP segments into frames before the device counts their bytes, so all headers count."""
     ip("link", "set", "dev", DEVICE, "gso_max_segs", "1" if yes else str(_UNCUT))
 
 
 def sent_bytes() -> int:
-    """Bytes that have left this node; headers of TCP, IP and Ethernet as often as :func:`cut_into_frames` says."""
+    """Return the bytes that have left this node. :func:`cut_into_frames` decides how many headers are included."""
     return namespaces.sent_bytes(DEVICE)

@@ -1,4 +1,4 @@
-"""What the ranks measured, by rate and system."""
+"""``Measured``: the results of the ranks, accessible by rate and system."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import statistics
 
 __all__ = ["BASE", "Measured", "rate_name"]
 
-BASE = "zeropp_s3"  # whose waiting defines a rate
+BASE = "zeropp_s3"  # "wait80" is the rate at which this system waits for 80 % of its step
 
 
 class Measured:
-    """One run's rows, by rate and system."""
+    """Results of one run, by rate and system."""
 
     def __init__(self, found: dict, settings: dict) -> None:
         self.found = found
         self.settings = settings
         nodes = settings["nodes"]
-        self.unit = 2 * found["numel"] * (nodes - 1) / nodes  # M (n-1)/n, M the bytes of the weights in bf16
+        self.unit = 2 * found["numel"] * (nodes - 1) / nodes  # M (n-1)/n, with M = bytes of the weights in bf16
         self.tokens = nodes * settings["local"] * settings["batch"] * settings["seq_len"]
         self.kinds = dict.fromkeys((r["kind"], r["rate"]) for r in found["rows"] if r["kind"] != "equal")
 
@@ -27,7 +27,7 @@ class Measured:
         return statistics.median(self.values("s", kind, rate, system))
 
     def speed(self, kind: str, rate: float | None, system: str) -> float:
-        """Tokens a second, all ranks together."""
+        """Return the tokens per second of all ranks together."""
         return self.micro_batches(system) * self.tokens / self.step(kind, rate, system)
 
     def micro_batches(self, system: str) -> int:
@@ -38,7 +38,7 @@ class Measured:
 
 
 def rate_name(kind: str, rate: float | None, base: str = BASE) -> str:
-    """The words for a title; ``base`` is what the system is called whose waiting defines a rate."""
+    """Return the title of a rate; ``base`` is the displayed name of the system that defines rates like "wait80"."""
     if rate is None:
         return "no limit"
     share = f", where {base} waits {kind.removeprefix('wait')} % of its step" if kind.startswith("wait") else ""

@@ -1,4 +1,4 @@
-"""What network.py measured as a picture: bytes as bars; tokens a second as bars at one rate, as lines over several."""
+"""Plot of the results: bars of bytes, and tokens per second as bars (one rate) or as lines (several rates)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bench.network.measured import BASE, Measured, rate_name
 
 __all__ = ["LOOKS", "colour", "draw", "label"]
 
-# Name and colour of each system, the same in every plot. The colours keep their distance under red and green blindness,
-# too; nobody tells so many apart at a glance, so bars have their names beside them and lines have markers.
+# Name and colour of each system, equal in all plots. The colours also differ for red-green colour blindness. There are
+# too many colours to match with a legend, so bars have their names beside them, and lines have markers.
 LOOKS = {
     "ddp": ("DDP", "#000000"),
     "ddp_zero1": ("DDP + ZeroRedundancyOptimizer", "#EABBBB"),
@@ -36,30 +36,30 @@ LOOKS = {
     "zeropp_lossless": ("zeropp lossless: exact weight differences", "#7F4C6E"),
 }
 _MARKERS = "osD^v<>"
-_INCHES = 0.3  # a bar's, with its space
+_INCHES = 0.3  # height of a bar with its gap
 
 
 def _parts(system: str) -> tuple[str, int]:
-    """The system and its micro-batches: "_x4" behind one is four."""
+    """Return a system's base name and its number of micro-batches: "zeropp_pp_x4" has four."""
     base, _, times = system.partition("_x")
     return base, int(times or 1)
 
 
 def label(system: str) -> str:
-    """What a reader knows a system by."""
+    """Return the displayed name of a system."""
     base, times = _parts(system)
     return LOOKS[base][0] + (f", {times} micro-batches" if times > 1 else "")
 
 
 def colour(system: str) -> str:
-    """The color of a system; the darker the more micro-batches."""
+    """Return the color of a system; more micro-batches make it darker."""
     base, times = _parts(system)
     channels = (int(LOOKS[base][1][start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(channel / times**0.4):02X}" for channel in channels)
 
 
 def _bars(axis: Axes, systems: list[str], values: list[float], form: str) -> None:
-    """One bar a system, the first on top, with its value at its end."""
+    """Draw one bar per system, from top to bottom, with its value at its end."""
     drawn = axis.barh([label(name) for name in systems], values, color=[colour(name) for name in systems])
     for bar, name in zip(drawn, systems, strict=True):
         bar.set_hatch("///" if _parts(name)[1] > 1 else "")
@@ -69,7 +69,7 @@ def _bars(axis: Axes, systems: list[str], values: list[float], form: str) -> Non
 
 
 def _lines(axis: Axes, systems: list[str], rates: list[float], speeds: dict[str, list[float]]) -> None:
-    """One line a system; their names beside the axes, in the order of the lines at the lowest rate."""
+    """Draw one line per system; the legend has the order of the lines at the lowest rate."""
     for name in sorted(systems, key=lambda name: -speeds[name][0]):
         base, times = _parts(name)
         marker = _MARKERS[list(LOOKS).index(base) % len(_MARKERS)]
@@ -88,7 +88,7 @@ def _lines(axis: Axes, systems: list[str], rates: list[float], speeds: dict[str,
 
 
 def draw(measured: Measured) -> Figure:
-    """The picture; where no rate was limited, with the speeds without a limit."""
+    """Return the plot. If no rate was limited, it shows the speeds without a limit."""
     systems = measured.systems("free", None)
     limited = sorted((rate, kind) for kind, rate in measured.kinds if rate is not None)
     several = len(limited) > 1
@@ -97,7 +97,7 @@ def draw(measured: Measured) -> Figure:
     left, right = figure.subplots(1, 2, sharey=not several)
     sent = [measured.found["counted"][name]["device"] / measured.unit for name in systems]
     _bars(left, systems, sent, "%.2f")
-    left.invert_yaxis()  # the first on top
+    left.invert_yaxis()  # put the first system on top
     left.set_xlabel("bytes that a node sends in a step, in units of M (n-1)/n\nless is better")
     if several:
         speeds = {name: [measured.speed(kind, rate, name) for rate, kind in limited] for name in systems}

@@ -1,6 +1,6 @@
-"""What each rank runs: systems take turns over a link of one rate after the other.
+"""The program of each rank: all systems take turns, at one link rate after another.
 
-Started by ``python -m bench.network`` on every node; writes what it measured from rank 0.
+``python -m bench.network`` starts the program on every node. Rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.step_time.systems import build
 from examples.gpt import GPT, GPTConfig
 from examples.text_data import Batches, load_text
 
-_TRIES = 4  # to find it
+_TRIES = 4  # attempts to find the rate of waiting_rate()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,12 +40,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def first_on_node() -> bool:
-    """Whether this rank sets what the ranks of its node share."""
+    """Return True if this rank changes settings that all ranks of its node share, such as the link's rate."""
     return int(os.environ["LOCAL_RANK"]) == 0
 
 
 class Race:
-    """The contestants, and the link they share."""
+    """All systems, and the link that they share."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -57,9 +57,10 @@ class Race:
         self.rows: list[dict] = []
 
     def turn(self, contestant: Contestant, steps: int) -> tuple[float, float]:
-        """(seconds, bytes that the first node sent to others) a step; the same numbers on every rank.
+        """Return seconds and bytes that the first node sent to other nodes, per step; the same on every rank.
 
-        From the end of one step to the end of another: what a step leaves on its way, the next one's forward hides.
+        An unmeasured step comes first. The measurement lasts from the end of that step to the end of the last one,
+        because communication left in flight by a step is hidden by the forward of the next step.
         """
         meet(torch.device("cpu"))
         contestant.one_step()
@@ -74,7 +75,7 @@ class Race:
         return seconds, nbytes
 
     def sent_in(self, contestant: Contestant, steps: int) -> int:
-        """Bytes that this node sends to others in some steps, until nothing of them is on its way."""
+        """Return the bytes that this node sends to other nodes in some steps, including all that is left in flight."""
         meet(torch.device("cpu"))
         sent = sent_bytes()
         meet(torch.device("cpu"))
@@ -85,13 +86,13 @@ class Race:
         return sent_bytes() - sent
 
     def limit(self, rate: float | None) -> None:
-        """Every node sends so many million bits a second; None for no limit."""
+        """Limit the rate at which every node sends, in million bits per second; None for no limit. Collective."""
         if first_on_node():
             set_rate(rate)
         meet(torch.device("cpu"))
 
     def run(self, kind: str, rate: float | None) -> None:
-        """Turns of all contestants, round by round, at one rate."""
+        """Measure all systems at one rate: in each round, one turn per system."""
         self.limit(rate)
         for number in range(self.args.rounds):
             for contestant in self.contestants:
@@ -100,9 +101,10 @@ class Race:
                 self.rows.append({**row, "s": seconds, "bytes": sent})
 
     def run_equal(self, contestant: Contestant, sent: float) -> None:
-        """Turns of one at the rate at which its bytes a step take as long as a step does without a limit.
+        """Measure one system at the rate at which its bytes per step take as long as its step without a limit.
 
-        Each beside one without a limit: what else these cores do changes over minutes.
+        Each turn at that rate has a turn without a limit beside it, because the load of the machine changes over
+        minutes.
         """
         rate = round(sent * 8e-6 / self.free(contestant.name), 2)
         for number in range(self.args.rounds):
@@ -114,20 +116,23 @@ class Race:
             self.rows.append({**row, "link": sent * 8e-6 / rate})
 
     def free(self, name: str) -> float:
-        """Seconds a step of a system takes without a limit."""
+        """Return the median seconds per step of a system without a limit."""
         return statistics.median(r["s"] for r in self.rows if (r["kind"], r["system"]) == ("free", name))
 
     def waiting_rate(self, share: float, sent: float) -> float:
-        """Where the base system's step takes so much longer than without a limit that it waits for that share of it.
+        """Return the rate at which the base system waits for ``share`` of its step, in million bits per second.
+
+        The target is step = free / (1 - share), with free = the step without a limit. The search starts from the
+        assumption step = 0.7 * free + link time: 30 % of the unlimited step overlaps with communication.
 
         Args:
-            share: of its step.
-            sent: bytes that it sends from the first node, a step.
+            share: part of the step, between 0 and 1.
+            sent: bytes per step that the system sends from the first node.
         """
         base = next(each for each in self.contestants if each.name == BASE)
         free = self.free(BASE)
         target = free / (1 - share)
-        rate = sent * 8e-6 / (target - 0.7 * free)  # a part of its own time hides
+        rate = sent * 8e-6 / (target - 0.7 * free)
         for _ in range(_TRIES):
             self.limit(rate)
             seconds, _ = self.turn(base, self.args.steps)
@@ -138,7 +143,7 @@ class Race:
 
 
 def ledger_of(contestant: Contestant) -> dict | None:
-    """Bytes between nodes that this node's ranks have counted so far; None for systems that do not count."""
+    """Return the bytes between nodes that this rank's ledger has counted, by kind and codec; None without a ledger."""
     if not contestant.name.startswith("zeropp"):
         return None
     report = zeropp.comm_report(contestant.model)
@@ -150,7 +155,7 @@ def ledger_of(contestant: Contestant) -> dict | None:
 
 
 def counted(race: Race, contestant: Contestant, steps: int) -> dict:
-    """What the first node's device says of some steps, a step, frame by frame; and the ledgers of its ranks, if any."""
+    """Return the bytes per step of the first node: counted by its device, and by the ledgers of its ranks if any."""
     before = ledger_of(contestant)
     sent = race.sent_in(contestant, steps) / steps
     after = ledger_of(contestant)
@@ -163,7 +168,7 @@ def counted(race: Race, contestant: Contestant, steps: int) -> dict:
 
 
 def count(race: Race, steps: int) -> dict[str, dict]:
-    """See :func:`counted`, by system; without a limit."""
+    """Return the bytes of :func:`counted` for each system, without a rate limit and with all frame headers."""
     if first_on_node():
         cut_into_frames(True)
     found = {contestant.name: counted(race, contestant, steps) for contestant in race.contestants}
@@ -178,7 +183,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     race = Race(args)
-    for contestant in race.contestants:  # the first steps learn, compile and allocate
+    for contestant in race.contestants:  # warm up: the first steps learn the order, compile and allocate
         race.sent_in(contestant, args.warm_up)
     race.run("free", None)
     bytes_by_codec = count(race, steps=2)

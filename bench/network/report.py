@@ -1,4 +1,4 @@
-"""From what network.py measured to a table and a plot."""
+"""Table and plot of the results of ``bench.network``."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _loss_table(measured: Measured) -> list[str]:
 
 
 def markdown(found: dict, settings: dict) -> str:
-    """The results for people."""
+    """Return the report in Markdown."""
     measured = Measured(found, settings)
     s = settings
     lines = [
@@ -112,7 +112,7 @@ def markdown(found: dict, settings: dict) -> str:
 
 
 def save(found: dict, settings: dict, text: str, folder: Path, name: str) -> list[Path]:
-    """Write <date>_network-<name>.md, .json and, with matplotlib, .png; returns their paths."""
+    """Write <date>_network-<name>.md, .json and, if matplotlib is installed, .png; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{date.today()}_network-{name}"
     paths = [stem.with_suffix(suffix) for suffix in (".md", ".json", ".png")]
@@ -120,7 +120,7 @@ def save(found: dict, settings: dict, text: str, folder: Path, name: str) -> lis
     paths[1].write_text(json.dumps({"settings": settings, **found}, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         return paths[:2]
-    from bench.network import plot as network_plot  # which needs it
+    from bench.network import plot as network_plot  # imported here because it needs matplotlib
 
     network_plot.draw(Measured(found, settings)).savefig(paths[2], dpi=110)
     return paths

@@ -1,12 +1,13 @@
-"""DeepSpeed's own tests, under DeepSpeed and under the stand-in: which of those that pass there pass here.
+"""DeepSpeed's own tests, run under DeepSpeed and under zeropp's stand-in, and compared.
 
-    git clone https://github.com/deepspeedai/DeepSpeed SOURCE     # at the tag of the release, or near it
+    git clone https://github.com/deepspeedai/DeepSpeed SOURCE     # at the release's tag, or near it
     python -m bench.peer_tests --source SOURCE --peer PEER/bin/python --ours OURS/bin/python --save peer-tests
 
-PEER is an environment with DeepSpeed, OURS one with zeropp and no DeepSpeed; both have the same torch, pytest below 8.4
-(fixtures of those tests are of a kind that later ones do not know), transformers and mup. What is run is a copy of the
-checkout's ``tests`` alone, file by file on CPU: the ``deepspeed`` beside them would be imported in place of either.
+PEER is an environment with DeepSpeed. OURS is an environment with zeropp and without DeepSpeed. Both need the same
+torch, transformers, mup, and a pytest below 8.4, because later versions reject the fixtures of these tests. The command
+copies the checkout's ``tests`` folder and runs it file by file on the CPU. It copies only that folder, because Python
+would import the ``deepspeed`` package beside it.
 
-The command fails if less than 75 % pass here of what passes there, if one that does not has no reason in
-``reasons.json``, or if a reason is given for one that passes.
+The command fails in three cases: less than 75 % of the tests that pass under DeepSpeed pass under the stand-in; such a
+test fails and has no reason in ``reasons.json``; or a test passes although it has a reason.
 """

@@ -1,4 +1,4 @@
-"""``python -m bench.peer_tests``: run, compare, and check the list of reasons."""
+"""``python -m bench.peer_tests``: run the tests, compare the outcomes, and check the list of reasons."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ STAND_IN = ("-m", "zeropp.compat.deepspeed")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.peer_tests", description="DeepSpeed's own tests, here.")
-    parser.add_argument("--source", type=Path, help="a checkout of DeepSpeed's repository; without one nothing is run")
-    parser.add_argument("--peer", metavar="PYTHON", help="of an environment with DeepSpeed")
-    parser.add_argument("--recorded", type=Path, metavar="JSON", help="in place of --peer: a file that --save wrote")
+    parser = argparse.ArgumentParser(prog="python -m bench.peer_tests", description="Compare DeepSpeed's own tests.")
+    parser.add_argument("--source", type=Path, help="checkout of DeepSpeed's repository; without it nothing is run")
+    parser.add_argument("--peer", metavar="PYTHON", help="Python of an environment with DeepSpeed")
+    parser.add_argument("--recorded", type=Path, metavar="JSON", help="file that --save wrote; replaces --peer")
     parser.add_argument(
-        "--ours", metavar="PYTHON", default=sys.executable, help="of one with zeropp; default: this one"
+        "--ours", metavar="PYTHON", default=sys.executable, help="Python of an environment with zeropp; default: this"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="FILE", help="below SOURCE/tests, as unit/checkpoint/test_sparse.py"
+        "--only", nargs="+", metavar="FILE", help="files below SOURCE/tests, such as unit/checkpoint/test_sparse.py"
     )
-    parser.add_argument("--folder", type=Path, help="for records and logs; one that is used again goes on where it was")
-    parser.add_argument("--ranks", type=int, default=2, help="tests of more are skipped, in both")
-    parser.add_argument("--seconds", type=float, default=90.0, help="that one test may take")
+    parser.add_argument("--folder", type=Path, help="folder for records and logs; a used one continues where it ended")
+    parser.add_argument("--ranks", type=int, default=2, help="tests with more ranks are skipped in both environments")
+    parser.add_argument("--seconds", type=float, default=90.0, help="time limit of one test")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
     args = parser.parse_args(argv)
     if args.source is not None and not (args.source / "tests" / "unit" / "common.py").is_file():
@@ -48,13 +48,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def files_of(tests: Path) -> list[str]:
-    """All files of tests that count, below ``tests``."""
+    """Return all test files of the comparison, relative to ``tests``."""
     found = [path for folder in FOLDERS for path in (tests / folder).rglob("test_*.py")]
     return sorted(str(path.relative_to(tests)) for path in [*found, *tests.glob(FILES)])
 
 
 def commit_of(source: Path) -> str:
-    """Which version of DeepSpeed's repository the tests are of."""
+    """Return hash and date of the checkout's commit."""
     asked = subprocess.run(["git", "-C", source, "log", "-1", "--format=%h of %cs"], capture_output=True, text=True)
     return asked.stdout.strip() or "unknown: no git repository"
 
@@ -62,7 +62,7 @@ def commit_of(source: Path) -> str:
 def run_all(
     environment: Environment, tests: Path, files: list[str], folder: Path, wanted: set[str] | None = None
 ) -> dict[str, Outcome]:
-    """Test id -> outcome, of all files, or of those tests in them that are wanted."""
+    """Return test id -> outcome, for all tests of the files, or only for the wanted tests."""
     found: dict[str, Outcome] = {}
     listed = None if wanted is None else folder / "wanted.json"
     if listed is not None and wanted is not None:
@@ -76,7 +76,7 @@ def run_all(
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Versions, commit, and the outcomes under both; for JSON."""
+    """Return versions, commit, and the outcomes in both environments, as values for JSON."""
     tests = folder / "tests"
     shutil.copytree(args.source / "tests", tests, dirs_exist_ok=True)
     files = args.only or files_of(tests)
@@ -90,19 +90,19 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         recorded = json.loads(args.recorded.read_text())
         found["there_versions"] = recorded["there_versions"]
         found["there"] = {name: why for name, why in recorded["there"].items() if file_of(name) in files}
-    # What DeepSpeed itself does not pass here, or skips, says nothing of the stand-in.
+    # Tests that fail or are skipped under DeepSpeed are not run under the stand-in: they give no information about it.
     wanted = {name for name, outcome in found["there"].items() if outcome["outcome"] == "passed"}
     found["here"] = _plain(run_all(ours, tests, files, folder, wanted))
     return found
 
 
 def _plain(outcomes: dict[str, Outcome]) -> dict[str, dict[str, str]]:
-    # A line of an error is enough to sort them; the folder has whole ones.
+    # Keep one line of each error, which is enough to classify it; the folder has the whole texts.
     return {name: {**asdict(outcome), "why": report.last_line(outcome.why)} for name, outcome in outcomes.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 if the run is as the list says, 1 if not."""
+    """Run the comparison; return 0 if it agrees with the list of reasons, else 1."""
     args = parse_arguments(argv)
     if args.source is None:
         print("SKIPPED: DeepSpeed's tests need --source, a checkout of its repository; its package has no tests")
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         "\n".join(f"- {line}" for line in report.missed(there, here)),
     ])  # fmt: skip
     about = machine("cpu")
-    # By the names that the package's description has: where they lie is this machine's.
+    # Placeholders, as in the package's docstring, because the real paths only exist on this machine.
     given = ["--peer", "PEER/bin/python"] if args.peer else ["--recorded", "RECORDED.json"]
     words = ["--source", "SOURCE", *given, "--ours", "OURS/bin/python"]
     text = results.page("DeepSpeed's own tests", "bench.peer_tests", words, about, body)

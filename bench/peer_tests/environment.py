@@ -1,4 +1,4 @@
-"""An environment, and the run of one file of tests in it."""
+"""An environment of the comparison, and the run of one test file in it."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ import deepspeed, hjson, pytest, torch
 found = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "pytest": pytest.__version__}
 print(json.dumps(found), file=sys.stderr)
 """
-# Under pytest 8.4 and later, classes are no fixtures, and tests that need them fail under DeepSpeed, too.
+# From pytest 8.4 on, a class cannot be a fixture, so tests that need this would also fail under DeepSpeed.
 _NEWEST_PYTEST = (8, 4)
-# Seconds that pytest may take until its first test begins; and by which a test may be late.
+# STARTING: seconds until the first test must begin. LATE: seconds that a test may exceed its time limit.
 STARTING, LATE = 300.0, 30.0
 _VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where tests run."""
+    """A Python environment in which tests run."""
 
     name: str
-    """For files and reports."""
+    """Name in file names and reports."""
     python: str
-    """Its interpreter."""
+    """Path of the Python interpreter."""
     before: tuple[str, ...] = ()
-    """What runs the interpreter, if not it is run itself: that which puts the stand-in on its path."""
+    """Arguments of a first interpreter that starts the second one with the stand-in on its path; empty for none."""
     ranks: int = 2
-    """How many devices a CPU says it has; tests of more ranks are skipped."""
+    """Number of devices that the accelerator reports on a CPU; tests with more ranks are skipped."""
     seconds: float = 90.0
-    """That one test may take."""
+    """Time limit of one test."""
     modules: tuple[str, ...] = field(default=("torch", "numpy", "pytest", "deepspeed", "peer_removed"))
-    """Imported once for all tests of a file: each test starts processes of its own."""
+    """Modules that are imported once per test file, before each test starts its processes."""
 
     def command(self, *arguments: str) -> list[str]:
         before = [self.python, *self.before] if self.before else []
         return [*before, self.python, *arguments]
 
     def variables(self) -> dict[str, str]:
-        """Environment variables: what both have to agree on, and nothing else of this process."""
+        """Return the environment variables of a run: a fixed set, with a few of this process's variables."""
         kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        # Compilers and ninja of an environment are beside its interpreter.
+        # An environment's compilers and ninja lie beside its interpreter.
         kept["PATH"] = os.pathsep.join([str(Path(self.python).parent), kept.get("PATH", os.defpath)])
         return kept | {
             "DS_ACCELERATOR": "cpu",
@@ -64,17 +64,20 @@ class Environment:
             "HF_HUB_OFFLINE": "1",
             "LOCAL_SIZE": str(self.ranks),
             "OMP_NUM_THREADS": "1",
-            # Plugins that happen to be installed may reorder or repeat tests.
+            # Other installed plugins might reorder or repeat tests.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PEER_PRELOAD": " ".join(self.modules),
             "PYTHONPATH": str(_INSIDE),
         }
 
     def versions(self, folder: Path) -> dict[str, str]:
-        """Versions of what tests depend on, asked in ``folder``.
+        """Return the versions of deepspeed, torch and pytest in the environment.
+
+        Args:
+            folder: working directory of the query.
 
         Raises:
-            SystemExit: it lacks something, or its pytest is too new.
+            SystemExit: a package is missing, or pytest is too new.
         """
         asked = subprocess.run(
             self.command("-c", _ASK), cwd=folder, env=self.variables(), capture_output=True, text=True, timeout=300
@@ -90,21 +93,22 @@ class Environment:
 def run_file(
     environment: Environment, tests: Path, file: str, folder: Path, wanted: Path | None = None
 ) -> dict[str, Outcome]:
-    """Test id -> outcome, of one file.
+    """Run one test file, and return test id -> outcome.
 
-    A test that hangs ends pytest, which is then started for the others: where a rank fails by what is no Exception to
-    its pool, as pytest's own failures are, the pool waits for ever, and so may pytest when it closes the pool.
+    pytest may hang together with a test: if a rank exits by an exception that is not an Exception, such as pytest's own
+    failures, its process pool waits forever, and pytest waits for the pool. pytest is then killed and started again for
+    the remaining tests.
 
     Args:
-        environment: where.
-        tests: the copied folder ``tests``.
-        file: below it.
-        folder: for records and logs.
-        wanted: a JSON list of the tests to run; None for all.
+        environment: environment to run in.
+        tests: copied folder ``tests``.
+        file: path of the test file below ``tests``.
+        folder: folder for records and logs.
+        wanted: file with a JSON list of the tests to run; None for all.
     """
     name = f"{environment.name}-{file.replace('/', '.')}"
     record = folder / f"{name}.jsonl"
-    # Its directories of its own: those of other runs of pytest make room for each other.
+    # A basetemp of this run: in a shared one, pytest deletes the oldest folders of other runs.
     options = ("-q", "-p", "peer_record", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
     command = environment.command("-m", "pytest", file, *options)
     built = folder / "extensions"
@@ -113,7 +117,7 @@ def run_file(
         variables["PEER_WANTED"] = str(wanted)
     hung, before = 0, -1
     while hung > before:
-        # Of a build that ended with its test: whoever builds next would wait for it, without end.
+        # Remove lock files of extension builds that were killed; the next build would wait for them forever.
         for lock in built.glob("**/lock"):
             lock.unlink()
         with (folder / f"{name}.log").open("a") as log:
@@ -123,7 +127,7 @@ def run_file(
 
 
 def _run(command: Sequence[str], cwd: Path, variables: dict[str, str], log: int, record: Path, still: float) -> None:
-    """Run until it ends, or for ``still`` seconds has recorded nothing; whatever it started has ended with it."""
+    """Run a command until it ends or its record has not grown for ``still`` seconds; then kill all its processes."""
     process = subprocess.Popen(
         command, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
@@ -135,7 +139,7 @@ def _run(command: Sequence[str], cwd: Path, variables: dict[str, str], log: int,
             if size != before:
                 until = time.monotonic() + still
     finally:
-        # Ranks of a test that hung have outlived the test.
+        # Kill the whole process group: ranks of a test that hung may still run.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""What became of each test, from the lines that ``inside/peer_record.py`` writes."""
+"""Outcomes of the tests, read from the JSON lines that ``inside/peer_record.py`` writes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ OUTCOMES = ("passed", "failed", "skipped", "timeout")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test in one environment."""
+    """Outcome of one test in one environment."""
 
     outcome: str
-    """One of :data:`OUTCOMES`; of a test that was begun and never ended, "timeout"."""
+    """One of :data:`OUTCOMES`. A test that started and has no later record is a "timeout"."""
     why: str = ""
-    """An error's end, or the reason of a skip."""
+    """Last part of the error, or the reason of the skip."""
 
 
 def read(path: Path) -> dict[str, Outcome]:
-    """Test id -> outcome, from a file of JSON lines; nothing from one that is not there.
+    """Return test id -> outcome from a file of JSON lines; empty if there is no file.
 
-    The last line of a test counts, except that nothing that follows makes good a failure: a test may pass, and what
-    takes it down may fail, or the other way round.
+    The last line of a test counts, but a failure is never replaced: a test may pass and its teardown fail, or the other
+    way round.
     """
     found: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -44,12 +44,12 @@ def passed(outcomes: Mapping[str, Outcome]) -> set[str]:
 
 
 def file_of(name: str) -> str:
-    """The file, below the checkout's ``tests``, that a test id begins with."""
+    """Return the file in a test id, relative to the checkout's ``tests``."""
     return name.partition("::")[0]
 
 
 def count(outcomes: Mapping[str, Outcome]) -> dict[str, Counter[str]]:
-    """File -> how many of its tests had each outcome."""
+    """Return file -> number of its tests by outcome."""
     files: dict[str, Counter[str]] = {}
     for name, outcome in outcomes.items():
         files.setdefault(file_of(name), Counter())[outcome.outcome] += 1

@@ -1,4 +1,4 @@
-"""Why tests that pass under DeepSpeed do not pass here: ``reasons.json``, and whether it is true to a run."""
+"""``reasons.json``: reasons why tests that pass under DeepSpeed fail under zeropp, and a check against a run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Reason:
-    """For one test, or for all whose ids begin alike."""
+    """Reason for one test, or for all tests whose ids have a common prefix."""
 
     tests: str
-    """A test id; with ``*`` at the end, the beginning of ids."""
+    """Test id, or prefix of test ids followed by ``*``."""
     kind: str
     """One of :data:`KINDS`."""
     why: str
@@ -36,10 +36,10 @@ class Reason:
 
 
 def load(path: Path = FILE) -> list[Reason]:
-    """The list.
+    """Return the reasons in a file.
 
     Raises:
-        ValueError: an entry is of no kind, has no reason, or is there twice.
+        ValueError: an entry has an unknown kind, no text, or appears twice.
     """
     reasons = [Reason(**entry) for entry in json.loads(path.read_text())]
     for reason in reasons:
@@ -54,13 +54,13 @@ def load(path: Path = FILE) -> list[Reason]:
 
 
 def problems(reasons: Sequence[Reason], expected: Iterable[str], here: set[str], least: float) -> list[str]:
-    """What is wrong with a run, a line each; nothing if all is well.
+    """Return the contradictions between a run and the list of reasons, one line each.
 
     Args:
-        reasons: the list.
+        reasons: list of reasons.
         expected: ids of tests that pass under DeepSpeed.
-        here: of those that pass here.
-        least: which share of the expected ones has to.
+        here: ids of tests that pass under zeropp.
+        least: smallest accepted share of ``expected`` that passes under zeropp.
     """
     expected = set(expected)
     files = {file_of(name) for name in expected}
@@ -74,7 +74,7 @@ def problems(reasons: Sequence[Reason], expected: Iterable[str], here: set[str],
         passing = sorted(covered & here)
         if passing:
             found.append(f"{reason.tests} has a reason, but passes: {', '.join(passing)}")
-        # Files that were not run say nothing about theirs.
+        # Without this check, every reason for a file that was not run would be reported.
         elif not covered and file_of(reason.tests.removesuffix("*")) in files:
             found.append(f"{reason.tests} has a reason, but there is no such test that passes under DeepSpeed")
     share = len(expected & here) / len(expected) if expected else 0.0

@@ -1,4 +1,4 @@
-"""A run as a table, and what to look at."""
+"""Table of a run, and the tests that pass only under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["last_line", "missed", "table"]
 
 
 def table(there: Mapping[str, Outcome], here: Mapping[str, Outcome]) -> str:
-    """Outcomes by file under both, in Markdown; and how many of those that pass there pass here."""
+    """Return a Markdown table of outcomes per file in both environments, with the number of tests that pass in both."""
     rows = [
         ["file", *(f"DeepSpeed {name}" for name in OUTCOMES), *(f"here {name}" for name in OUTCOMES), "both pass"],
         ["---", *["---:"] * (2 * len(OUTCOMES) + 1)],
@@ -26,20 +26,20 @@ def table(there: Mapping[str, Outcome], here: Mapping[str, Outcome]) -> str:
 
 
 def missed(there: Mapping[str, Outcome], here: Mapping[str, Outcome]) -> list[str]:
-    """What passes there and not here, a line each, with the end of its error."""
+    """Return one line for each test that passes under DeepSpeed and not under zeropp, with the line of its error."""
     found = []
     for name in sorted(passed(there) - passed(here)):
-        # A file that could not be imported has an outcome of its own, and its tests have none.
+        # If a file cannot be imported, only the file has a record, and not its tests.
         outcome = here.get(name) or here.get(file_of(name)) or Outcome("not run")
         found.append(f"{name}: {outcome.outcome}: {last_line(outcome.why)}")
     return found
 
 
 def last_line(why: str, most: int = 200) -> str:
-    """The line that names an error: the first that pytest marks with an E, else the last that has a name of one."""
+    """Return the line of a text that names the error: the first with pytest's mark E, else the last with "Error"."""
     lines: Sequence[str] = [line.strip() for line in why.splitlines() if line.strip()]
     marked = [line for line in lines if line.startswith("E ")]
     named = [line for line in lines if "Error" in line or "Exception" in line]
     chosen = (marked[:1] or named[-1:] or list(lines[-1:]) or [""])[0]
-    # Where files lie on this machine is of no use to others.
+    # Remove the folders of paths, which only exist on this machine.
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", chosen.removeprefix("E ").strip())[:most]

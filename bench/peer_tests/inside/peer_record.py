@@ -1,11 +1,11 @@
-"""A plugin for pytest, loaded where the peer's tests run: writes what becomes of each test, as it happens.
+"""A pytest plugin, loaded in the process that runs DeepSpeed's tests, that records each test's outcome at once.
 
-It needs nothing but pytest, for the environment of the peer has no zeropp. Its instructions come in the environment:
+The plugin only needs pytest, because DeepSpeed's environment has no zeropp. Environment variables configure it:
 
-``PEER_RECORD``: the file to append to, a JSON object a line: ``{"id": ..., "outcome": "started" | "passed" | "failed" |
+``PEER_RECORD``: file to append to, one JSON object per line: ``{"id": ..., "outcome": "started" | "passed" | "failed" |
 "skipped", "why": ..., "seconds": ...}``.
-``PEER_WANTED``: a file with a JSON list of test ids; others are left out. Unset: all of them are run.
-``PEER_PRELOAD``: modules that the server of processes imports once, rather than every rank of every test.
+``PEER_WANTED``: file with a JSON list of test ids to run; unset to run all tests.
+``PEER_PRELOAD``: modules that the fork server imports once, so that not every rank of every test imports them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(os.environ["PEER_RECORD"])
-LONGEST = 6000  # characters of an error's end that are kept
+LONGEST = 6000  # number of characters kept of an error's text, from its end
 
 
 def write(**record: object) -> None:
@@ -30,14 +30,14 @@ def write(**record: object) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     modules = os.environ["PEER_PRELOAD"].split()
     multiprocessing.set_forkserver_preload(modules)
-    # Tests without ranks run in this process.
+    # Tests without ranks run in this process, so it needs the replacements, too.
     if "peer_removed" in modules:
         importlib.import_module("peer_removed")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what an earlier process of the same file has recorded, and what nobody wants to know of."""
+    """Deselect tests that an earlier process has recorded for this file, and tests that are not wanted."""
     wanted = {item.nodeid for item in items}
     if "PEER_WANTED" in os.environ:
         wanted &= set(json.loads(Path(os.environ["PEER_WANTED"]).read_text()))
@@ -52,14 +52,14 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test's call; of what surrounds it, only what went wrong or was skipped."""
+    """Record the outcome of a test's call, and of its setup and teardown only if they fail or skip."""
     if report.when == "call" or not report.passed:
         why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
         write(id=report.nodeid, outcome=report.outcome, why=why[-LONGEST:], seconds=round(report.duration, 2))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be imported has no tests to be counted: it is recorded itself."""
+    """Record a file that cannot be imported under the file's own name, because its tests are unknown."""
     if report.failed or (report.skipped and report.nodeid):
         why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         write(id=report.nodeid, outcome=report.outcome, why=why[-LONGEST:])
