@@ -1,10 +1,11 @@
-"""Error of each parameter's gradient behind zeropp.fsdp2, with one-dimensional parameters as codes and as values.
+"""Error of each parameter's gradient with zeropp.fsdp2, with one-dimensional parameters quantized or sent in 16 bits.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 -m bench.gradient_error --out bench/results/NAME
 
-Small models in the shapes of Llama, Qwen3 (norms of queries and keys) and Qwen2 (biases) are trained with FSDP2 as it
-is. Then the same weights and the same batches give gradients once without codes and once with each setting; ranks are
-two pretended nodes. The error of a parameter is the norm of the difference, relative to the norm without codes.
+Small models with the shapes of Llama, Qwen3 (norms of queries and keys) and Qwen2 (biases) are trained with plain
+FSDP2. Then gradients are computed from the same weights and batches, once without quantization and once with each
+setting. The ranks pretend to be two nodes. The error of a parameter is ``|difference| / |gradient without
+quantization|``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BATCHES = 3
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Text in which a word says much of the next one: [4, 64] numbers of words."""
+    """Return artificial text, word numbers [4, 64], in which each word predicts the next with probability 0.7."""
     draw = torch.Generator().manual_seed(7919 * step + rank)
     words = [torch.randint(SIZES["vocab_size"], (4,), generator=draw)]
     for _ in range(63):
@@ -48,7 +49,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def trained(name: str, steps: int) -> Any:
-    """A model of that shape after some steps of AdamW."""
+    """Return a model of the named shape after some steps of AdamW under FSDP2."""
     import transformers
 
     torch.manual_seed(0)
@@ -82,12 +83,12 @@ def gradients(model: Any, step: int) -> dict[str, Tensor]:
 
 
 def kind(name: str) -> str:
-    """A parameter's name without the number of its layer."""
+    """Return a parameter's name without the number of its layer."""
     return re.sub(r"model\.(layers\.\d+\.)?", "", name)
 
 
 def errors(model: Any, settings: dict[str, Any], plain: list[dict[str, Tensor]]) -> tuple[dict[str, list[float]], int]:
-    """Errors of each kind of parameter, one for each layer and batch; bytes of gradients that rank 0 sent in a step."""
+    """Return errors by kind of parameter, one per layer and batch, and rank 0's gradient bytes per step."""
     adapter = fsdp2.apply(model, weights=None, **{"local_world_size": 2, **settings})
     found: dict[str, list[float]] = defaultdict(list)
     for step, wanted in enumerate(plain):
@@ -142,7 +143,7 @@ def write(results: dict[str, Any], steps: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="of training before the measurement")
+    parser.add_argument("--steps", type=int, default=80, help="training steps before the measurement")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--out", type=Path, help="path of the report without its suffix")
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
-"""TCP's congestion control in a network namespace: chosen from what the kernel allows there.
+"""Choice of TCP's congestion control in a network namespace, among those that the kernel allows there.
 
     ip netns exec NODE python bench/common/congestion.py [NAME]
 
-Not every kernel lets a namespace have cubic, and figures taken under different ones are not alike, so reports name it.
+Some kernels do not allow cubic in a namespace. Results under different congestion controls cannot be compared, so
+reports name the one in use.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from pathlib import Path
 
 __all__ = ["allowed", "choice", "in_force", "settle"]
 
-_SETTINGS = Path("/proc/sys/net/ipv4")  # those of the namespace of the process that reads and writes them
-# The first is what most machines have. Both send until something is lost; bbr leaves a link idle at times to probe it.
+_SETTINGS = Path("/proc/sys/net/ipv4")  # settings of the namespace of the process that reads or writes them
+# cubic is the default of most machines. Both send until a packet is lost; bbr sometimes leaves a link idle to probe it.
 _PREFERRED = ("cubic", "reno")
 
 
 def choice(names: Sequence[str], default: str) -> str:
-    """cubic, else reno, if it is among the names that the kernel allows; else the default."""
+    """Return cubic if ``names`` has it, else reno, else ``default``."""
     return next((name for name in _PREFERRED if name in names), default)
 
 
 def allowed() -> list[str]:
-    """The names that the kernel allows in a namespace; none where it does not say."""
+    """Return the names that the kernel allows in a namespace; an empty list if it does not report them."""
     try:
         return (_SETTINGS / "tcp_allowed_congestion_control").read_text().split()
     except OSError:
@@ -33,7 +34,7 @@ def allowed() -> list[str]:
 
 
 def in_force() -> str:
-    """What new connections of this process's namespace use; "unknown" where the kernel does not say."""
+    """Return the congestion control of new connections in this namespace; "unknown" if it cannot be read."""
     try:
         return (_SETTINGS / "tcp_congestion_control").read_text().strip()
     except OSError:
@@ -41,14 +42,17 @@ def in_force() -> str:
 
 
 def settle(wanted: str | None = None) -> None:
-    """Have this process's namespace use ``wanted``; without one, what is chosen, or what it has if that is refused.
+    """Set the congestion control of this process's namespace.
+
+    Args:
+        wanted: name; None for the preferred one among the allowed, or the current one if the kernel refuses.
 
     Raises:
-        RuntimeError: ``wanted`` is refused.
+        RuntimeError: the kernel refuses ``wanted``.
     """
     name = wanted or choice(allowed(), in_force())
     if name != in_force():
-        with contextlib.suppress(OSError):  # what came of it is read back
+        with contextlib.suppress(OSError):  # the result is read back below
             (_SETTINGS / "tcp_congestion_control").write_text(name)
     if wanted is not None and in_force() != wanted:
         names = ", ".join(allowed()) or "none by name"

@@ -1,7 +1,7 @@
-"""One system of a comparison: its model and optimizer, driven through one interface, and what its turns took.
+"""``Contestant``: one system of a comparison, with its model, optimizer and measurements behind one interface.
 
-All of them get their inputs from pinned memory without waiting (``examples.text_data.on_device``): with pageable ones
-the host waits for the card at every micro-batch, and a system that issues its work early looks like one that does not.
+All systems copy their inputs from pinned memory (``examples.text_data.on_device``). A copy from pageable memory would
+make the host wait for the GPU at every micro-batch, and would hide the advantage of systems that issue work early.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from zeropp._compat import all_gather_single
 __all__ = ["ADAMW", "LIKE_FSDP2", "Contestant", "adamw", "meet", "over_ranks", "samples"]
 
 ADAMW = {"lr": RATE, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-PERSISTENT_NUMEL = 100_000  # the default of stage3_param_persistence_threshold
-SAMPLES = 1024  # elements of a parameter that are compared
+PERSISTENT_NUMEL = 100_000  # default of stage3_param_persistence_threshold
+SAMPLES = 1024  # number of elements of a parameter that are compared, about
 LIKE_FSDP2 = ("zeropp", "zeropp_clipped")
-"""Those of ours that place what FSDP2's defaults place: each unit is fetched twice a step, and nothing is kept."""
+"""zeropp systems that gather as FSDP2 does by default: each unit twice per step, without cached weights."""
 
 
 @dataclass
 class Contestant:
-    """One system: its model and optimizer, and what its turns took."""
+    """One system: its model and optimizer, and the measurements of its turns."""
 
     name: str
     model: nn.Module
@@ -44,26 +44,26 @@ class Contestant:
     device: torch.device
     backward: Callable[[Tensor], None] = torch.Tensor.backward
     precision: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    micro_batches: int = 1  # backwards before each optimizer step
-    predicted: dict[str, int] = field(default_factory=dict)  # terms of zeropp.plan.memory, bytes
-    rate: float = RATE  # peak of the learning rate
-    clip: float | None = None  # largest norm of gradients; an optimizer that has a grad_norm clips by itself
-    norms: list[Tensor] = field(default_factory=list)  # where gradients are clipped: before that, of the first steps
-    weights: Callable[[], Iterable[Tensor]] | None = None  # whole main weights; default: the optimizer's parameters
-    before: Tensor | None = None  # samples of the weights that training began with
+    micro_batches: int = 1  # number of backwards before each optimizer step
+    predicted: dict[str, int] = field(default_factory=dict)  # terms of zeropp.plan.memory, in bytes
+    rate: float = RATE  # peak learning rate
+    clip: float | None = None  # largest gradient norm; optimizers with an attribute grad_norm clip by themselves
+    norms: list[Tensor] = field(default_factory=list)  # gradient norms of the first steps before clipping
+    weights: Callable[[], Iterable[Tensor]] | None = None  # full main weights; None: the optimizer's parameters
+    before: Tensor | None = None  # samples of the initial weights
     step: int = 0
     losses: list[Tensor] = field(default_factory=list)
-    wall_s: list[float] = field(default_factory=list)  # seconds a step, one entry a measured round
-    host_s: list[float] = field(default_factory=list)  # of them, until the host has issued the last
-    cpu_s: list[float] = field(default_factory=list)  # of all threads of this rank
-    wire: list[float] = field(default_factory=list)  # bytes a step over the loopback, all ranks together
+    wall_s: list[float] = field(default_factory=list)  # seconds per step, one entry per measured round
+    host_s: list[float] = field(default_factory=list)  # seconds per step until the host has issued all work
+    cpu_s: list[float] = field(default_factory=list)  # CPU seconds per step, of all threads of this rank
+    wire: list[float] = field(default_factory=list)  # bytes per step over the loopback, all ranks together
     ledger_steps: int = 0
-    ledger_calls: Counter[str] = field(default_factory=Counter)  # zeropp: gathers by "unit hop"
+    ledger_calls: Counter[str] = field(default_factory=Counter)  # zeropp: number of gathers by "unit hop"
     ledger_bytes: int = 0
-    kept: list[str] | None = None  # zeropp: large parameters still whole between forward and backward
+    kept: list[str] | None = None  # zeropp: large parameters that are unsharded between forward and backward
 
     def take_turn(self, steps: int, *, measure: bool) -> None:
-        """Run ``steps`` optimizer steps between two meetings of all ranks; keep what they took if ``measure``."""
+        """Run ``steps`` optimizer steps, with all ranks synchronized before and after; store times if ``measure``."""
         calls, sent = self._ledger()
         meet(self.device)
         wire, cpu, wall = wire_bytes(), time.process_time(), time.perf_counter()
@@ -84,7 +84,7 @@ class Contestant:
         self.ledger_steps += steps
 
     def one_step(self) -> None:
-        """Forward, backward and optimizer step on the next batch, or on several of it."""
+        """Run forward, backward and optimizer step, with one or several micro-batches."""
         for micro in range(self.micro_batches):
             loss = self.forward(micro)
             if self.step == 0 and self.name in LIKE_FSDP2:
@@ -93,13 +93,13 @@ class Contestant:
         self.finish_step(loss)
 
     def forward(self, micro: int = 0) -> Tensor:
-        """The loss of one micro-batch of the next step."""
+        """Return the loss of one micro-batch of the next step."""
         x, y = on_device(self.batches.at(self.step * self.micro_batches + micro), self.device)
         with self.precision():
             return self.model(x, y)
 
     def finish_step(self, loss: Tensor) -> None:
-        """The rest of a step after its last backward, which was that of ``loss``."""
+        """Clip, step and drop gradients after the last backward of a step; ``loss`` is that of the last micro-batch."""
         self._clip_and_step()
         self.optimizer.zero_grad()
         self.losses.append(loss.detach())
@@ -111,36 +111,36 @@ class Contestant:
                 group["lr"] = self.rate * (self.step + 1) / WARM_UP
         if self.clip is None:
             self.optimizer.step()
-        elif hasattr(type(self.optimizer), "grad_norm"):  # its class is asked: to read the norm is to wait for it
+        elif hasattr(type(self.optimizer), "grad_norm"):  # look at the class: reading the norm would wait for the GPU
             self.optimizer.step()
-            # Not at every step: on a card the host waits for it.
+            # Read the norm in the first steps only, because the host waits for the GPU when it reads the norm.
             if self.step < COMPARED:
                 self.norms.append(torch.tensor(float(self.optimizer.grad_norm)))
         else:
             norm = nn.utils.clip_grad_norm_(self._stepped(), self.clip)
             if self.step < COMPARED:
-                # Each rank has a part of FSDP2's norm.
+                # FSDP2's norm is a DTensor; full_tensor() sums the ranks' parts.
                 self.norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             self.optimizer.step()
 
     def samples(self) -> Tensor:
-        """Some elements of every main weight, float32 on the CPU, in the order of ``before``. Collective."""
+        """Return some elements of every main weight, float32 on the CPU, in the order of ``before``. Collective."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
             state = zeropp.full_state(self.model, cpu_offload=False)
             return samples(state[name] for name, _ in self.model.named_parameters())
         return samples(self._stepped() if self.weights is None else self.weights())
 
     def _stepped(self) -> list[Tensor]:
-        """Parameters that the optimizer steps, in the order of the model's."""
+        """Return the parameters that the optimizer steps, in the model's order."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def settle(self) -> None:
-        """Wait for what a step has left on its way: zeropp renews kept weights after it."""
+        """Wait for communication that a step leaves in flight, such as zeropp's refresh of cached weights."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
             self.optimizer.engine.wait_for_refresh()
 
     def _ledger(self) -> tuple[Counter[str], int]:
-        """(gathers so far by unit and hop, bytes sent so far); empty for the peers, which keep no ledger."""
+        """Return the number of gathers by unit and hop, and the bytes sent; empty for systems without a ledger."""
         if self.name not in LIKE_FSDP2:
             return Counter(), 0
         found = zeropp.comm_report(self.model)
@@ -148,7 +148,7 @@ class Contestant:
         return calls, found.total_bytes
 
     def measured(self) -> dict:
-        """What JSON can hold, agreed over ranks: times of the slowest, mean losses. Collective."""
+        """Return the results for JSON, over all ranks: times of the slowest rank, mean losses. Collective."""
         result = {
             "step_s": over_ranks(self.wall_s, dist.ReduceOp.MAX),
             "host_s": over_ranks(self.host_s, dist.ReduceOp.MAX),
@@ -174,7 +174,7 @@ def adamw(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
 
 
 def samples(parameters: Iterable[Tensor]) -> Tensor:
-    """Elements of every parameter, evenly spread, float32 on the CPU. Collective where they are DTensors."""
+    """Return evenly spaced elements of every parameter, float32 on the CPU. Collective for DTensors."""
     found = []
     for each in parameters:
         whole = _whole(each) if isinstance(each, DTensor) else each
@@ -183,7 +183,10 @@ def samples(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _whole(parameter: DTensor) -> Tensor:
-    """All rows of a parameter that FSDP2 has divided. ``full_tensor`` asks for what the staged backend has not."""
+    """Return the full tensor of a parameter that FSDP2 has sharded by rows.
+
+    ``DTensor.full_tensor`` uses collectives that the staged backend does not have.
+    """
     local = parameter.detach().to_local()
     divided = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
     if not divided:
@@ -198,16 +201,16 @@ def _whole(parameter: DTensor) -> Tensor:
 
 
 def whole_parameters(model: nn.Module) -> list[str]:
-    """Names of large parameters whose values are present. zeropp gives released ones a class of their own."""
+    """Return the names of large parameters that are unsharded; zeropp's sharded parameters have another class."""
     large = ((name, p) for name, p in model.named_parameters() if p.numel() > PERSISTENT_NUMEL)
     return [name for name, p in large if type(p) is nn.Parameter]
 
 
 def meet(device: torch.device) -> None:
-    """Wait for the device and for all ranks."""
+    """Wait for the device, and for all ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1))  # on the CPU: gloo with every device
+    dist.all_reduce(torch.zeros(1))  # a CPU tensor, so gloo reduces it on every device
 
 
 def wire_bytes() -> int:

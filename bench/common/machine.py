@@ -1,4 +1,4 @@
-"""What figures depend on besides the settings: versions, processor, and the card with its driver and clocks."""
+"""Description of the machine for reports: versions, processor, and the GPU with its driver and clocks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CARD = {
     "power.limit": "W at most",
     "memory.total": "MiB",
 }
-"""What nvidia-smi is asked for, and what reports call it."""
-_SECONDS = 20  # that nvidia-smi may take
+"""Query of nvidia-smi -> name in reports."""
+_SECONDS = 20  # time limit of nvidia-smi
 
 
 def machine(device: str) -> dict:
-    """Versions, processor and load; of the card where figures come from one.
+    """Return versions, processor and load of the machine, and the GPU's properties for "cuda".
 
     Args:
         device: "cpu" or "cuda".
@@ -47,9 +47,9 @@ def machine(device: str) -> dict:
 
 
 def card() -> dict[str, str]:
-    """What nvidia-smi says of the first card, by the names in reports; clocks are those of the moment.
+    """Return nvidia-smi's values for the first GPU, by their names in reports. Clocks are the current ones.
 
-    Without nvidia-smi, or if it fails, only the card's name as torch has it, and why there is no more.
+    Without a working nvidia-smi the result only has torch's name of the GPU, and the reason under "driver".
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader,nounits"]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
@@ -64,7 +64,7 @@ def card() -> dict[str, str]:
 
 
 def describe(about: dict) -> str:
-    """One sentence of a report, from :func:`machine`; reports of old may lack some of it."""
+    """Return one sentence for a report. Values that ``about`` lacks, such as in old reports, are left out."""
     parts = [f"{about['processor']}, {about['cores']} cores, load {about['load']}"] if "processor" in about else []
     if "card" in about:
         parts.insert(0, about["card"])
@@ -77,7 +77,7 @@ def describe(about: dict) -> str:
 
 
 def processor() -> str:
-    """Model of the processor, as the kernel names it."""
+    """Return the processor's model name, as the kernel reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

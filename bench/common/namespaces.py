@@ -1,6 +1,6 @@
-"""Network namespaces, for benchmarks and tests: a device in one carries what was started there, and nothing else.
+"""Network namespaces for benchmarks and tests: a network device inside one only carries traffic of its processes.
 
-Linux and root only; where there is no root, :func:`unavailable` says so.
+They need Linux and root; :func:`unavailable` returns the reason if they cannot be used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["choose_congestion", "command_on", "enter_new", "ip", "make", "remove
 
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # <linux/sockios.h>, <linux/if.h>
-_SECONDS = 30  # that a command may take
+_SECONDS = 30  # time limit of a command
 
 
 def unavailable(*tools: str) -> str | None:
-    """Why there can be no namespaces here; None if there can.
+    """Return the reason why namespaces cannot be used here; None if they can.
 
     Args:
-        tools: commands that are needed besides ``ip``.
+        tools: commands that are needed in addition to ``ip``.
     """
     if sys.platform != "linux":
         return f"network namespaces need Linux, this is {sys.platform}"
@@ -42,10 +42,10 @@ def unavailable(*tools: str) -> str | None:
 
 
 def run(*words: str) -> None:
-    """Run a command of the system's.
+    """Run a system command.
 
     Raises:
-        RuntimeError: it failed; with what it said.
+        RuntimeError: the command failed; the message contains its error output.
     """
     done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode != 0:
@@ -53,43 +53,43 @@ def run(*words: str) -> None:
 
 
 def ip(*words: str) -> None:
-    """``ip``, from iproute2; see :func:`run`."""
+    """Run the command ``ip`` of iproute2; :func:`run` raises if it fails."""
     run("ip", *words)
 
 
 def make(name: str, *settings: str) -> None:
-    """A namespace whose loopback is up, with ``settings`` of ``ip link set``."""
+    """Create a namespace and enable its loopback, with ``settings`` of ``ip link set``."""
     ip("netns", "add", name)
     ip("-n", name, "link", "set", "lo", *settings, "up")
 
 
 def remove(name: str) -> None:
-    """The namespace with all that still runs in it; it may not be there."""
+    """Kill all processes of a namespace and delete it; nothing happens if it does not exist."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=_SECONDS)
-    for pid in listed.stdout.split():  # ranks of a launcher that was killed have sessions of their own
+    for pid in listed.stdout.split():  # ranks of a launcher that was killed survive it in sessions of their own
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=_SECONDS)
 
 
 def command_on(name: str, *words: str) -> list[str]:
-    """The command line that runs ``words`` in a namespace."""
+    """Return the command line that runs ``words`` in a namespace."""
     return ["ip", "netns", "exec", name, *words]
 
 
 def choose_congestion(name: str, tcp: str | None) -> None:
-    """Have TCP use ``tcp`` in a namespace; None for what :mod:`bench.common.congestion` chooses."""
+    """Set TCP's congestion control in a namespace; None for the choice of :mod:`bench.common.congestion`."""
     run(*command_on(name, sys.executable, congestion.__file__, *([tcp] if tcp else [])))
 
 
-# Inside.
+# Functions that run inside a namespace.
 
 
 def enter_new() -> None:
-    """Move this process to a new namespace, bring its loopback up and choose TCP's congestion control there.
+    """Move this process to a new namespace, enable its loopback, and choose TCP's congestion control there.
 
     Raises:
-        OSError: not on Linux, or not root.
+        OSError: the system is not Linux, or the process is not root's.
     """
     import fcntl
 
@@ -104,8 +104,8 @@ def enter_new() -> None:
 
 
 def sent_bytes(device: str) -> int:
-    """Bytes that a device of this process's namespace has sent, headers included."""
-    # /proc/self/net follows the namespace of the process; /sys/class/net keeps the one it was mounted in.
+    """Return the bytes that a device of this process's namespace has sent, headers included."""
+    # /proc/self/net shows the process's current namespace; /sys/class/net shows the namespace in which it was mounted.
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == device:

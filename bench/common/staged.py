@@ -1,9 +1,10 @@
-"""A backend for several ranks on one card: collectives of CUDA tensors, carried by gloo through host memory.
+"""A torch.distributed backend for several ranks on one GPU: gloo carries collectives of CUDA tensors via host memory.
 
-NCCL before 2.30 takes one rank for each card, and later versions take more only where NCCL_MULTI_RANK_GPU_ENABLE=1 is
-set (``bench/gpu.sh nccl``). This backend needs no version. It takes tensors of any device, waits for the caller's
-stream, and has the result in place when it returns, so that it shows neither a missing wait nor a hang of NCCL's. The
-engine calls collectives as with NCCL, and no sends or receives. On CPU tensors the same code runs without a card.
+NCCL before 2.30 allows one rank per GPU. Later versions allow several if NCCL_MULTI_RANK_GPU_ENABLE=1 is set
+(``bench/gpu.sh nccl``). This backend works with any NCCL. It accepts tensors on any device, waits for the caller's
+stream, and returns only when the result is in place. So it cannot reveal a missing wait or a hang of NCCL. It only has
+the collectives that the engine calls with NCCL, and no send or receive. On CPU tensors the same code runs without a
+GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import Tensor
 __all__ = ["NAME", "register"]
 
 NAME = "staged"
-GLOO = dist.ProcessGroupGloo  # what carries it
+GLOO = dist.ProcessGroupGloo  # class of the process group that moves the data
 
 
 class _Finished(dist.Work):
-    """What a collective that is over returns."""
+    """Work object of a collective that has already finished."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -38,7 +39,7 @@ class _Finished(dist.Work):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group over gloo; its methods have the names that torch.distributed calls, of torch 2.11 and 2.13."""
+    """A process group over gloo. Its methods have the names that torch.distributed calls in torch 2.11 and 2.13."""
 
     def __init__(self, options: Any, backend_options: object) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -77,7 +78,7 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> dist.Work:
         def reduce(staged: list[Tensor]) -> Any:
-            average = opts.reduceOp == dist.ReduceOp.AVG  # gloo has none
+            average = opts.reduceOp == dist.ReduceOp.AVG  # gloo has no AVG
             opts.reduceOp = dist.ReduceOp.SUM if average else opts.reduceOp
             work = self.gloo.allreduce([staged[0]])
             work.wait()
@@ -88,7 +89,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._run(reduce, [given], [output])
 
     def abort(self) -> None:
-        """End what is under way, as NCCL does."""
+        """Abort collectives in flight, as NCCL's abort does."""
         self.gloo.abort()
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -108,6 +109,6 @@ class StagedGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make ``init_process_group("staged")`` known to torch."""
+    """Register the backend, so that ``init_process_group("staged")`` works."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, StagedGroup, extended_api=True, devices=["cpu", "cuda"])

@@ -1,17 +1,17 @@
-"""Does quantized communication cost anything in training? Arms and seeds in pairs, on virtual ranks in one process.
+"""Effect of quantized communication on training: pairs of runs with the same seed, on virtual ranks in one process.
 
-    python -m bench.convergence --jobs 2                 # all arms and seeds; a second call goes on where one stopped
-    python -m bench.convergence --jobs 2 --save          # also docs/convergence.{md,png} and bench/results/
-    python -m bench.convergence --quick                  # a minute: does it run at all?
+    python -m bench.convergence --jobs 2                 # all arms and seeds; a second call continues a stopped one
+    python -m bench.convergence --jobs 2 --save          # also writes docs/convergence.{md,png} and bench/results/
+    python -m bench.convergence --quick                  # a minute: check that everything runs
     python -m bench.convergence --device cuda --compute bf16 --layers 12 --d-model 768 --heads 12 --seq-len 512 \
         --batch 4 --steps 3000 --seeds 3 --name 100m --save
 
-Every rank of 2 nodes x 2 has its own micro-batch; its gradient travels through the engine's own paths and codecs, one
-thread a rank (`ranks`). Measured is what Adam sees: the relative error of its average of gradients against the exact
-mean on the same weights; then the loss of held-out text, as differences to the plain arm of the same seed.
+Each rank of 2 nodes x 2 has its own micro-batch. Its gradient passes through the engine's own paths and codecs, with
+one thread per rank (`ranks`). The benchmark measures the relative error of Adam's average of gradients against the
+exact mean on the same weights, and the loss on held-out text relative to the plain arm of the same seed.
 
-A finished run is a file in --runs; an interrupted one goes on from its last checkpoint. Names of files tell settings
-apart, not versions of zeropp: after a change to the code take another folder.
+Each finished run is a file in --runs; an interrupted run continues from its last checkpoint. File names depend on the
+settings, but not on zeropp's version: use another folder after a change to the code.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ QUICK_ARMS = ("plain", "zeropp", "hadamard-loco", "delta4")
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Settings]:
-    """The command line, and the settings it stands for."""
+    """Return the parsed command line, and the settings in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps, two seeds, four arms")
     parser.add_argument("--arms", help=f"comma-separated, of {','.join(ARMS)}")
-    parser.add_argument("--seeds", type=int, help=f"how many of {SEEDS}")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each; 1: in this process")
+    parser.add_argument("--seeds", type=int, help=f"number of seeds, taken from {SEEDS}")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one core each; 1: in this process")
     runs = ROOT / "bench" / "results" / "convergence"
-    parser.add_argument("--runs", type=Path, default=runs, help="where runs are kept")
-    parser.add_argument("--checkpoint-every", type=int, default=250, help="steps")
+    parser.add_argument("--runs", type=Path, default=runs, help="folder of the runs")
+    parser.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints")
     parser.add_argument("--save", action="store_true", help="write docs/<page>.{md,png} and bench/results/")
-    parser.add_argument("--name", default="", help="of what is saved, if it is not the comparison of the docs")
-    parser.add_argument("--one", metavar="ARM:SEED", help=argparse.SUPPRESS)  # what a child runs
-    group = parser.add_argument_group("settings (defaults: as documented)")
+    parser.add_argument("--name", default="", help="name of saved files, if it is not the comparison of the docs")
+    parser.add_argument("--one", metavar="ARM:SEED", help=argparse.SUPPRESS)  # the run of a child process
+    group = parser.add_argument_group("settings (their defaults are shown)")
     for field in fields(Settings):
         group.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), metavar=str(field.default))
     args = parser.parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in fields(Settings) if getattr(args, f.name) is not None}
     settings = replace(QUICK if args.quick else Settings(), **given)
     chosen = args.arms.split(",") if args.arms else QUICK_ARMS if args.quick else DEFAULT_ARMS
-    args.arms = tuple(dict.fromkeys(("plain", *chosen)))  # differences are to it
+    args.arms = tuple(dict.fromkeys(("plain", *chosen)))  # always with "plain", which differences are relative to
     args.seeds = (2 if args.quick else len(SEEDS)) if args.seeds is None else args.seeds
     unknown = sorted(set(args.arms) - set(ARMS))
     if unknown:
@@ -68,11 +68,12 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
 
 
 def supervise(args: argparse.Namespace, settings: Settings) -> None:
-    """Run what has no result yet, ``--jobs`` at a time.
+    """Run all runs without a result, ``--jobs`` at a time.
 
     Raises:
-        SystemExit: a run failed; the others' results stay.
+        SystemExit: a run failed; results of other runs are kept.
     """
+    # Order by seed, so that an early report has complete pairs.
     # Seed by seed: an early look has whole pairs.
     wanted = [(arm, seed) for seed in SEEDS[: args.seeds] for arm in args.arms]
     waiting = [(arm, seed) for arm, seed in wanted if not (args.runs / f"{settings.stem(arm, seed)}.json").exists()]

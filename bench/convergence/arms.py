@@ -1,4 +1,4 @@
-"""What is compared, and on which model: the arms, the seeds, and the settings of a comparison."""
+"""The arms (ways to communicate), the seeds, and the settings of a comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 import torch
 
 SEEDS = (11, 23, 37, 53, 71)
-"""Initial weights and order of data; the same over all arms, so that differences are paired."""
+"""Seeds of initial weights and of the order of data. All arms use the same seeds, so differences are paired."""
 
 _WEIGHTS = {"zero_quantized_weights": True}
 _GRADIENTS = {"zero_quantized_gradients": True}
@@ -22,10 +22,11 @@ class Arm:
     """One way to communicate.
 
     Attributes:
-        label: for tables.
-        zero: keys of the block ``zero_optimization``.
-        own: keys of the block ``zeropp``.
-        weights: "config"; or "delta4" or "lossless", which virtual ranks, that keep no copies of their own, do apart.
+        label: name in tables.
+        zero: keys of the ``zero_optimization`` block.
+        own: keys of the ``zeropp`` block.
+        weights: "config" to encode weights as configured; "delta4" or "lossless" for encoded differences of weights,
+            which `bench.convergence.weights` computes, because virtual ranks have no cached weights.
     """
 
     label: str
@@ -34,14 +35,14 @@ class Arm:
     weights: str = "config"
 
     def config(self, wire: str) -> dict[str, object]:
-        """As a user would give it to zeropp; every parameter partitioned, ``wire`` the dtype of plain gradients."""
+        """Return the configuration for zeropp: all parameters are sharded; ``wire`` is the dtype of plain gradients."""
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero}
         return {"zero_optimization": zero, "zeropp": dict(self.own), "communication_data_type": wire}
 
 
-_LOCO = {"zeropp_loco_param": {}}  # err_beta 0.8, as DeepSpeed's
+_LOCO = {"zeropp_loco_param": {}}  # err_beta 0.8, which is DeepSpeed's default
 _HALF = {"zeropp_loco_param": {"err_beta": 0.5}}
-_FULL = {"zeropp_loco_param": {"err_beta": 0.0}}  # all that was lost goes with the next gradient
+_FULL = {"zeropp_loco_param": {"err_beta": 0.0}}  # the whole quantization error is added to the next gradient
 _INT4 = {"gradient_bits": {"local": 4, "cross": 4}}
 _ROTATED = {"hadamard": True}
 
@@ -65,7 +66,7 @@ ARMS = {
         "delta4 weights, hadamard, LoCo cross, err_beta 0", {**_GRADIENTS, **_FULL}, _ROTATED, weights="delta4"
     ),
 }
-"""Gradients of ZeRO++ are int8 inside nodes and int4 between them, unless said otherwise."""
+"""Name -> arm. ZeRO++'s gradients are int8 inside nodes and int4 between nodes, unless the arm sets other bits."""
 
 DEFAULT_ARMS = (
     "plain", "qwz", "qgz", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-0", "int4", "delta4",
@@ -74,14 +75,14 @@ DEFAULT_ARMS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one comparison. The model is examples/gpt.py, the text the standard library's sources.
+    """Settings of one comparison. The model is examples/gpt.py, the text the standard library's sources.
 
     Attributes:
-        batch: windows of ``seq_len`` bytes a virtual rank and step.
-        warmup: steps over which the learning rate grows; it falls as a cosine to a tenth of ``lr`` at the end.
-        sample: steps from one measurement of gradients to the next.
-        windows: of validation text, at the end; an eighth of them on the way.
-        compute: dtype of the model's arithmetic; its weights have bfloat16 values in either.
+        batch: windows of ``seq_len`` bytes per virtual rank and step.
+        warmup: number of steps in which the learning rate rises; then it falls as a cosine to a tenth of ``lr``.
+        sample: number of steps between measurements of gradients.
+        windows: windows of validation text at the end; an eighth of them are used during training.
+        compute: dtype of the model's arithmetic. Its weights always have bfloat16 values.
         wire: dtype of gradients that are not quantized.
     """
 
@@ -103,10 +104,10 @@ class Settings:
     wire: str = "bf16"
 
     def fault(self) -> str | None:
-        """What is wrong with them, as an error of the command line."""
+        """Return an error text for the command line if the settings are invalid, else None."""
         for each in fields(self):
             value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
-            least = {"warmup": 0, "windows": 8}.get(each.name, 1)  # an eighth of the windows is read on the way
+            least = {"warmup": 0, "windows": 8}.get(each.name, 1)  # validation during training uses windows // 8
             if isinstance(value, int) and value < least:
                 return f"{flag} {value}: expected at least {least}"
         if not 0.0 < self.lr < 1.0:
@@ -124,6 +125,6 @@ class Settings:
         return None
 
     def stem(self, arm: str, seed: int) -> str:
-        """Name of a run's files, which tells it from runs of other settings and from an arm that was another then."""
+        """Return the name of a run's files, which contains a hash of the settings and of the arm's definition."""
         text = json.dumps([asdict(self), asdict(ARMS[arm])], sort_keys=True)
         return f"{arm}-{seed}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

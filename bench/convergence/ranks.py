@@ -1,8 +1,8 @@
-"""Virtual ranks: several ranks' gradients in one process, on the engine's own paths, codecs and feedback.
+"""Virtual ranks: gradients of several ranks in one process, through the engine's own paths, codecs and error feedback.
 
-zeropp's BufferMaker puts together what each rank has of each flat buffer; only the transport is another. A rank is a
-thread while gradients are reduced, and a hop's members meet at a barrier and copy from each other's messages. So the
-bits are those of as many processes (bench/tests/test_virtual_ranks.py), on CPU and on a card.
+zeropp's BufferMaker builds each rank's buffers. Only the transport is replaced: each rank is a thread while gradients
+are reduced, and the members of a hop wait at a barrier and copy from each other's messages. The results are bit for bit
+those of separate processes (bench/tests/test_virtual_ranks.py), on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -29,40 +29,46 @@ from zeropp.partition.levels import BufferLayout, HopSpec
 from zeropp.setup.blueprint import draw_blueprint
 
 _AT_ONCE = CommStreams(lambda link: InlineStream())
-MEETING_SECONDS = 600.0  # a rank that does not come has failed; on a card the first calls compile kernels
+MEETING_SECONDS = 600.0  # a rank that takes longer has failed; on a GPU the first calls compile kernels
 
 
 class Meeting:
-    """Where the members of one hop hand each other the parts of their messages."""
+    """Exchange of message parts between the members of one hop."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=MEETING_SECONDS)
         self._offered: list[list[Tensor]] = [[] for _ in range(size)]
 
     def swap(self, index: int, into: list[Tensor], out_of: list[Tensor]) -> None:
-        """Member ``index`` offers ``out_of[i]`` to member i and copies into ``into[i]`` what i offers it."""
+        """Copy to ``into[i]`` the part that member i sends to this member; ``out_of[i]`` is the part sent to member i.
+
+        Args:
+            index: index of this member in the hop.
+            into: tensors to fill, one per member.
+            out_of: tensors to send, one per member.
+        """
         self._offered[index] = out_of
         self.barrier.wait()
         for source, parts in enumerate(self._offered):
             if source != index:
                 into[source].copy_(parts[index])
-        self.barrier.wait()  # what was offered may change from here on
+        self.barrier.wait()  # only now may members change their parts
 
 
 class VirtualHop(Hop):
-    """A hop between threads: zeropp's own bytes, but for how parts get from member to member."""
+    """A hop between threads: zeropp's messages, copied from thread to thread instead of sent."""
 
     def __init__(self, spec: HopSpec, meeting: Meeting, rank: int, ledger: Ledger, kind: str) -> None:
-        super().__init__(spec, None, "gloo", rank, ledger, kind)  # gloo: part by part
+        super().__init__(spec, None, "gloo", rank, ledger, kind)  # with gloo, Hop handles messages part by part
         self._meeting = meeting
 
     def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
-        """See :class:`Hop`."""
+        """Gather the members' pieces into ``out``, as :meth:`Hop.all_gather` does."""
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
         self._meeting.swap(self.index, list(out.view(self.size, -1).unbind()), [piece] * self.size)
 
     def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
-        """See :class:`Hop`."""
+        """Exchange the parts of the members' messages, as :meth:`Hop.all_to_all` does."""
         sent = message.nbytes // self.size * (self.size - 1)
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
         parts = list(message.view(self.size, -1).unbind())
@@ -74,17 +80,17 @@ class VirtualHop(Hop):
 
 @dataclass
 class VirtualComm:
-    """What BufferMaker asks of a :class:`zeropp.comm.hops.Comm`, for one of the virtual ranks."""
+    """The part of :class:`zeropp.comm.hops.Comm` that BufferMaker uses, for one virtual rank."""
 
     rank: int
     local: int
     world: int
-    meetings: dict[tuple[object, ...], Meeting]  # of all ranks
+    meetings: dict[tuple[object, ...], Meeting]  # shared by all virtual ranks
     ledger: Ledger = field(default_factory=Ledger)
     device: torch.device = HOST
 
     def hop(self, stream: str, spec: HopSpec) -> VirtualHop:
-        """A hop on a meeting that belongs to a stream, as a process group would."""
+        """Return a hop with a meeting for its stream and ranks, as process groups are kept per stream."""
         meeting = self.meetings.setdefault((stream, spec), Meeting(len(spec.ranks)))
         return VirtualHop(spec, meeting, self.rank, self.ledger, stream)
 
@@ -94,10 +100,10 @@ class Reduced:
     """The gradient of one flat buffer over all virtual ranks.
 
     Attributes:
-        layout: where parameters lie; blocks of 256, cut for the world.
-        ranks: the buffer as each rank's engine would have it; their gradients' shards are parts of ``mean``.
-        mean: float32 [numel], after :meth:`VirtualRanks.reduce` the mean gradient as it came over the hops.
-        exact: float32 [numel], the mean of the ranks' gradients, summed in float32.
+        layout: positions of the parameters, in blocks of 256 elements, padded for the number of ranks.
+        ranks: the buffer of each rank's engine; the shards of their gradients are parts of ``mean``.
+        mean: float32 [numel]. After :meth:`VirtualRanks.reduce`, the mean gradient as the hops delivered it.
+        exact: float32 [numel], mean of the ranks' gradients, summed in float32.
     """
 
     layout: BufferLayout
@@ -107,15 +113,15 @@ class Reduced:
 
 
 class VirtualRanks:
-    """Gradients of ``nodes`` x ``local`` ranks that share one model's parameters.
+    """The gradients of ``nodes * local`` ranks that share one model's parameters.
 
     Args:
-        model: its parameters' shapes, dtypes and device count; :meth:`take` reads their ``.grad``.
-        config: of zeropp, as each rank would have it.
-        nodes, local: number of nodes, and of ranks on each.
+        model: model that gives shapes, dtypes and device; :meth:`take` reads ``.grad`` of its parameters.
+        config: zeropp's configuration, equal on all ranks.
+        nodes, local: number of nodes, and of ranks per node.
 
     Raises:
-        ValueError: the configuration is not one of stage 3 with a shard for every rank.
+        ValueError: the configuration is not stage 3 with one shard per rank.
     """
 
     def __init__(self, model: nn.Module, config: Config, nodes: int, local: int) -> None:
@@ -136,7 +142,7 @@ class VirtualRanks:
         self.weight_codec = drawn[0].encoding.weights
         self._meetings = meetings
         self._messages: list[list[Tensor | None]] = [[] for _ in range(self.world)]
-        self._reductions = 0  # of which the ledgers know
+        self._reductions = 0  # number of reductions counted in the ledgers
         loco = config.zero.zeropp_loco_param
         self.carried = [
             ErrorFeedback(
@@ -145,11 +151,11 @@ class VirtualRanks:
             for rank in range(self.world)
         ]
         device = next(model.parameters()).device
-        # One thread a rank, or the first ones would wait for the others for ever.
+        # One thread per rank: with fewer threads, the first ranks would wait at a barrier for ranks that never start.
         self._threads = ThreadPoolExecutor(self.world, "rank", _use_device, (device,))
 
     def _share(self, ranks: list[FlatBuffer]) -> Reduced:
-        """Make the ranks' gradient shards parts of one buffer, in the order of pieces."""
+        """Make the ranks' gradient shards views of one buffer, ordered by rank pieces."""
         layout, device = ranks[0].layout, ranks[0].device
         mean = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for buffer in ranks:
@@ -158,7 +164,7 @@ class VirtualRanks:
         return Reduced(layout, ranks, mean, torch.zeros_like(mean))
 
     def take(self, rank: int) -> None:
-        """Encode, as rank ``rank``, the gradients that a backward left in ``.grad``, and take them away."""
+        """Encode the gradients in ``.grad`` as rank ``rank``'s message, and remove them from the parameters."""
         if not rank:
             for buffer in self.buffers:
                 buffer.exact.zero_()
@@ -172,10 +178,10 @@ class VirtualRanks:
             self._messages[rank].append(buffer.ranks[rank].gradient.pack(1.0, hold=False))
 
     def reduce(self) -> None:
-        """Send what every rank has taken: ``mean`` and ``exact`` of all buffers are of this step then.
+        """Reduce the messages of all ranks; then ``mean`` and ``exact`` of all buffers belong to this step.
 
         Raises:
-            Exception: what a rank's thread raised.
+            Exception: the exception of a rank's thread.
         """
         futures = [self._threads.submit(self._reduce_as, rank) for rank in range(self.world)]
         errors = [error for error in (future.exception() for future in futures) if error is not None]
@@ -196,12 +202,12 @@ class VirtualRanks:
                 _AT_ONCE.run_work(gradient.prepare_reduce(message, 1.0 / self.world, hold=False))
         except BaseException:
             for meeting in self._meetings.values():
-                meeting.barrier.abort()  # the others shall not wait for this one
+                meeting.barrier.abort()  # without this, the other ranks would wait for this one
             raise
         self._messages[rank] = []
 
     def gradient_bits(self) -> dict[str, float]:
-        """Bits of an element on each class of link, "local" and "cross": what was sent by what there was to send."""
+        """Return bits per sent element on each class of link, "local" and "cross"."""
         nbytes: Counter[str] = Counter()
         for comm in self.comms:
             nbytes.update(comm.ledger.bytes_by_link())
@@ -213,16 +219,16 @@ class VirtualRanks:
         return {link: 8 * nbytes[link] / count for link, count in numel.items() if count}
 
     def state_dict(self) -> dict[str, object]:
-        """Errors carried over on every rank."""
+        """Return the error feedback of every rank."""
         return {"carried": [carried.state_dict() for carried in self.carried]}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Load a state of :meth:`state_dict`."""
         for carried, saved in zip(self.carried, state["carried"], strict=True):
             carried.load_state_dict(saved)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""From the runs of convergence.py to what may be said about them: paired intervals, tables, a plot."""
+"""Report of finished runs: paired confidence intervals, tables and a plot."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ Run = dict[str, object]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and half the width of its 95 % interval (Student's t)."""
+    """Mean over seeds, and half the width of its 95 % confidence interval (Student's t)."""
 
     mean: float
     half: float
 
     @property
     def separable(self) -> bool:
-        """Whether the interval leaves zero out."""
+        """True if the interval does not contain zero."""
         return abs(self.mean) > self.half
 
     def text(self, digits: int, factor: float = 1.0) -> str:
-        """As "mean ± half"."""
+        """Return the text "mean +- half" with a plus-minus sign, both times ``factor``."""
         return f"{factor * self.mean:.{digits}f} ± {factor * self.half:.{digits}f}"
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values, one a seed, and half of its 95 % interval.
+    """Return the mean of independent values, one per seed, with half the width of its 95 % confidence interval.
 
     Raises:
-        ValueError: fewer than two values, or more than there are quantiles for.
+        ValueError: there are fewer than two values, or more than T975 has quantiles for.
     """
     count = len(values)
     if not 2 <= count <= len(T975) + 1:
@@ -52,10 +52,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each arm, in order of seed.
+    """Return the runs of each arm, sorted by seed.
 
     Raises:
-        ValueError: arms have different seeds or settings, so that nothing is paired.
+        ValueError: arms have different seeds or settings, so runs cannot be paired.
     """
     arms: dict[str, list[Run]] = {}
     for each in sorted(runs, key=lambda each: each["seed"]):
@@ -69,35 +69,35 @@ def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def after_warmup(each: Run, key: str) -> float:
-    """Mean of a run's samples after the learning rate has grown."""
+    """Return the mean of a run's samples after the warmup steps."""
     warmup = each["settings"]["warmup"]
     return statistics.mean(value for step, value in zip(each["step"], each[key], strict=True) if step > warmup)
 
 
 def metric(own: Sequence[Run], key: str = "all") -> Interval:
-    """Relative error of Adam's average of gradients."""
+    """Return the relative error of Adam's average of gradients, over seeds."""
     return interval([after_warmup(each, key) for each in own])
 
 
 def times_below(base: Sequence[Run], own: Sequence[Run]) -> Interval:
-    """How many times smaller ``own``'s primary metric is, in pairs of one seed."""
+    """Return the factor by which ``own``'s error is smaller than ``base``'s, in pairs of runs with equal seeds."""
     return interval([after_warmup(a, "all") / after_warmup(b, "all") for a, b in zip(base, own, strict=True)])
 
 
 def loss_difference(base: Sequence[Run], own: Sequence[Run]) -> Interval:
-    """Final validation loss above that of ``base``, as a part of it, in pairs of one seed."""
+    """Return ``own``'s final validation loss relative to ``base``'s, minus 1, in pairs of runs with equal seeds."""
     return interval([b["final"] / a["final"] - 1 for a, b in zip(base, own, strict=True)])
 
 
 def verdict(found: Interval) -> str:
-    """What the difference of losses tells."""
+    """Return "worse", "better" or "not separable" for a difference of losses."""
     if not found.separable:
         return "not separable"
     return "worse" if found.mean > 0 else "better"
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Markdown: what was run, one line an arm, errors by class of parameter, and what had to hold."""
+    """Return the Markdown report: settings, one line per arm, errors by class of parameter, and required bounds."""
     arms = by_arm(runs)
     settings, seeds = runs[0]["settings"], len(arms[REFERENCE])
     lines = [
@@ -135,7 +135,7 @@ def _row(name: str, arms: dict[str, list[Run]]) -> str:
 
 
 def _compares(name: str, arms: dict[str, list[Run]]) -> bool:
-    """Whether an arm's gradients are codes, and there are ZeRO++'s to compare with."""
+    """Return True if the arm's gradients are quantized and can be compared with the arm of plain ZeRO++."""
     return CODED in arms and name != CODED and "zero_quantized_gradients" in ARMS[name].zero
 
 
@@ -150,7 +150,7 @@ def _machine(runs: Sequence[Run]) -> str:
 
 
 def _must_hold(arms: dict[str, list[Run]]) -> list[str]:
-    """What feedback is to gain, on means; against ZeRO++ without it, and rotated also against int4 on both hops."""
+    """Return one line per arm with error feedback: required gains against ZeRO++ and, if rotated, against int4."""
     found = []
     for name in arms:
         if not name.startswith(("loco", "hadamard-loco")):
@@ -173,7 +173,7 @@ def _must_hold(arms: dict[str, list[Run]]) -> list[str]:
 
 
 def chart(runs: Sequence[Run], path: Path) -> None:
-    """Primary metric over steps, and final differences of validation loss with their intervals."""
+    """Draw the error of Adam's average over steps, and the final validation losses with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,14 +202,16 @@ def chart(runs: Sequence[Run], path: Path) -> None:
 
 
 def save(runs: Sequence[Run], root: Path, name: str) -> list[Path]:
-    """Put the tables into docs/convergence.md between its marks, and write the plot and the numbers.
+    """Write the tables, the plot and the data; return their paths.
 
     Args:
-        root: of the repository.
-        name: of a comparison that the page does not show; its tables go beside its numbers then.
+        runs: finished runs.
+        root: root of the repository.
+        name: name of another comparison than that of the docs; its tables are written to bench/results. Empty to put
+            the tables into docs/convergence.md, between its marks.
 
     Raises:
-        ValueError: the page lacks the marks.
+        ValueError: docs/convergence.md lacks the marks.
     """
     results = root / "bench" / "results"
     results.mkdir(parents=True, exist_ok=True)
@@ -230,7 +232,7 @@ def save(runs: Sequence[Run], root: Path, name: str) -> list[Path]:
 
 
 def _short(each: Run) -> Run:
-    """A run with its samples rounded to five digits, which are enough to draw and to average."""
+    """Return a run with its samples rounded to five digits, which are enough for plots and means."""
     return {key: [_rounded(v) for v in value] if isinstance(value, list) else value for key, value in each.items()}
 
 

@@ -1,4 +1,4 @@
-"""One run of the comparison: one arm, one seed, from the first step or from where it was interrupted."""
+"""One run of the comparison: one arm and one seed, from the first step or from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ CLASSES = ("all", "embedding", "2-D", "1-D")
 
 
 def run(arm: str, seed: int, settings: Settings, folder: Path, checkpoint_every: int) -> dict[str, object]:
-    """Train to the end; the result is also written to a file in ``folder``.
+    """Train to the end, write the result to a file in ``folder``, and return it.
 
     Args:
-        checkpoint_every: steps after which the state is written, to go on from after an interruption.
+        arm: name in ``ARMS``.
+        seed: seed of initial weights and order of data.
+        settings: settings of the comparison.
+        folder: folder of the runs.
+        checkpoint_every: number of steps between checkpoints, from which an interrupted run continues.
     """
     stem = settings.stem(arm, seed)
     result, state = folder / f"{stem}.json", folder / f"{stem}.pt"
@@ -47,7 +51,7 @@ def run(arm: str, seed: int, settings: Settings, folder: Path, checkpoint_every:
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file under another name and rename it, so that it is never incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     write(fresh)
@@ -57,22 +61,23 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 class Training:
     """State of one run.
 
-    Main weights are one float32 parameter a flat buffer, which AdamW steps whole: elementwise, that is what the owners
-    of its pieces would do. The model computes with ``seen``, what arrives at every rank.
+    Each flat buffer has its main weights as one float32 parameter, and AdamW steps it as a whole. AdamW is elementwise,
+    so this equals the steps of the ranks that own the shards. The model computes with ``seen``, the bfloat16 weights
+    that arrive at every rank.
     """
 
     def __init__(self, arm: str, seed: int, settings: Settings) -> None:
         self.arm, self.seed, self.settings = arm, seed, settings
         self.step = 0
         device = torch.device(settings.device)
-        torch.manual_seed(seed)  # on CPU: the same weights on every kind of device
+        torch.manual_seed(seed)  # the model is built on the CPU, so weights are equal for all kinds of devices
         sizes = GPTConfig(
             layers=settings.layers, d_model=settings.d_model, heads=settings.heads, seq_len=settings.seq_len
         )
         initial = GPT(sizes)
         values = {name: parameter.detach().clone() for name, parameter in initial.named_parameters()}
         self.model = initial.to(device)
-        for parameter in self.model.parameters():  # buffers keep their dtype, as with the engine
+        for parameter in self.model.parameters():  # only parameters: module buffers keep their dtype, as in the engine
             parameter.data = parameter.data.to(COMPUTE[settings.compute])
         config = zeropp.load_config(ARMS[arm].config(settings.wire))
         self.ranks = VirtualRanks(self.model, config, settings.nodes, settings.local)
@@ -95,7 +100,7 @@ class Training:
             self.weights.append(make_weights(kind, main.numel(), self.ranks.world, codec, device, settings.sample))
         self.numel = sum(buffer.layout.used_numel for buffer in self.ranks.buffers)
         self.optimizer = torch.optim.AdamW(self.main, lr=settings.lr, betas=BETAS, weight_decay=0.1, fused=True)
-        self.exact_average = [torch.zeros_like(main) for main in self.main]  # what exp_avg would be
+        self.exact_average = [torch.zeros_like(main) for main in self.main]  # exp_avg with exact gradients
         text = load_text()
         self.held_out = text.validation
         self.batches = [
@@ -108,7 +113,7 @@ class Training:
         self._refresh()
 
     def train_step(self) -> None:
-        """One optimizer step of all ranks."""
+        """Run one optimizer step of all ranks."""
         start = time.perf_counter()
         settings = self.settings
         losses = []
@@ -141,7 +146,7 @@ class Training:
 
     @torch.no_grad()
     def _sample(self, loss: Tensor) -> None:
-        """Note this step's figures; waits for the device.
+        """Record this step's errors and loss; the host waits for the device.
 
         Raises:
             RuntimeError: the loss is not finite.
@@ -161,7 +166,7 @@ class Training:
         self.record["weight_bits"].append(weight_bits / sum(main.numel() for main in self.main))
 
     def _relative_errors(self, found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-        """Norm of the difference over norm of the exact one, of all parameters and by class; padding left out."""
+        """Return ``|found - exact| / |exact|`` over all parameters and by class; padding is left out."""
         totals = {name: torch.zeros(2, dtype=torch.float64, device=found[0].device) for name in CLASSES}
         for buffer, some, right in zip(self.ranks.buffers, found, exact, strict=True):
             views = [buffer.layout.views(some - right), buffer.layout.views(right)]
@@ -173,14 +178,14 @@ class Training:
 
     @torch.no_grad()
     def validate(self, windows: int) -> float:
-        """Mean loss of held-out text, in nats a byte, with the weights that every rank has."""
+        """Return the mean loss on held-out text, in nats per byte, with the weights that every rank has."""
         settings = self.settings
         batches = validation_batches(self.held_out, min(windows, 16), settings.seq_len, windows)
         losses = [self.model(*(part.to(settings.device) for part in batch)) for batch in batches]
         return float(torch.stack(losses).double().mean())
 
     def finish(self) -> dict[str, object]:
-        """Everything measured; ends the ranks."""
+        """Return all results, and stop the virtual ranks."""
         final = self.validate(self.settings.windows)
         bits = self.ranks.gradient_bits()
         self.ranks.close()
@@ -197,7 +202,7 @@ class Training:
         }
 
     def state_dict(self) -> dict[str, object]:
-        """All that the next step depends on, and what was measured so far."""
+        """Return all state that the next step depends on, and the records so far."""
         return {
             "step": self.step,
             "main": [main.detach() for main in self.main],
@@ -212,7 +217,7 @@ class Training:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on where :meth:`state_dict` was taken, with the same bits."""
+        """Load a state of :meth:`state_dict`; training continues with the same bits."""
         self.step, self.record, self.seconds = state["step"], state["record"], state["seconds"]
         for own, key in ((self.main, "main"), (self.seen, "seen"), (self.exact_average, "exact_average")):
             for target, source in zip(own, state[key], strict=True):
@@ -227,12 +232,12 @@ class Training:
 
 
 def parameter_class(name: str, dimensions: int) -> str:
-    """Embeddings are tables of tokens, at the input and the output."""
+    """Return "embedding" for the input and output embeddings, else "1-D" or "2-D"."""
     return "embedding" if name.startswith(("embedding", "head")) else "1-D" if dimensions < 2 else "2-D"
 
 
 def _schedule(step: int, warmup: int, steps: int) -> float:
-    """Factor on the learning rate."""
+    """Return the factor on the learning rate."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))

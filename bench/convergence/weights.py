@@ -1,7 +1,7 @@
-"""What the model computes with: main weights as they arrive at every rank, after each optimizer step.
+"""Refresh of the weights that the model computes with, from the main weights, after each optimizer step.
 
-All ranks hold the same decoded values (tests/distributed/wire/test_quantized.py), so one copy stands for all of them.
-Buffers are whole: pieces of ranks lie one behind the other, in the order in which their messages do.
+All ranks decode the same values (tests/distributed/wire/test_quantized.py), so one copy represents all ranks. Buffers
+are whole: the ranks' pieces lie one after another, in the order of their messages.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from zeropp.wire.differences import BASES, Lossless, make_difference_codec
 
 
 class Plain:
-    """Cast to bfloat16.
+    """Refresh by a cast to bfloat16.
 
     Attributes:
-        bits: of an element on the wire, in the last refresh.
+        bits: bits per element sent in the last refresh.
     """
 
     bits = 16.0
 
     def refresh(self, main: Tensor, seen: Tensor) -> None:
-        """``seen``, bfloat16 [numel], becomes what ranks compute with, given float32 ``main`` [numel]."""
+        """Write to ``seen``, bfloat16 [numel], the weights that ranks compute with, from float32 ``main`` [numel]."""
         seen.copy_(main)
 
     def state_dict(self) -> dict[str, object]:
-        """What the next refresh depends on beside ``main`` and ``seen``."""
+        """Return the state that the next refresh depends on in addition to ``main`` and ``seen``."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Load a state of :meth:`state_dict`."""
 
 
 class Coded(Plain):
-    """Codes of the main weights (qwZ), one message a rank."""
+    """Refresh by quantized weights (qwZ), one message per rank."""
 
     def __init__(self, numel: int, world: int, codec: BlockCodec, device: torch.device) -> None:
         self._codec = codec
@@ -44,16 +44,16 @@ class Coded(Plain):
         self.bits = 8 * self._messages.nbytes / numel
 
     def refresh(self, main: Tensor, seen: Tensor) -> None:
-        """See :class:`Plain`."""
+        """Write the decoded weights to ``seen``."""
         self._codec.encode_(self._messages, main, count=self._world)
         self._codec.decode_(self._messages, seen, count=self._world)
 
 
 class Differences(Plain):
-    """Differences to what every rank holds, in the engine's codecs; at first a plain refresh.
+    """Refresh by encoded differences to the weights that every rank has. The first refresh is a plain cast.
 
-    Lossless ones lead to the bits of a plain refresh, so one in ``every`` is made with them and compared, and the
-    others are plain. Their messages have room for exactly the escapes of their rank.
+    Lossless differences give the same bits as a plain cast. So only one refresh in ``every`` uses them and is compared,
+    and the others are plain casts. A lossless message has exactly the room for its rank's escaped values.
     """
 
     def __init__(self, kind: str, world: int, every: int) -> None:
@@ -63,10 +63,10 @@ class Differences(Plain):
         self._refreshes = 0
 
     def refresh(self, main: Tensor, seen: Tensor) -> None:
-        """See :class:`Plain`; lossless, reads the escapes' numbers on the host.
+        """Write the new weights to ``seen``. With lossless differences the host reads the number of escaped values.
 
         Raises:
-            RuntimeError: lossless, what was decoded is not the bfloat16 cast, bit for bit.
+            RuntimeError: lossless differences do not give the bits of the bfloat16 cast.
         """
         self._refreshes += 1
         if self._refreshes == 1 or (self._refreshes - 1) % self._every:
@@ -86,23 +86,26 @@ class Differences(Plain):
             raise RuntimeError(f"lossless: refresh {self._refreshes} does not have the bits of the bfloat16 cast")
 
     def state_dict(self) -> dict[str, object]:
-        """See :class:`Plain`."""
+        """Return the number of refreshes."""
         return {"refreshes": self._refreshes}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """See :class:`Plain`."""
+        """Load the number of refreshes."""
         self._refreshes = state["refreshes"]
 
 
 def make_weights(
     kind: str, numel: int, world: int, codec: BlockCodec | None, device: torch.device, check_every: int
 ) -> Plain:
-    """How a flat buffer of [numel] travels.
+    """Return the refresh of a flat buffer.
 
     Args:
-        kind: "config" for what the configuration says, "delta4" or "lossless".
-        codec: of the configuration, None for plain values.
-        check_every: steps, of lossless messages.
+        kind: "config" for the configured codec, "delta4" or "lossless".
+        numel: elements of the buffer.
+        world: number of ranks.
+        codec: the configured codec; None for plain values.
+        device: device of the buffer.
+        check_every: number of refreshes from one check of lossless differences to the next.
     """
     if kind in BASES:
         return Differences(kind, world, check_every)

@@ -1,6 +1,7 @@
-"""Step time, bytes and memory of zeropp beside its peers, on one machine."""
+"""Benchmark of step time, bytes and memory of zeropp and other systems, on one machine."""
 
 import os
 
-# Before torch starts: one thread a rank, or ranks fight over cores and sums change their order.
+# Set before torch is imported. With more threads than cores, ranks would slow each other down, and sums would have a
+# different order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-3 as a contestant, where it is installed; its ZeRO++ needs a GPU.
+"""DeepSpeed's ZeRO-3 as a contestant, if DeepSpeed is installed. Its ZeRO++ needs a GPU.
 
-It compiles an extension at start, which takes a compiler and ninja on PATH.
+DeepSpeed compiles an extension at its start, which needs a compiler and ninja on PATH.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ __all__ = ["build_deepspeed"]
 
 
 class _Stepper:
-    """The engine in place of an optimizer."""
+    """An object with the methods of an optimizer that calls DeepSpeed's engine."""
 
     def __init__(self, engine: nn.Module) -> None:
         self.engine = engine
 
     @property
     def param_groups(self) -> list[dict]:
-        """Those of the optimizer inside, whose learning rates it steps with."""
+        """Parameter groups of the optimizer inside the engine; scripts set learning rates in them."""
         return self.engine.optimizer.param_groups
 
     @property
     def grad_norm(self) -> float:
-        """The norm of gradients at the last step, before clipping."""
+        """Gradient norm at the last step, before clipping."""
         return float(self.engine.get_global_grad_norm())
 
     def step(self) -> None:
         self.engine.step()
 
     def zero_grad(self) -> None:
-        """The engine's step has done that."""
+        """Do nothing: the engine's step sets gradients to None."""
 
 
 def build_deepspeed(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
-    """Stage 3 that keeps nothing from forward to backward.
+    """Build a stage 3 engine that caches no weights between forward and backward.
 
-    ``deepspeed_hpz`` has a second copy. ``deepspeed_cpu`` has main weights, gradients and states on the CPU, stepped by
-    its own Adam and clipped. ``deepspeed_clipped`` clips.
+    ``deepspeed_hpz`` adds a secondary shard per node. ``deepspeed_cpu`` keeps main weights, gradients and optimizer
+    states on the CPU, steps them with DeepSpeed's own Adam, and clips. ``deepspeed_clipped`` clips.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
@@ -60,7 +60,7 @@ def build_deepspeed(
     except ImportError:
         raise SystemExit(f"--systems {name}: DeepSpeed is not installed here; leave it out") from None
     zero: dict[str, object] = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
-    # A card has streams to overlap on, and room for buckets of the default size.
+    # A GPU has streams for overlap, and memory for buckets of the default size.
     on_cpu = {"overlap_comm": False, "reduce_bucket_size": 5_000_000}
     zero |= {"overlap_comm": True} if device.type == "cuda" else on_cpu
     if name == "deepspeed_hpz":
@@ -84,7 +84,8 @@ def build_deepspeed(
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=not dist.is_initialized()
     )
-    # It has put one of its own in torch's place, which is not for the others that take turns with it.
+    # initialize() replaces torch.nn.functional.linear. Restore torch's function for the other systems in this process;
+    # only this system's forward uses DeepSpeed's.
     own, functional.linear = functional.linear, linear
     return Contestant(
         name, engine, _Stepper(engine), batches, device, backward=engine.backward,
@@ -93,7 +94,7 @@ def build_deepspeed(
 
 
 def _main_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Whole main weights, float32, one after another. Collective."""
+    """Return an iterator over the full float32 main weights. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     return map(safe_get_full_fp32_param, model.parameters())

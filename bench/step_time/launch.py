@@ -1,4 +1,4 @@
-"""Commands and environments of a job's ranks, and a network whose loopback counts their bytes alone."""
+"""Commands and environments for the ranks of a job, and a private network that only counts their bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["free_port", "private_network", "rank_command", "torchrun"]
 
 
 def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[list[str], dict[str, str]]:
-    """The command that starts a job's ranks, and its environment; rank 0 writes ``result``.
+    """Return the command that starts a job's ranks, and its environment. Rank 0 writes ``result``.
 
     Args:
-        args: of ``bench.step_time``.
-        result: a file.
-        wire: "private" if the loopback is this job's alone, else why bytes cannot be counted.
+        args: parsed arguments of ``bench.step_time``.
+        result: path of the result file.
+        wire: "private" if only this job uses the loopback, else the reason why bytes cannot be counted.
     """
     flags = {
         "device": args.device, "dtype": args.dtype, "reduce-dtype": args.reduce_dtype, "steps": args.steps,
@@ -37,10 +37,10 @@ def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[lis
 
 
 def torchrun(ranks: int, words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that starts so many ranks of a module on this host, and its environment.
+    """Return the command that starts ranks of a module on this host, and its environment.
 
     Args:
-        ranks: 1 is started without a launcher.
+        ranks: number of ranks; one rank is started without a launcher.
         words: the module and its arguments.
     """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -57,17 +57,17 @@ def torchrun(ranks: int, words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that was free at the time of the call."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def private_network() -> tuple[Callable[[], None] | None, str]:
-    """(what a child process must call first, "") or (None, why bytes cannot be counted)."""
+    """Return (function that a child process must call first, ""), or (None, reason why bytes cannot be counted)."""
     if sys.platform != "linux":
         return None, "not counted: needs Linux network namespaces"
-    child = os.fork()  # tried in a child: this process must keep its own network
+    child = os.fork()  # try it in a child process, because this process must keep its network
     if child == 0:
         code = 1
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The program of each rank: it builds the systems, lets them take turns, and rank 0 writes the numbers down."""
+"""The program of each rank: it builds the systems and lets them take turns; rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Race:
     """The systems of one job, and their measurements.
 
     Attributes:
-        systems: for JSON, by name.
-        weights: samples of each system's weights at the end, by name.
-        peak_bytes: of all systems side by side.
+        systems: results for JSON, by name of the system.
+        weights: samples of each system's final weights, by name.
+        peak_bytes: peak memory with all systems in the process.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -40,18 +40,18 @@ class Race:
         self.peak_bytes = 0
 
     def in_turns(self) -> None:
-        """All systems side by side, A B C A B C, ..."""
+        """Run all systems in turns, A B C A B C, ..."""
         meter = MemoryMeter(self.device)
         built = {name: build(name, self.args, self.device, self.batches) for name in self.args.systems}
         for turn in range(self.args.rounds):
             for contestant in built.values():
                 contestant.take_turn(self.args.steps, measure=turn >= self.args.discard)
-        self.peak_bytes = meter.peak_bytes()  # before samples of the weights are taken, which needs all of them
+        self.peak_bytes = meter.peak_bytes()  # read before samples(), which gathers all weights
         for contestant in built.values():
             self._note(contestant)
 
     def alone(self) -> None:
-        """One system after another; each is gone before the next is built, and so its memory can be told."""
+        """Run one system after another. Each is freed before the next is built, so its memory can be measured."""
         for name in self.args.systems:
             meter = MemoryMeter(self.device)
             contestant = build(name, self.args, self.device, self.batches)
@@ -59,7 +59,7 @@ class Race:
                 contestant.take_turn(self.args.steps, measure=turn >= self.args.discard)
             peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
             self._note(contestant)
-            if self.device.type == "cuda":  # the kernel's figure for a process has what the system before has freed
+            if self.device.type == "cuda":  # a CPU process's peak includes memory that earlier systems have freed
                 self.systems[name] |= {"peak_bytes": peak, "reserved_bytes": reserved}
             if isinstance(contestant.optimizer, zeropp.ZeroOptimizer):
                 contestant.optimizer.close()
@@ -72,7 +72,7 @@ class Race:
         self.before = contestant.before
 
     def compare_weights(self) -> None:
-        """Note how far each system's weights have gone, and their distance from its counterpart's as a share of it."""
+        """Record the change of each system's weights, and their distance from the counterpart's, relative to it."""
         ways = {name: (weights - self.before).norm() for name, weights in self.weights.items()}
         for name, weights in self.weights.items():
             other = counterpart(name, self.args.systems)
@@ -81,7 +81,7 @@ class Race:
 
 
 def join(args: argparse.Namespace) -> torch.device:
-    """Make the process group; the device of this rank."""
+    """Create the process group, and return this rank's device."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", 0 if args.staged else int(os.environ["LOCAL_RANK"]))
@@ -95,7 +95,7 @@ def join(args: argparse.Namespace) -> torch.device:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank, from joining to leaving; rank 0 writes ``args.result``."""
+    """Run one rank from start to end; rank 0 writes ``args.result``."""
     device = join(args)
     race = Race(args, device)
     if args.alone:
@@ -103,7 +103,7 @@ def work(args: argparse.Namespace) -> None:
     else:
         race.in_turns()
     measured: dict = {"systems": race.systems, "peak_bytes": race.peak_bytes}
-    # At once: a card that has nothing to do lowers its clocks.
+    # Read the clocks at once, because an idle GPU lowers them.
     measured["card"] = card() if args.device == "cuda" else {}
     race.compare_weights()
     measured["wire"] = os.environ["STEP_TIME_WIRE"]

@@ -1,4 +1,4 @@
-"""The table of ``bench.step_time``, and the reasons for not printing it."""
+"""The table of ``bench.step_time``, and the checks without which it is not printed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bench.common.machine import describe, machine
 
 REFERENCE = "fsdp2"
 CLIPPED = "_clipped"
-AGAIN = "_again"  # a system whose batches have their rows in reverse order
+AGAIN = "_again"  # suffix of a system whose batches have their rows in reverse order
 OURS = ("zeropp", "zeropp_clipped")
-CLIP = 1.0  # norm to which clipped systems clip their gradients
+CLIP = 1.0  # gradient norm that clipped systems clip to
 ONE_RANK = (
     "One rank: nothing is sent. FSDP2 of torch 2.13 calls no NCCL then: it copies its shard for each all-gather and "
     "its gradient for each reduce-scatter. zeropp has no hops then: it casts its shard and sums its gradient, on the "
@@ -22,53 +22,53 @@ ONE_RANK = (
     "host and device, and memory without partitioning. It cannot show collectives, what of them hides behind "
     "computing, bytes, or the memory of a part."
 )
-"""Limits of a table of one rank."""
-# fp32 systems differ in the order of sums only. In bf16 weights, activations and gradients are rounded at
-# different places; the first losses of this model move by some thousandths.
+"""Text about the limits of a table with one rank."""
+# Losses of the first steps. fp32 systems only differ in the order of sums. In bf16, systems round weights, activations
+# and gradients at different places, which changes the first losses of this model by some thousandths.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
-# Of the gradients' norms, before clipping, at the same steps; relative.
+# Relative differences of the gradient norms before clipping, at the same steps.
 NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
-# Of weights at the end, as a share of the way that they have gone. Adam divides by the size of gradients, so that where
-# those are small their last bits move weights by as much as the first ones elsewhere.
+# Distance of the final weights, relative to the distance from the initial weights. Adam divides by the size of a
+# gradient, so the last bits of small gradients change weights as much as the first bits of large ones.
 WEIGHT_TOLERANCE = {"fp32": 2e-2, "bf16": 0.1}
-# If FSDP2 runs a second time on rows in reverse order: bound = max(WEIGHT_FLOOR, TIMES * distance of these two).
-# The distance itself is held to WEIGHT_TOLERANCE, so that the bound is at most TIMES times that.
+# With an FSDP2 that runs on reversed rows: bound = max(WEIGHT_FLOOR, TIMES * distance of the two FSDP2 systems). That
+# distance itself must be within WEIGHT_TOLERANCE, so the bound is at most TIMES * WEIGHT_TOLERANCE.
 TIMES = 3.0
 WEIGHT_FLOOR = {"fp32": 1e-3, "bf16": 3e-2}
 
 
 def clips(name: str) -> bool:
-    """True if a system clips its gradients."""
+    """Return True if a system clips its gradients."""
     return name.removesuffix(AGAIN).endswith(CLIPPED)
 
 
 def counterpart(name: str, names: Sequence[str]) -> str:
-    """The system that one is compared with: FSDP2, clipped if it clips; else the first that does as it does."""
+    """Return the system to compare with: FSDP2 (clipped, if ``name`` clips), else the first that clips alike."""
     alike = [each for each in names if clips(each) == clips(name)]
     reference = REFERENCE + CLIPPED * clips(name)
     return reference if reference in alike else alike[0]
 
 
 def weight_bound(name: str, measured: dict) -> float:
-    """The largest distance of a system's weights from its counterpart's, as a share of the way that those have gone."""
+    """Return the largest allowed distance of a system's weights from its counterpart's, relative to their change."""
     systems, dtype = measured["systems"], measured["settings"]["dtype"]
     yardstick = systems.get(counterpart(name, list(systems)) + AGAIN)
-    # The yardstick is held to the fixed tolerance: beyond it the runs diverge by themselves, and show nothing.
+    # The second FSDP2 is held to the fixed tolerance: beyond that, the runs diverge by themselves and show nothing.
     if yardstick is None or name.endswith(AGAIN):
         return WEIGHT_TOLERANCE[dtype]
-    # The floor stays if the yardstick is NaN, which then is a problem of its own.
+    # max() keeps the floor if the second FSDP2's distance is NaN, which _weight_problems reports.
     return max(WEIGHT_FLOOR[dtype], TIMES * yardstick["weights_apart"])
 
 
 def complete(measured: dict, args: argparse.Namespace) -> None:
-    """Add the settings of the job and the machine to the measurements of its ranks."""
+    """Add the job's settings and the machine to the measurements of its ranks."""
     measured["settings"] = {k: v for k, v in vars(args).items() if k not in ("save", "result", "no_memory")}
-    # Clocks as they were at the end of the work.
+    # Clocks are those read at the end of the work.
     measured["machine"] = {**machine(args.device), **measured.pop("card")}
 
 
 def problems(measured: dict) -> list[str]:
-    """Reasons for not reporting these figures; empty if there are none."""
+    """Return the reasons for not reporting these results; empty if there are none."""
     found = _loss_problems(measured) + _norm_problems(measured) + _weight_problems(measured) + _way_problems(measured)
     for name in OURS:
         if name in measured["systems"]:
@@ -77,7 +77,7 @@ def problems(measured: dict) -> list[str]:
 
 
 def ratio(measured: dict) -> float | None:
-    """Median step of zeropp over median step of FSDP2; None where one of them did not run."""
+    """Return the median step of zeropp divided by that of FSDP2; None if one of them did not run."""
     systems = measured["systems"]
     if REFERENCE not in systems or "zeropp" not in systems:
         return None
@@ -85,13 +85,13 @@ def ratio(measured: dict) -> float | None:
 
 
 def _largest(gaps: Iterable[float]) -> float:
-    """NaN if there is one: it is within no tolerance, and Python's ``max`` passes over it."""
+    """Return the largest gap, or NaN if there is one. Python's ``max`` may skip NaN, which must fail every bound."""
     found = list(gaps)
     return math.nan if any(math.isnan(gap) for gap in found) else max(found)
 
 
 def _loss_problems(measured: dict) -> list[str]:
-    """Systems that train different models cannot be compared for speed."""
+    """Return a problem for each system whose first losses differ, because it trains another model."""
     tolerance = LOSS_TOLERANCE[measured["settings"]["dtype"]]
     names = list(measured["systems"])
     first = {name: measured["systems"][name]["losses"][:COMPARED] for name in names}
@@ -105,7 +105,7 @@ def _loss_problems(measured: dict) -> list[str]:
 
 
 def _norm_problems(measured: dict) -> list[str]:
-    """Clipped gradients of other norms than the counterpart's."""
+    """Return a problem for each clipped system whose norms differ from its counterpart's, or that clipped nothing."""
     systems, tolerance = measured["systems"], NORM_TOLERANCE[measured["settings"]["dtype"]]
     found = []
     for name in filter(clips, systems):
@@ -120,7 +120,7 @@ def _norm_problems(measured: dict) -> list[str]:
 
 
 def _weight_problems(measured: dict) -> list[str]:
-    """Weights that end too far from the counterpart's."""
+    """Return a problem for each system whose final weights are too far from its counterpart's."""
     apart = {name: system["weights_apart"] for name, system in measured["systems"].items()}
     return [
         f"weights of {name} end {gap:.2e} of their way from those of {counterpart(name, list(apart))}, more than "
@@ -131,7 +131,10 @@ def _weight_problems(measured: dict) -> list[str]:
 
 
 def _way_problems(measured: dict) -> list[str]:
-    """Weights that have gone less far, or farther, than the counterpart's; also of systems in other processes."""
+    """Return a problem for each system whose weights changed less or more in total than its counterpart's.
+
+    This check also works for systems in different processes, because it compares two norms.
+    """
     ways, tolerance = {}, WEIGHT_TOLERANCE[measured["settings"]["dtype"]]
     for name, system in measured["systems"].items():
         ways[name] = system["weights_way"]
@@ -147,14 +150,14 @@ def _way_problems(measured: dict) -> list[str]:
 
 
 def weights_apart(name: str, measured: dict) -> str:
-    """A cell: the distance of a system's weights from its counterpart's, and the bound in brackets."""
+    """Return the table cell with a system's distance of weights, and the bound in brackets."""
     if counterpart(name, list(measured["systems"])) == name:
         return "-"
     return f"{measured['systems'][name]['weights_apart']:.1e} ({weight_bound(name, measured):.1e})"
 
 
 def _gather_problems(name: str, zeropp: dict, ranks: int) -> list[str]:
-    """zeropp must have fetched each unit that is not persistent twice a step, as FSDP2 does."""
+    """Return problems if zeropp did not gather each unit that is not persistent twice per step, as FSDP2 does."""
     found = []
     if zeropp["kept_after_forward"]:
         found.append(f"{name} kept weights from forward to backward: {zeropp['kept_after_forward']}")
@@ -168,7 +171,7 @@ def _gather_problems(name: str, zeropp: dict, ranks: int) -> list[str]:
 
 
 def markdown(measured: dict) -> str:
-    """One table, with what it was measured on above and how to read it below."""
+    """Return the report: the settings, one table, and notes."""
     settings, about = measured["settings"], measured["machine"]
     ranks = settings["ranks"]
     rate = f"AdamW, its rate rising over the first {WARM_UP} steps to {peak_rate(settings['d_model']):.1e}"
@@ -253,7 +256,7 @@ def _notes(measured: dict) -> list[str]:
 
 
 def _equality_note(measured: dict) -> str:
-    """The figures that were held equal, and how closely."""
+    """Return the note about the checked values and their tolerances."""
     dtype = measured["settings"]["dtype"]
     clipped = f"; clipped arms clip to {CLIP:g}, their norms before it agree within {NORM_TOLERANCE[dtype]:g} of them"
     some = any(map(clips, measured["systems"]))
@@ -265,7 +268,7 @@ def _equality_note(measured: dict) -> str:
 
 
 def yardstick_note(dtype: str) -> str:
-    """The sentence about arms that FSDP2's distance from itself is the bound of."""
+    """Return the sentence about systems whose bound comes from the second FSDP2."""
     return (
         f" Beside FSDP2 on rows in reverse order (its name ends with {AGAIN}), at most {TIMES:g} times that arm's "
         f"distance from FSDP2, or {WEIGHT_FLOOR[dtype]:g} if that is more. The bound stands in brackets."

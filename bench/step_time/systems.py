@@ -1,4 +1,4 @@
-"""The systems that ``bench.step_time`` compares, each built from the same seed and driven through one interface."""
+"""The systems that ``bench.step_time`` compares, each built from the same seed and run through one interface."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _FSDP2 = (
 
 
 class AllToAllReduceScatter(ReduceScatter):
-    """A reduce-scatter as an all-to-all and a local sum in fp32.
+    """A reduce-scatter made of an all-to-all and a local sum in fp32.
 
-    gloo's own reduce-scatter sends what an all-reduce sends, twice what is needed. In FSDP2's hands this one shows
-    how much of a difference to zeropp is only that.
+    gloo's own reduce-scatter sends as much as an all-reduce, twice the necessary bytes. FSDP2 with this class shows how
+    much of its difference to zeropp comes from that.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -64,12 +64,12 @@ class AllToAllReduceScatter(ReduceScatter):
 
 
 class MainWeights(torch.optim.AdamW):
-    """Fused AdamW on float32 copies of a model's 16-bit weights, with copies to and fro and nothing else.
+    """Fused AdamW on float32 copies of a model's 16-bit weights, with copies in both directions and nothing else.
 
-    Gradients in float32 stay allocated between steps.
+    Float32 gradients stay allocated between steps.
 
     Args:
-        model: its parameters become bfloat16.
+        model: model; its parameters become bfloat16.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,7 +81,7 @@ class MainWeights(torch.optim.AdamW):
         super().__init__(main, **ADAMW)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of one micro-batch, whose gradients replace those of the main weights."""
+        """Run backward of one micro-batch; its gradients overwrite those of the main weights."""
         loss.backward()
         torch._foreach_copy_(self.gradients, [parameter.grad for parameter in self.parameters])
         for parameter in self.parameters:
@@ -89,16 +89,16 @@ class MainWeights(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the main weights, and round them into the model's."""
+        """Step the main weights, and copy them, rounded to bfloat16, to the model's weights."""
         super().step()
         torch._foreach_copy_(self.parameters, self.param_groups[0]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the next backward overwrites gradients."""
+        """Do nothing: the next backward overwrites gradients."""
 
 
 class Reversed(Batches):
-    """Batches with their rows in reverse order: the same mathematics, summed in another order."""
+    """Batches with their rows in reverse order: mathematically equal, but sums have another order."""
 
     def at(self, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
         x, y = super().at(step, micro)
@@ -106,11 +106,11 @@ class Reversed(Batches):
 
 
 def build(name: str, args: argparse.Namespace, device: torch.device, batches: Batches) -> Contestant:
-    """Create the model from the seed and hand it to the system called ``name``."""
+    """Create the model from the seed, and build the system called ``name`` around it."""
     torch.manual_seed(args.seed)
     with device:
         model = GPT(GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len))
-    # Before the model is wrapped, since all of them begin with these.
+    # Take the samples before the model is wrapped; all systems start from the same weights.
     before = samples(model.parameters())
     if getattr(args, "compiled", False):
         for block in model.blocks:
@@ -127,7 +127,7 @@ def build(name: str, args: argparse.Namespace, device: torch.device, batches: Ba
 def _build_plain(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
-    """The least that training costs in this precision: whole weights, no engine."""
+    """Build full weights without an engine: the least cost of training in this precision."""
     if args.dtype == "fp32":
         return Contestant(name, model, adamw(model), batches, device)
     optimizer = MainWeights(model)
@@ -137,7 +137,7 @@ def _build_plain(
 def _build_ddp(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
-    # DDP has no mixed precision of its own; in bf16 it computes under autocast and reduces fp32 gradients.
+    # DDP has no mixed precision of its own. In bf16 it computes under autocast and reduces fp32 gradients.
     precision = contextlib.nullcontext
     if args.dtype == "bf16":
         precision = partial(torch.autocast, device.type, torch.bfloat16)
@@ -163,14 +163,14 @@ def _build_fsdp2(
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=half if name == "fsdp2_hpz" else None)
-    # By default the root unit, which has embedding and head, stays whole from forward to backward.
+    # By default FSDP2's root unit, with embedding and head, stays unsharded from forward to backward.
     root = True if getattr(args, "release_root", False) else None
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
     if name == "fsdp2_a2a":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
-    if name == "fsdp2_two_hop":  # plain values, over our hops
+    if name == "fsdp2_two_hop":  # plain values over zeropp's hops
         zeropp.fsdp2.apply(model, weights=None, gradient_bits=None, local_world_size=half)
     if name == "fsdp2_pp":
         zeropp.fsdp2.apply(model, local_world_size=half)
@@ -181,12 +181,12 @@ def _build_zeropp(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
     half = ranks_per_node(args)
-    nodes = None if name in LIKE_FSDP2 else half  # ranks of one, pretended
+    nodes = None if name in LIKE_FSDP2 else half  # ranks of a pretended node
     base, _, times = name.removesuffix(CLIPPED).partition("_x")
     zero, own = zeropp_modes(half)[base]
     micro_batches = int(times or 1)
     config = {
-        # Nothing is kept from forward to backward, as in FSDP2; parameters below the default threshold are whole.
+        # As in FSDP2, nothing is cached from forward to backward; small parameters are persistent by default.
         "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **zero},
         "zeropp": {
             "local_world_size": nodes, "defer_cross_reduction": micro_batches > 1, **own
@@ -205,12 +205,15 @@ def _build_zeropp(
 
 
 def ranks_per_node(args: argparse.Namespace) -> int:
-    """As given; else the ranks are halved, as if on two nodes."""
+    """Return the given number of ranks per node; without one, half of the ranks, as if there were two nodes."""
     return getattr(args, "local", None) or dist.get_world_size() // 2
 
 
 def zeropp_modes(local: int) -> dict[str, tuple[dict[str, object], dict[str, object]]]:
-    """Keys of the zero block and of the zeropp block for each of our contestants; "_x4" behind one accumulates."""
+    """Return keys of the ``zero_optimization`` and ``zeropp`` blocks for each zeropp system.
+
+    A name with the suffix "_x4" is the same system with 4 micro-batches.
+    """
     hpz = {"zero_hpz_partition_size": local}
     gradients = {"zero_quantized_gradients": True}
     quantized = {**hpz, **gradients, "zero_quantized_weights": True}
@@ -231,14 +234,14 @@ def zeropp_modes(local: int) -> dict[str, tuple[dict[str, object], dict[str, obj
 
 
 class MemoryMeter:
-    """Peak bytes since it was made, above what was in use then. For a process that runs one system only."""
+    """Peak memory in bytes since the meter's creation, above the memory in use then, for a process with one system."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
         self.device = device
         if device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # or only the first system would have them in its peak
-            torch.cuda.empty_cache()  # after that, or what the system before has freed would count as reserved
+            torch._C._cuda_clearCublasWorkspaces()  # otherwise only the first system's peak would include them
+            torch.cuda.empty_cache()  # otherwise memory freed by the previous system would count as reserved
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with contextlib.suppress(OSError):
@@ -255,11 +258,11 @@ class MemoryMeter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def reserved_bytes(self) -> int:
-        """What torch's allocator has kept at most, on the rank that has most; on CPU the peak. Collective."""
+        """Return the peak of torch's reserved memory over ranks, in bytes; on a CPU the memory peak. Collective."""
         on_card = self.device.type == "cuda"
         kept = torch.cuda.max_memory_reserved(self.device) if on_card else self._peak()
         return int(over_ranks([float(kept)], dist.ReduceOp.MAX)[0])
 
     def peak_bytes(self) -> int:
-        """The peak of the rank that needs most. Collective."""
+        """Return the largest peak over ranks, in bytes. Collective."""
         return int(over_ranks([float(self._peak() - self.start)], dist.ReduceOp.MAX)[0])
