@@ -1,11 +1,11 @@
-"""What a round of agreement costs: ranks tell each other a row of integers, and the host waits.
+"""Time of one exchange of integers between ranks (zeropp's Agreement), for which the host waits.
 
     python -m bench.control_round --ranks 2 4 8
 
-Rounds are made while an order is learned, at its forks, and at the end of phases that vary. Printed is the least and
-the median time of a round over 300; on a machine with fewer cores than ranks that is the time of its scheduler, too.
-What zeropp does (`zeropp.comm.process_groups.gather_rows`) makes one hop for each doubling of the ranks, ten for 1024;
-gloo's all-gather is a ring, one hop for each other rank.
+The engine makes such exchanges while an order is learned, at forks of orders, and at the end of phases that vary. The
+benchmark prints the smallest and the median time of 300 exchanges. If there are more ranks than cores, these times
+include the operating system's scheduling. zeropp's exchange (`zeropp.comm.process_groups.gather_rows`) takes
+log2(ranks) message rounds, 10 for 1024 ranks. gloo's all-gather is a ring and takes ``ranks - 1`` rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS = 300
 
 
 def measure(rank: int, world: int, store: str, result: str) -> None:
-    """One rank; the first writes what it has measured."""
+    """Run one rank; rank 0 writes the measured times to the file ``result``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))

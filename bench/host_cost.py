@@ -1,18 +1,18 @@
-"""What fetching and releasing one unit costs the host, and wrapping a model, without a network and with few data.
+"""Host time to gather and reshard one unit, and to wrap a model, without a network and with little data.
 
-A model of small blocks of 12 parameters runs on torch's fake process group, where collectives return at once. Counted
-are aten calls and collectives; timed is the processor time of the main thread, in three ways:
+The model has small blocks of 12 parameters. It runs on torch's fake process group, whose collectives return at once.
+The benchmark counts aten calls and collectives, and measures the main thread's CPU time:
 
-    unit      gather, arrive and release of one unit, everything in the caller's thread
-    thread    the same with the gather on a thread of its own, as on CPU with overlap
-    forward   a block's share of a forward under no_grad, hooks and schedule included, less the same without zeropp
-    group     the bare collectives of one gather: the fake group copies the pieces one by one (1 MB in 136 pieces at
-              1024 ranks), which a real one does not do on the host
+    unit      gather, wait, unshard and reshard of one unit, all in the caller's thread
+    thread    the same with the gather on another thread, as on a CPU with overlap
+    forward   time per block of a forward under no_grad, with hooks, minus the time without zeropp
+    group     only the collectives of one gather. The fake group copies the pieces one by one (1 MB in 136 pieces at
+              1024 ranks), which a real group does not do on the host
 
-The bound is on unit less group; beyond it the exit code is 1. With ``--wrap`` wrapping is measured instead: processor
-time of the main thread, memory that stays and most memory, each world size in a process of its own. The bounds are on
-the time, and on the memory beyond that of the smallest world. With ``--import`` the wall time of ``import zeropp``
-after ``import torch`` is measured, with a bound.
+The bound is on ``unit - group``; if it is exceeded, the exit code is 1. With ``--wrap`` the benchmark measures wrapping
+instead: CPU time of the main thread, memory that stays and peak memory, with a new process for each world size. The
+bounds are on the time, and on the peak memory beyond that of the smallest world. With ``--import`` it measures the wall
+time of ``import zeropp`` after ``import torch``, with a bound.
 
 Run: ``python -m bench.host_cost --world 8 64 1024 --json host_cost.json``, or with ``--wrap``.
 """
@@ -57,12 +57,12 @@ CONFIG = {
     },
     "zeropp": {"unit_min_blocks": 0},
 }
-# Main weights and what is gathered of other sizes: a heap has most to do with that.
+# bf16, so that main weights and gathered weights have different sizes, which is the hardest case for the heap.
 WRAPPED_CONFIG = {**CONFIG, "bf16": {"enabled": True}}
 
 
 class Block(nn.Module):
-    """As many parameters as a transformer block with biases has; its forward is nothing."""
+    """A module with as many parameters as a transformer block with biases; its forward does nothing."""
 
     def __init__(self, numel: int = 64, parameters: int = PARAMETERS) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators by namespace."""
+    """Dispatch mode that counts operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,23 +83,23 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Count one call and make it."""
+        """Count a call, and run it."""
         self.names[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
     def of(self, namespace: str) -> int:
-        """Calls into one namespace, such as aten."""
+        """Return the number of calls into one namespace, such as aten."""
         return sum(count for name, count in self.names.items() if name.startswith(f"{namespace}."))
 
 
 def join(world: int, local: int) -> None:
-    """Become rank 0 of ``world`` fake ranks, ``local`` to a node."""
+    """Create a fake process group in which this process is rank 0 of ``world``, with ``local`` ranks per node."""
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
 def cycle(unit: Any, comm_streams: CommStreams) -> None:
-    """Fetch and release one unit."""
+    """Gather, unshard and reshard one unit."""
     unit.note_gather(comm_streams.run_work(unit.prepare_gather(comm_streams))[-1])
     unit.wait_for_unshard(10.0)
     unit.unshard()
@@ -107,9 +107,9 @@ def cycle(unit: Any, comm_streams: CommStreams) -> None:
 
 
 def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> float:
-    """Processor time of the calling thread for one call: median over rounds of the mean.
+    """Return the calling thread's CPU time of one call in microseconds: median over rounds of the mean.
 
-    Processor time, so that other programs on the machine and waiting for another thread do not count.
+    CPU time excludes other programs on the machine and waiting for other threads.
     """
     for _ in range(20):
         work()
@@ -123,7 +123,7 @@ def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> 
 
 
 def collectives(unit: Any) -> None:
-    """Nothing but the collectives of one gather; the unit is gathered."""
+    """Run only the collectives of one gather; the unit must be unsharded."""
     for buffer in unit.buffers:
         views = buffer._fetch_places
         for hop, piece, out in zip(buffer.paths.fetch.hops, views, views[1:], strict=False):
@@ -131,7 +131,7 @@ def collectives(unit: Any) -> None:
 
 
 def count(unit: Any) -> dict[str, Any]:
-    """Operators of one fetch and release."""
+    """Return the operators of one gather, unshard and reshard."""
     with Calls() as calls:
         cycle(unit, CommStreams(lambda link: InlineStream()))
     hops = len(unit.buffers[0].paths.fetch.hops)
@@ -139,13 +139,13 @@ def count(unit: Any) -> dict[str, Any]:
 
 
 def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dict[str, Any]:
-    """Counts and times for one world size; makes and destroys a fake process group.
+    """Return counts and times for one world size, measured on a fake process group.
 
     Args:
-        world: ranks.
-        local: ranks to a node.
-        blocks: units of the model.
-        repeats: calls per timed round.
+        world: number of ranks.
+        local: ranks per node.
+        blocks: number of units of the model.
+        repeats: number of calls per round.
     """
     plain = nn.Sequential(*(Block() for _ in range(blocks)))
     join(world, local)
@@ -166,7 +166,7 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         unit.reshard(inline)
         x = torch.zeros(1)
         with torch.no_grad():
-            model(x)  # the first pass learns the order
+            model(x)  # the first forward learns the order
             with Calls() as calls:
                 model(x)
             result["forward_aten"] = calls.of("aten") / blocks
@@ -181,12 +181,12 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
 
 
 def measure_wrap(world: int, local: int, blocks: int = WRAPPED_UNITS) -> dict[str, Any]:
-    """Time and memory of wrapping a model of ``blocks`` units, in a process that does nothing else before.
+    """Return time and memory of wrapping a model, measured in a new process.
 
     Args:
-        world: ranks.
-        local: ranks to a node.
-        blocks: units of the model.
+        world: number of ranks.
+        local: ranks per node.
+        blocks: number of units of the model.
     """
     torch.set_num_threads(1)
     join(world, local)
@@ -201,13 +201,13 @@ def measure_wrap(world: int, local: int, blocks: int = WRAPPED_UNITS) -> dict[st
 
 
 def _status(key: str) -> float:
-    """MiB that the kernel counts for this process."""
+    """Return a memory value of this process in MiB, from /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 
 def wrap_table(rows: list[dict[str, Any]]) -> str:
-    """Costs of wrapping for people."""
+    """Return the costs of wrapping as a text table."""
     lines = [f"{'world':>6}{'units':>7}{'seconds':>9}{'stays MiB':>11}{'most MiB':>10}"]
     for r in rows:
         lines.append(f"{r['world']:>6}{r['units']:>7}{r['seconds']:>9.2f}{r['stays_mib']:>11.0f}{r['most_mib']:>10.0f}")
@@ -215,13 +215,13 @@ def wrap_table(rows: list[dict[str, Any]]) -> str:
 
 
 def wrap_misses(rows: list[dict[str, Any]]) -> list[int]:
-    """The world sizes at which wrapping is beyond its bounds."""
+    """Return the world sizes at which wrapping exceeds its bounds."""
     least = min(rows, key=lambda row: int(row["world"]))["most_mib"]
     return [row["world"] for row in rows if row["seconds"] > WRAP_S or row["most_mib"] - least > WRAP_MIB]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The results for people."""
+    """Return the results as a text table."""
     lines = [
         f"{'world':>6}{'local':>7}{'hops':>6}{'collectives':>13}{'aten':>6}{'unit us':>10}{'thread us':>11}"
         f"{'forward us':>12}{'group us':>10}"
@@ -236,20 +236,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def import_seconds(rounds: int = 7) -> float:
-    """Median seconds that ``import zeropp`` takes after ``import torch``, in new processes that may cache bytecode."""
+    """Return the median seconds of ``import zeropp`` after ``import torch``, in new processes with cached bytecode."""
     program = "import time, torch; begin = time.perf_counter(); import zeropp; print(time.perf_counter() - begin)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", program]
     times = [float(subprocess.run(command, env=env, capture_output=True, check=True).stdout) for _ in range(rounds + 1)]
-    return statistics.median(times[1:])  # the first may compile
+    return statistics.median(times[1:])  # the first process may compile bytecode
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, nargs="+", default=[8, 64, 1024], help="numbers of ranks")
-    parser.add_argument("--local", type=int, default=8, help="ranks to a node")
-    parser.add_argument("--repeats", type=int, default=200, help="calls per timed round")
+    parser.add_argument("--local", type=int, default=8, help="ranks per node")
+    parser.add_argument("--repeats", type=int, default=200, help="calls per round")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--wrap", action="store_true", help="measure wrapping")
     parser.add_argument("--import", action="store_true", dest="imports", help="measure importing zeropp")
@@ -261,7 +261,7 @@ def main() -> None:
         raise SystemExit(seconds > IMPORT_S)
     pairs = [(world, min(args.local, world)) for world in args.world]
     if args.wrap:
-        # Memory is the process's, so each has one of its own; and nothing is inherited.
+        # A new process for each world size, without inherited memory, because memory is measured per process.
         spawn = multiprocessing.get_context("spawn")
         with spawn.Pool(1, maxtasksperchild=1) as pool:
             rows = pool.starmap(measure_wrap, pairs, chunksize=1)

@@ -1,12 +1,12 @@
-"""Measurements and checks on one CUDA card, in eight parts; started by ``bench/gpu.sh``.
+"""Measurements and checks on one CUDA GPU, in eight parts; started by ``bench/gpu.sh``.
 
-A part is a list of steps (:mod:`bench.gpu.part`), each a process with a time limit whose outcome is kept
-(:mod:`bench.gpu.run`): :mod:`~bench.gpu.look`, :mod:`~bench.gpu.examples`, :mod:`~bench.gpu.bits`,
+A part is a list of steps (:mod:`bench.gpu.part`). Each step is a process with a time limit, and its outcome is stored
+(:mod:`bench.gpu.run`). The parts are :mod:`~bench.gpu.look`, :mod:`~bench.gpu.examples`, :mod:`~bench.gpu.bits`,
 :mod:`~bench.gpu.nccl`, :mod:`~bench.gpu.offload`, :mod:`~bench.gpu.engine`, :mod:`~bench.gpu.kernels` and
-:mod:`~bench.gpu.reasons`. Sizes of everything, on a card and in a dry run, stand in :mod:`bench.gpu.scale`.
+:mod:`~bench.gpu.reasons`. :mod:`bench.gpu.scale` has the sizes of all parts, for a GPU and for a dry run.
 """
 
 import os
 
-# Before torch starts: with one thread a process, ranks of a dry run do not fight over cores.
+# Set before torch is imported: with more threads than cores, the ranks of a dry run would slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""One part, as ``bench/gpu.sh`` starts it: steps in their order, a table, and an exit code for how it went."""
+"""One part, as ``bench/gpu.sh`` starts it: runs its steps, prints a table, and returns an exit code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DRY_RUN = "**Dry run on CPU with tiny sizes: no figure below was measured on a c
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One part of bench/gpu.sh.")
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--dry-run", action="store_true", help="on CPU, with tiny sizes")
-    parser.add_argument("--keep", type=Path, help="where results of steps are kept; default: runs/gpu")
-    parser.add_argument("--results", type=Path, help="where the report goes; default: bench/results")
-    parser.add_argument("--only", default="", metavar="NAME", help="steps whose names begin so")
-    parser.add_argument("--seconds", type=float, help="that the part may take; default: its own limit")
+    parser.add_argument("--dry-run", action="store_true", help="run on CPU, with tiny sizes")
+    parser.add_argument("--keep", type=Path, help="folder for results of steps; default: runs/gpu")
+    parser.add_argument("--results", type=Path, help="folder for the report; default: bench/results")
+    parser.add_argument("--only", default="", metavar="NAME", help="run the steps whose names begin with NAME")
+    parser.add_argument("--seconds", type=float, help="time limit of the part; default: its own limit")
     args = parser.parse_args(argv)
     scratch = (
         Path(tempfile.mkdtemp(prefix="zeropp-gpu-")) if args.dry_run and not (args.keep and args.results) else ROOT
@@ -46,7 +46,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def unusable(part: Part, scale: Scale) -> str | None:
-    """The reason why nothing of a part can run on this machine, if there is one."""
+    """Return the reason why no step of a part can run on this machine; None if the part can run."""
     absent = missing(*part.needs)
     if absent:
         return f"{absent}; put wheels into a folder and set WHEELS to it"
@@ -56,13 +56,13 @@ def unusable(part: Part, scale: Scale) -> str | None:
 
 
 def table(part: Part, rows: list[Row]) -> list[str]:
-    """Markdown; a cell that a row lacks is a dash."""
+    """Return a Markdown table; cells that a row lacks are dashes."""
     lines = ["| " + " | ".join(part.columns) + " |", "|" + "---|" * len(part.columns)]
     return lines + ["| " + " | ".join(row.get(column, "-") for column in part.columns) + " |" for row in rows]
 
 
 def report(part: Part, scale: Scale, about: dict, outcomes: dict[str, Outcome]) -> str:
-    """All of a part for people."""
+    """Return the report of a part in Markdown."""
     lines = [f"# {part.title}, {about['date']}", "", *([DRY_RUN, ""] if scale.dry else []), describe(about), ""]
     lines += table(part, [row for outcome in outcomes.values() for row in outcome.rows])
     for note in part.notes:
@@ -72,7 +72,10 @@ def report(part: Part, scale: Scale, about: dict, outcomes: dict[str, Outcome]) 
 
 
 def save(args: argparse.Namespace, part: Part, text: str, about: dict, outcomes: dict[str, Outcome]) -> list[Path]:
-    """The report, its data and artefacts, under dated names; no figures where something is wrong."""
+    """Write report, data and artefacts under dated names; return their paths.
+
+    Nothing is written if a step is wrong, unless the part has ``keeps_wrong``.
+    """
     if not part.keeps_wrong and any(outcome.state is State.WRONG for outcome in outcomes.values()):
         return []
     args.results.mkdir(parents=True, exist_ok=True)
@@ -89,10 +92,10 @@ def save(args: argparse.Namespace, part: Part, text: str, about: dict, outcomes:
 
 
 def run(args: argparse.Namespace, part: Part, steps: list[Step], about: dict) -> dict[str, Outcome]:
-    """Outcomes by name of the step, as far as the time goes; neighbours that are marked so run together."""
+    """Return outcomes by step, until the time runs out. Neighbouring steps with ``together`` run at the same time."""
     lasting = [str(about.get(key)) for key in ("torch", "triton", "python", "cuda", "card", "driver", "processor")]
     key = digest([*lasting, str(args.dry_run)])
-    # A dry run is one on CPU, also where there is a card.
+    # A dry run must not use the GPU of the machine.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.dry_run else None
     runner = Runner(args.keep / part.name, key, args.began + (args.seconds or part.seconds), hidden)
     outcomes: dict[str, Outcome] = {}
@@ -123,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     outcomes = run(args, part, steps, about)
-    # The clocks of a card that has just worked.
+    # Read the machine again: the clocks are now those of a GPU that has just worked.
     about = machine(scale.device)
     text = report(part, scale, about, outcomes)
     print(text, flush=True)
@@ -133,6 +136,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that the processes of steps end, too, when the shell ends this one.
+    # Exit normally on SIGTERM, so that the processes of steps are ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     sys.exit(main())

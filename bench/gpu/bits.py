@@ -1,4 +1,4 @@
-"""Checks of results by pytest: bits of kernels, streams under delay, hops over NCCL, the engine."""
+"""Checks by pytest: results of kernels bit for bit, delayed streams, hops over NCCL, and the engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _CHECKS: dict[str, tuple[list[str], float]] = {
     "engine": (["tests/gpu/test_engine.py", "tests/gpu/test_staged_backend.py"], 150.0),
     "large": (["tests/kernels/test_large.py"], 90.0),
 }
-"""Files and seconds by step."""
-_TEST_SECONDS = 100  # that one test may take
+"""Name of a step -> its test files and its time limit in seconds."""
+_TEST_SECONDS = 100  # time limit of one test
 
 
 def _has(module: str) -> bool:
@@ -30,12 +30,12 @@ def _has(module: str) -> bool:
 
 
 def steps(scale: Scale) -> list[Step]:
-    """One call of pytest each."""
+    """Return the steps of the part; each is one call of pytest."""
     return [check(scale, name, chosen) for name, chosen in scale.chosen.items()]
 
 
 def check(scale: Scale, name: str, chosen: Sequence[str]) -> Step:
-    """The files of tests of that name, and ``chosen`` arguments of pytest that select among them."""
+    """Return the step ``name`` with its test files; ``chosen`` are pytest arguments that select tests."""
     files, seconds = _CHECKS[name]
     return tests_step(scale, name, files, chosen, seconds, scale.workers if name == "kernels" else 0)
 
@@ -43,16 +43,17 @@ def check(scale: Scale, name: str, chosen: Sequence[str]) -> Step:
 def tests_step(
     scale: Scale, name: str, files: Sequence[str], chosen: Sequence[str], seconds: float, workers: int = 0
 ) -> Step:
-    """A call of pytest. A second start leaves out tests that have passed: :mod:`bench.gpu.outcomes`.
+    """Return a step that runs pytest. When it is started again, it skips tests that have passed (`bench.gpu.outcomes`).
 
     Args:
-        scale: of the run.
-        name: of the step.
-        files: of tests.
-        chosen: arguments of pytest that select among them.
-        seconds: that it may take.
-        workers: of pytest, if more than its own process.
+        scale: sizes of the run.
+        name: name of the step.
+        files: test files.
+        chosen: arguments of pytest that select tests.
+        seconds: time limit.
+        workers: number of worker processes of pytest-xdist; 0 for none.
     """
+    # Clear the project's own options, which need plugins that a GPU machine may lack.
     # The project's own options want plugins that a machine with a card may lack.
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-o", "addopts="]
     command += ["-p", "bench.gpu.outcomes", "--outcomes={folder}/outcomes", *chosen, *files]
@@ -64,7 +65,7 @@ def tests_step(
 
 
 def _read(name: str, workers: int, dry: bool, ended: Ended) -> Outcome:
-    """Counts of tests by their outcome, now or at an earlier start."""
+    """Return the outcome with the numbers of tests passed, failed and skipped, over all starts of the step."""
     path = ended.folder / "outcomes"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     last = {line["test"]: line for line in lines}
@@ -83,7 +84,7 @@ def _read(name: str, workers: int, dry: bool, ended: Ended) -> Outcome:
         return Outcome(State.WRONG, [row], f"{failed[0]} and {len(failed) - 1} more; {last_words(ended, 12)}")
     if ended.code is None:
         return Outcome(State.UNFINISHED, [row], "time ran out; what has passed is not run again")
-    # 5: pytest has found nothing to run, as when everything had passed at an earlier start.
+    # Exit code 5 means that pytest had no test to run, because all have passed at an earlier start.
     if ended.code not in (0, 5) or not (counts["passed"] or (dry and counts["skipped"])):
         return Outcome(State.WRONG, [row], f"no test has passed; {last_words(ended)}")
     return Outcome(State.MEASURED, [row])

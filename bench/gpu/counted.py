@@ -1,4 +1,4 @@
-"""One call of one operation between the marks that a profiler of counters looks for, its results compared first.
+"""One call of one operation inside the range that a profiler counts; first its results are compared with eager code.
 
 ncu --profile-from-start off ... python -m bench.gpu.counted --operation "quantize int8" --mebibytes 256
 """
@@ -17,10 +17,12 @@ __all__ = ["main"]
 
 
 def check(name: str, twin: Twin) -> None:
-    """Call it both ways, which move their states on by one step each.
+    """Run the operation and its eager version once, and compare their results.
+
+    Operations with a state update it once in both versions, so the results stay comparable.
 
     Raises:
-        SystemExit: the results have other bits.
+        SystemExit: the results differ.
     """
     ours = twin.ours()
     for left, right in zip(ours, twin.by_hand() if twin.by_hand is not None else ours, strict=True):
@@ -30,7 +32,7 @@ def check(name: str, twin: Twin) -> None:
 
 @contextlib.contextmanager
 def profiled() -> Iterator[None]:
-    """The marks, with nothing else under way between them."""
+    """Context that the profiler counts; the device is idle at its start and at its end."""
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     yield
@@ -42,11 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     operations = {operation.name: operation for operation in OPERATIONS}
     parser.add_argument("--operation", choices=operations, required=True)
-    parser.add_argument("--mebibytes", type=int, required=True, help="of bfloat16 values")
+    parser.add_argument("--mebibytes", type=int, required=True, help="MiB of bfloat16 values")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     twin = operations[given.operation].make(given.mebibytes << 19, device)
-    check(given.operation, twin)  # and compiles
+    check(given.operation, twin)  # also compiles the kernels
     with profiled() if device == "cuda" else contextlib.nullcontext():
         twin.ours()
 

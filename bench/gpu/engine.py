@@ -1,4 +1,4 @@
-"""Steps, memory and host time beside FSDP2, clipped and not; a timeline of one step; several ranks on the card."""
+"""Steps, memory and host time compared with FSDP2, with and without clipping; a timeline; several ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from bench.step_time.launch import rank_command
 __all__ = ["PART", "SYSTEMS", "common", "job", "too_small"]
 
 SYSTEMS = ("fsdp2", "zeropp", "fsdp2_clipped", "fsdp2_clipped_again", "zeropp_clipped")
-_STATES = 16  # bytes a parameter: weights, gradients and both of Adam's averages, in float32
-_BESIDE = 8  # for activations, gathered weights and the copy of the weights that is compared
+_STATES = 16  # bytes per parameter: weights, gradients and both of Adam's averages, in float32
+_BESIDE = 8  # bytes per parameter for activations, gathered weights and the copy of the weights that is compared
 _RESULT = "{folder}/result.json"
 
 
 def steps(scale: Scale) -> list[Step]:
-    """W = 1 by size, small ones also alone for their memory; a timeline of the smallest; ranks that share the card."""
+    """Return the steps: a race per model (small ones also alone), a timeline of the smallest, ranks on one GPU."""
     found = []
     for model in scale.models:
         ways = ("in turns", "alone") if model.side_by_side else ("alone",)
@@ -39,8 +39,8 @@ def steps(scale: Scale) -> list[Step]:
 
 
 def _race(scale: Scale, model: Model, way: str) -> Step:
-    """All systems in one process, side by side or one after another."""
-    # A model whose systems also take turns runs alone for its memory.
+    """Return a step with all systems in one process, "in turns" or one after another ("alone")."""
+    # A model with a race in turns runs alone only to measure memory, so a few steps suffice.
     turns = ("--rounds=2", "--discard=1", "--steps=2") if model.side_by_side and way == "alone" else scale.turns
     flags = [*common(scale, 1), f"--systems={','.join(SYSTEMS)}", *turns, *model.flags]
     flags += ["--alone"] * (way == "alone")
@@ -49,28 +49,28 @@ def _race(scale: Scale, model: Model, way: str) -> Step:
 
 
 def _staged(scale: Scale, ranks: int) -> Step:
-    """Ranks that share the card, through gloo and host memory: for streams under load, not for speed."""
+    """Return a step with several ranks on one GPU over the staged backend. It tests streams under load, not speed."""
     flags = [*common(scale, ranks), "--staged", "--systems=fsdp2_clipped,zeropp_clipped", *scale.staged_flags]
     return job(f"staged {ranks}", flags, "staged", 80.0, None)
 
 
 def common(scale: Scale, ranks: int) -> list[str]:
-    """Flags of ``bench.step_time`` that all races have."""
+    """Return the flags of ``bench.step_time`` that all races share."""
     return [f"--device={scale.device}", f"--ranks={ranks}", "--dtype=bf16"]
 
 
 def job(
     name: str, flags: Sequence[str], model: str, seconds: float, lacks: str | None, beside: Sequence[str] = ()
 ) -> Step:
-    """A race of systems.
+    """Return a step that races systems.
 
     Args:
-        name: of the step.
-        flags: of ``bench.step_time``.
-        model: its name in the table.
-        seconds: that it may take.
-        lacks: why the machine cannot run it.
-        beside: names of earlier steps; losses and norms are compared with theirs.
+        name: name of the step.
+        flags: arguments of ``bench.step_time``.
+        model: name of the model in the table.
+        seconds: time limit.
+        lacks: reason why the machine cannot run the step; None if it can.
+        beside: names of earlier steps whose losses and norms must agree.
     """
     args = parse_arguments(list(flags))
     command, environment = rank_command(args, Path(_RESULT), "not counted here")
@@ -78,14 +78,14 @@ def job(
 
 
 def too_small(scale: Scale, model: Model, beside: int = 1) -> str | None:
-    """The reason why a card is too small for a model of ``beside`` systems; None in a dry run."""
+    """Return the reason why a GPU is too small for a model in ``beside`` systems; None if it fits or in a dry run."""
     needed = model.numel * (_STATES * beside + _BESIDE)
     has = needed if scale.dry else torch.cuda.get_device_properties(0).total_memory
     return None if needed <= has else f"needs about {needed >> 30} GiB, and the card has {has >> 30}"
 
 
 def _read(name: str, model: str, args: argparse.Namespace, beside: Sequence[str], ended: Ended) -> Outcome:
-    """Rows by system; wrong if the systems did not do equal work."""
+    """Return the outcome with one row per system; wrong if the systems did not do equal work."""
     if ended.code is None:
         return Outcome(State.UNFINISHED, [], last_words(ended))
     path = ended.folder / "result.json"
@@ -123,7 +123,7 @@ def _row(name: str, model: str, system: str, measured: dict) -> Row:
 
 
 def _timeline(scale: Scale, model: Model) -> Step:
-    """One step of each clipped system under the profiler."""
+    """Return a step that runs one training step of each clipped system under torch's profiler."""
     command = [sys.executable, "-m", "bench.gpu.timeline", "{folder}"]
     flags = [*common(scale, 1), "--systems=fsdp2_clipped,zeropp_clipped", *model.flags]
     _, environment = rank_command(parse_arguments(flags), Path(_RESULT), "not counted here")

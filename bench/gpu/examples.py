@@ -1,4 +1,4 @@
-"""Scripts of ``examples/`` on the card, a few steps each."""
+"""The scripts of ``examples/`` on a GPU, with a few steps each."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _SCRIPTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "trl_style_loop": ((), ("--steps=4",)),
     "train_fsdp2": ((), ("--steps=4",)),
 }
-"""Packages that a script needs, and the arguments of each of its starts: the second one resumes."""
+"""Name of a script -> packages that it needs, and the arguments of each of its starts; the second start resumes."""
 _LAUNCHED = {"hf_trainer": ["-m", "zeropp.compat.deepspeed", sys.executable]}
 _STANDING_IN = ("hf_trainer", "trl_style_loop")
 _NOT_FINITE = re.compile(r"(?:loss|reward)\w*\W{1,4}(?:nan|-?inf)\b", re.IGNORECASE)
-_SECONDS = 90.0  # that a script may take
-_WIDTH = 300  # characters of a cell
+_SECONDS = 90.0  # time limit of a script
+_WIDTH = 300  # characters of a table cell
 
 
 def steps(scale: Scale) -> list[Step]:
-    """One a script, with all its starts."""
-    # Without torchrun, whose own words about a script that failed would be the last.
+    """Return one step per script, which makes all its starts."""
+    # Start without torchrun: after a failure, torchrun's own messages would hide the last lines of the script.
     _, environment = torchrun(1, [])
     environment |= {"HF_HUB_OFFLINE": "1"}
     return [
@@ -49,7 +49,7 @@ def steps(scale: Scale) -> list[Step]:
 
 
 def _starts(name: str, flags: Sequence[str]) -> str:
-    """Lines of shell, one a start; the first that fails is the last."""
+    """Return a shell script with one line per start; a failed start ends it."""
     command = [sys.executable, *_LAUNCHED.get(name, []), f"examples/{name}.py", *flags]
     return "\n".join(shlex.join([*command, *arguments.split()]) for arguments in _SCRIPTS[name][1])
 
@@ -67,7 +67,7 @@ def _read(name: str, ended: Ended) -> Outcome:
     if ended.code is None:
         return Outcome(State.UNFINISHED, [], last_words(ended))
     said = "; ".join(last_lines(ended, 4)).replace(str(ended.folder), ".")
-    # Bars of tqdm would end a cell, and an untrained model prints unprintable bytes.
+    # "|", which tqdm's progress bars contain, would end the table cell. An untrained model prints unprintable bytes.
     said = "".join(each if each.isprintable() else " " for each in said.replace("|", "/"))[-_WIDTH:]
     row = {"example": name, "exit code": str(ended.code), "seconds": f"{ended.seconds:.0f}", "last lines": said}
     if ended.code:

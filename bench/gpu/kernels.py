@@ -1,4 +1,4 @@
-"""Speed of kernels: bandwidth by size beside a copy, torch by hand and compiled; host time; ways over the bus."""
+"""Speed of kernels: bandwidth compared with a copy and with torch, host time, copies between host and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PART", "bandwidth"]
 
 
 def steps(scale: Scale) -> list[Step]:
-    """The largest sizes first, whose figures have targets."""
+    """Return the steps. The largest sizes come first, because only they have targets."""
     found = [bandwidth(*each) for each in scale.bandwidth]
     calls, rounds = scale.calls
     launch = [sys.executable, "-m", "bench.kernels.launch", f"--calls={calls}", f"--rounds={rounds}"]
@@ -26,14 +26,14 @@ def steps(scale: Scale) -> list[Step]:
 
 
 def bandwidth(name: str, mebibytes: int, chosen: str, seconds: float) -> Step:
-    """Bandwidth of kernels at one size; ``chosen`` selects among them, as in pytest."""
+    """Return a step that measures the kernels' bandwidth at one size; ``chosen`` is pytest's argument ``-k``."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "bench/kernels"]
     command += ["--sizes", str(mebibytes), "-k", chosen, "--benchmark-json={folder}/measured.json"]
     return Step(name, command, seconds, _read_bandwidth)
 
 
 def _read_bandwidth(ended: Ended) -> Outcome:
-    # Interrupted, pytest-benchmark writes nothing: a size is measured in full, or again.
+    # pytest-benchmark writes nothing if it is interrupted, so an unfinished size is measured again as a whole.
     if ended.code is None:
         return Outcome(State.UNFINISHED, [], last_words(ended))
     if ended.code:
@@ -71,7 +71,7 @@ def _read_bus(mebibytes: int, ended: Ended) -> Outcome:
     rows = []
     for name, took in found.items():
         rate = took["bytes"] / took["seconds"] / 1e9
-        # A product beside a way moves nothing over the bus itself.
+        # Matrix products beside a copy move no bytes themselves.
         moved = f"{rate:.2f}" if took["bytes"] else "-"
         cells = {"MiB": str(mebibytes), "us": f"{1e6 * took['seconds']:.0f}", "GB/s": moved}
         rows.append({"operation": name, "by": "bus", **cells})
@@ -79,7 +79,7 @@ def _read_bus(mebibytes: int, ended: Ended) -> Outcome:
 
 
 def _read_json(ended: Ended, name: str) -> tuple[dict, Outcome | None]:
-    """The results of a step, or an outcome without any."""
+    """Return a step's results, or an empty dict and the outcome if there are none."""
     if ended.code is None:
         return {}, Outcome(State.UNFINISHED, [], last_words(ended))
     if ended.code:

@@ -1,16 +1,16 @@
-"""One look at everything: checks side by side, then steps, kernels, memory and offload in the order of their worth.
+"""A short look at all aspects: checks side by side, then steps, kernels, memory and offload, most useful first.
 
-Seconds that steps need on an H200: times of steps are those of a first run; a process is taken to need 12 s until it
-trains, and 5 more where it compiles Triton kernels.
+Estimated seconds on an H200. Times of training steps are from a first run. A process is assumed to need 12 s until it
+trains, and 5 s more if it compiles Triton kernels.
 
     checks          50   3 calls of pytest side by side
-    1.3 B           75   4 x 12 for processes, 5 for kernels, 10 for DeepSpeed's extension, 12 steps of 0.15 to 0.33 s
-    256 MiB         30   of 50 that it may take; most of them compiling
+    1.3 B           75   4 processes x 12, 5 for kernels, 10 for DeepSpeed's extension, 12 steps of 0.15 to 0.33 s
+    256 MiB         30   limit 50; mostly compilation
     0.37 B          25   one process, 4 x 12 steps of 0.03 to 0.15 s
     live memory     25   one process, 2 x 5 steps
-    compiled        50   one process, 25 for the first compilation, 10 for the second, whose kernels are cached
-    offload 1.3 B   45   2 x 12 for processes, 6 steps of 1.4 and of 1.0 s, page-locking of 16 GB
-    together       300   of 345
+    compiled        50   one process, 25 for the first compilation, 10 for the second, which finds cached kernels
+    offload 1.3 B   45   2 processes x 12, 6 steps of 1.4 and of 1.0 s, page-locking of 16 GB
+    together       300   limit 345
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from bench.step_time.launch import rank_command
 __all__ = ["PART"]
 
 _CHECK_SECONDS = 75.0
-# As in the first run: gradients are reduced in float32, and FSDP2 frees its root unit, too.
+# As in the first run: gradients are reduced in float32, and FSDP2 also frees its root unit after forward.
 _ALIKE = ("--reduce-dtype=fp32", "--release-root")
 _PAIR = "--systems=fsdp2_clipped,zeropp_clipped"
 _SMALL = "--systems=plain_clipped,zeropp_clipped,fsdp2_clipped,fsdp2_clipped_again"
 
 
 def steps(scale: Scale) -> list[Step]:
-    """Checks together; then what is timed, one after another."""
+    """Return the steps: all checks at the same time, then the measurements one after another."""
     look = scale.look
     found = [
         replace(check(scale, name, chosen), seconds=_CHECK_SECONDS, together=True, lacks=missing("pytest"))
         for name, chosen in look.checks.items()
     ]
     found += _alone(scale)
-    # The first has the largest sizes, whose figures have targets.
+    # The first entry has the largest size, and only large sizes have targets.
     fastest = replace(bandwidth(*scale.bandwidth[0]), lacks=missing("pytest", "pytest_benchmark"))
     found.append(_as(fastest, {"operation": "subject", "by": "note"}))
     found.append(_race(scale, look.small, look.small.name, _SMALL, 60.0))
@@ -64,7 +64,7 @@ def steps(scale: Scale) -> list[Step]:
 
 
 def _alone(scale: Scale) -> list[Step]:
-    """Systems on the large model, each in a process of its own: one that fails takes no other with it."""
+    """Return one step per system for the large model, in separate processes, so that one failure stops no other."""
     found: list[Step] = []
     for system in scale.look.systems:
         beside = [step.name for step in found]
@@ -83,7 +83,7 @@ def _lacks(scale: Scale, system: str) -> str | None:
 def _race(
     scale: Scale, model: Model, name: str, systems: str, seconds: float, *more: str, beside: Sequence[str] = ()
 ) -> Step:
-    """Systems one after another in one process."""
+    """Return a step with systems one after another in one process."""
     flags = [*common(scale, 1), *_ALIKE, systems, "--alone", *scale.look.turns, *model.flags, *more]
     label = f"{model.name}{', blocks compiled' * ('--compiled' in more)}"
     step = job(name, flags, label, seconds, too_small(scale, model), beside)
@@ -91,7 +91,7 @@ def _race(
 
 
 def _as(step: Step, columns: Mapping[str, str]) -> Step:
-    """The step of another part, with its rows in the columns of this one; rows without a check have the step's name."""
+    """Return another part's step with its columns renamed; rows without a check get the step's name."""
 
     def read(ended: Ended) -> Outcome:
         outcome = step.read(ended)

@@ -1,9 +1,9 @@
-"""Live memory by phase of one step of each system, and its holders at the peak of backward.
+"""Live memory of each system after each phase of one step, and the code lines that hold it at the peak of backward.
 
     python -m bench.gpu.memory FOLDER ...      # further arguments are those of bench.step_time
 
-Started with the environment of a rank. Writes FOLDER/memory.json. On CPU, where torch's allocator keeps no account, all
-sizes are zero.
+The program needs the environment variables of a rank. It writes FOLDER/memory.json. On a CPU torch's allocator keeps no
+statistics, so all sizes are zero.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from bench.step_time.ranks import join
 from bench.step_time.systems import MemoryMeter, build
 from examples.text_data import Batches, load_text
 
-_WARM = 4  # steps before: orders are learned, kernels compiled, states made
-_EVENTS = 200_000  # of the allocator that are kept, more than a step has
-_MOST = 8  # holders that are told
+_WARM = 4  # steps before the measurement, which learn the order, compile kernels and create optimizer states
+_EVENTS = 200_000  # number of allocator events that are kept, more than a step has
+_MOST = 8  # number of code lines in the report
 _SIGN = {"alloc": 1, "free_completed": -1}
 
 
 def frame(event: dict) -> str:
-    """The innermost line of Python that an allocation was made from."""
+    """Return the innermost Python line of an allocation's stack."""
     for each in event.get("frames", ()):
         path = Path(each["filename"])
         if path.suffix == ".py":
@@ -41,11 +41,11 @@ def frame(event: dict) -> str:
 
 
 def holders(events: list[dict], begun: int) -> list[dict]:
-    """The largest holders of memory at the peak of backward, by line of Python.
+    """Return the Python lines that hold the most memory at the peak of backward.
 
     Args:
-        events: the allocator's, from before the forward on; older allocations are not listed.
-        begun: number of those before backward.
+        events: allocator events since before the forward; older allocations are not counted.
+        begun: number of events before backward.
     """
     totals = list(itertools.accumulate(_SIGN.get(event["action"], 0) * event.get("size", 0) for event in events))
     peak = max(range(begun, len(events)), key=totals.__getitem__, default=-1)
@@ -63,19 +63,19 @@ def holders(events: list[dict], begun: int) -> list[dict]:
 
 
 class Recorder:
-    """The account of torch's allocator on one device, from the moment that it was made.
+    """Statistics of torch's allocator on one device, relative to the moment of creation.
 
     Attributes:
-        phases: for JSON: bytes at the end of each phase and at its peak, above those at the beginning.
+        phases: for each phase, the live bytes at its end and the peak bytes in it, above those at the creation.
     """
 
     def __init__(self, device: torch.device) -> None:
-        MemoryMeter(device)  # which leaves nothing of the system before
+        MemoryMeter(device)  # frees memory that the previous system has left
         self.device, self.before = device, torch.cuda.memory_allocated(device)
         self.phases: list[dict] = []
 
     def end(self, phase: str) -> None:
-        """Note a phase, at its end."""
+        """Store the memory of the phase that ends now."""
         meet(self.device)
         live, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         self.phases.append({"phase": phase, "live_bytes": live - self.before, "peak_bytes": peak - self.before})
@@ -83,21 +83,21 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def record(self, on: bool) -> None:
-        """Start or stop keeping events, with their lines of Python."""
+        """Start or stop the recording of allocator events with their Python lines."""
         if self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(
                 "all" if on else None, context="alloc", stacks="python", max_entries=_EVENTS
             )
 
     def events(self) -> list[dict]:
-        """The allocator's events so far."""
+        """Return the recorded events."""
         if self.device.type != "cuda":
             return []
         return torch.cuda.memory._snapshot()["device_traces"][self.device.index]
 
 
 def step_by_phases(contestant: Contestant, recorder: Recorder) -> dict:
-    """One step of a system whose memory has settled; for JSON."""
+    """Run one step, phase by phase, and return its memory for JSON."""
     recorder.end("between steps")
     recorder.record(True)
     loss = contestant.forward()

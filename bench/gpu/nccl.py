@@ -1,8 +1,8 @@
-"""Several ranks over NCCL on one card: collectives, training beside the staged backend, memory, ranks that are lost.
+"""Several ranks over NCCL on one GPU: collectives, training compared with the staged backend, memory, lost ranks.
 
-NCCL takes several ranks on one card from version 2.30 on, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set. torch brings an
-older one so far, so that another library is preloaded: see ``bench/gpu.sh``. This module has the steps and the launcher
-of their ranks; :mod:`bench.gpu.nccl_ranks` is the program of a rank.
+NCCL allows several ranks on one GPU from version 2.30 on, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set. torch's own NCCL is
+older, so another library is preloaded: see ``bench/gpu.sh``. This module has the steps and the launcher of their ranks.
+:mod:`bench.gpu.nccl_ranks` is the program of a rank.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bench.step_time.launch import free_port
 __all__ = ["CPU_BOUNDS", "LOADED", "ORDER_BOUNDS", "PART", "main", "note", "notes", "too_old", "version_of"]
 
 LIBRARY = "NCCL_LIBRARY"
-LOADED = "libnccl.so.2"  # finds the library that torch, or LD_PRELOAD, has loaded under this name
+LOADED = "libnccl.so.2"  # the name under which torch or LD_PRELOAD has loaded the library
 LEAST = (2, 30)
 _REMEDY = (
     f"Set {LIBRARY} to the libnccl.so.2 of version {'.'.join(map(str, LEAST))} or later, as it is or as an .xz file; "
     "it is in the wheel nvidia-nccl-cu13, and the header of bench/gpu.sh says how to bring it"
 )
-GRACE = 5.0  # seconds beyond hang_timeout, and of ranks to end after one has failed
+GRACE = 5.0  # seconds allowed beyond hang_timeout, and for ranks to end after one has failed
 _PLAIN = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 TRANSPORTS: Sequence[dict[str, str]] = (
     {},
@@ -42,43 +42,47 @@ TRANSPORTS: Sequence[dict[str, str]] = (
     {**_PLAIN, "NCCL_P2P_DISABLE": "1"},
     {**_PLAIN, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 )
-"""Ways between ranks, of which the first that works is taken: a container may forbid processes to share the card's
-memory, or the host's."""
+"""Environment variables of NCCL's transports. The first that works is used: a container may forbid processes to share
+the GPU's or the host's memory."""
 ORDER_BOUNDS = {False: (2e-6, 1e-4), True: (1e-3, 0.1)}
-"""Largest relative distance of losses, and of weights as a share of their way, where sums have another order; by
-whether bf16 computes. On four CPU ranks gloo's order and the order of ranks give 2.0e-7 and 8.9e-7 in float32, 1.2e-4
-and 1.1e-2 in bf16; the bounds are eight times that or more."""
+"""True or False for bf16 -> bounds for results whose sums have another order: relative difference of losses, and
+distance of final weights relative to their change in training.
+
+On four CPU ranks, gloo's order and the order of ranks differ by 2.0e-7 and 8.9e-7 in float32, and by 1.2e-4 and 1.1e-2
+in bf16. The bounds are at least eight times as large."""
 CPU_BOUNDS = {False: (1e-5, 2e-3), True: (3e-3, 0.4)}
-"""The same between a card and a CPU. On CPU ranks, initial weights changed by 1e-6 of themselves give 2.9e-7 and 7.5e-5
-in float32, and by 1e-3 they give 3.2e-4 and 0.12 in bf16; the bounds are three times that or more."""
+"""True or False for bf16 -> bounds as in ORDER_BOUNDS, between a GPU and a CPU.
+
+On CPU ranks, a relative change of the initial weights by 1e-6 gives 2.9e-7 and 7.5e-5 in float32, and a change by 1e-3
+gives 3.2e-4 and 0.12 in bf16. The bounds are at least three times as large."""
 _TRANSPORT = "transport.json"
 _NOTHING_QUEUED = "skipped on CPU, where launches run at once and no queue gets full"
-_WIDTH = 300  # characters of a cell
-_SOON, _BLOCKED = 0.5, 1.0  # seconds: of a query that returns, and of a launch that waits
-_FOUND = "found"  # JSON lines of ranks
+_WIDTH = 300  # characters of a table cell
+_SOON, _BLOCKED = 0.5, 1.0  # seconds: upper limit of a query, and lower limit of a launch that waits for the queue
+_FOUND = "found"  # file with the ranks' results, one JSON object per line
 
 
 def note(folder: Path, **what: Any) -> None:
-    """Append one line to the ranks' results."""
+    """Append one line to the file of the ranks' results."""
     with (folder / _FOUND).open("a") as file:
         file.write(json.dumps(what) + "\n")
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """The ranks' results so far, in the order of their lines."""
+    """Return the ranks' results in the order of their lines."""
     path = folder / _FOUND
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def too_old(version: tuple[int, ...] | None) -> str | None:
-    """The reason why a version of NCCL cannot be used, and what to set; None if it can, or on a CPU."""
+    """Return the reason why a version of NCCL cannot be used, with a remedy; None if it can, or on a CPU."""
     if version is None or version[:2] >= LEAST:
         return None
     return f"NCCL {'.'.join(map(str, version))} is in use, and takes one rank for each card. {_REMEDY}"
 
 
 def unpacked(path: Path) -> Path:
-    """The library itself; of an .xz file the one that is unpacked beside it, once."""
+    """Return the path of the library; an .xz file is unpacked beside itself first, unless that was done before."""
     whole = path.with_suffix("") if path.suffix == ".xz" else path
     if whole != path and (not whole.exists() or whole.stat().st_mtime < path.stat().st_mtime):
         partial_file = whole.with_suffix(".partial")
@@ -89,10 +93,15 @@ def unpacked(path: Path) -> Path:
 
 
 def version_of(library: str) -> tuple[int, int, int]:
-    """The version of a library. ``torch.cuda.nccl.version()`` has that of the headers torch was compiled with.
+    """Return the version of a loaded NCCL library.
+
+    ``torch.cuda.nccl.version()`` would return the version of the headers that torch was compiled with.
+
+    Args:
+        library: path, or name of a loaded library.
 
     Raises:
-        OSError: there is none, or it cannot be loaded.
+        OSError: the library does not exist or cannot be loaded.
     """
     number = ctypes.c_int()
     ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
@@ -100,7 +109,7 @@ def version_of(library: str) -> tuple[int, int, int]:
 
 
 def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
-    """Variables of ranks, and the reason why they cannot run; None if they can."""
+    """Return environment variables for ranks, and the reason why ranks cannot run; None if they can."""
     given = os.environ.get(LIBRARY)
     if dry:
         return {}, None
@@ -114,16 +123,17 @@ def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
 
 
 def steps(scale: Scale) -> list[Step]:
-    """The plan's programs in its order; of ranks that are lost, one step for each way."""
+    """Return the steps in the order of the plan, with one step per way to lose a rank."""
     environment, lacks = surroundings(scale.dry)
     found = []
 
     def add(name: str, program: str, ranks: int, seconds: float, read: Callable[[Ended], Outcome], *names: str) -> None:
         command = [sys.executable, "-m", "bench.gpu.nccl", "{folder}", program, str(ranks), *names]
         command += ["--dry-run"] * scale.dry
-        # A launch queue is one rank's, and needs no NCCL.
+        # The launch queue test has one rank and needs no NCCL.
         why = (_NOTHING_QUEUED if scale.dry else None) if program == "launch-queue" else lacks
-        # Each mostly waits. Not so many ranks that they would wait for the card that they share.
+        # These steps mostly wait for timeouts, so they run together. Only with two ranks, because more ranks would
+        # delay each other on the GPU that they share.
         together = program == "lose" and ranks == 2
         found.append(Step(name, command, seconds, read, environment, why, together))
 
@@ -142,7 +152,7 @@ def steps(scale: Scale) -> list[Step]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The launcher of a step's ranks."""
+    """Start the ranks of a step."""
     parser = argparse.ArgumentParser(description="Ranks of one step, all on one card.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("program")
@@ -160,20 +170,20 @@ def main(argv: list[str] | None = None) -> None:
         launcher.train(args.names, 3 * sizes.patience)
     else:
         (args.folder / _FOUND).unlink(missing_ok=True)
-        # A stopped rank does not end by itself.
+        # A rank stopped by SIGSTOP does not end by itself, so it is not waited for.
         stopped = args.names == ["stopped"]
         for rank in launcher.run(args.names, 2 * sizes.hang_timeout + sizes.patience, spare=stopped, grace=None):
             note(args.folder, name="did not end", rank=rank)
 
 
 class _Launcher:
-    """Starts ranks as torchrun does. A rank may end without the others, and none outlives the launcher."""
+    """Starts ranks as torchrun does. Ranks may end at different times; the launcher kills all ranks that still run."""
 
     def __init__(self, folder: Path, program: str, ranks: int, flags: Sequence[str], starting: float) -> None:
         self.folder, self.program, self.ranks, self.flags, self.starting = folder, program, ranks, flags, starting
 
     def find_transport(self, patience: float) -> None:
-        """Try transports until all ranks have results over one; keep it for later steps, null if there is none."""
+        """Try transports until all ranks have results with one; store it for later steps, or null if none works."""
         path = self.folder / _TRANSPORT
         for transport in TRANSPORTS:
             (self.folder / _FOUND).unlink(missing_ok=True)
@@ -185,7 +195,7 @@ class _Launcher:
         path.write_text("null")
 
     def train(self, names: Sequence[str], patience: float) -> None:
-        """Train each case that has not passed; after one that fails or hangs, new ranks go on with the next."""
+        """Train each case that has not passed. After a case that fails or hangs, new ranks continue with the next."""
         tried: set[str] = set()
         while left := [name for name in names if name not in tried and name not in _passed(self.folder)]:
             before = len(notes(self.folder))
@@ -201,19 +211,19 @@ class _Launcher:
         self, names: Sequence[str], patience: float, transport: Mapping[str, str] | None = None, *, spare: int = 0,
         grace: float | None = GRACE,
     ) -> list[int]:  # fmt: skip
-        """Run all ranks to their end, and kill those that do not come to it.
+        """Start all ranks, wait for them, and kill those that do not end.
 
         Args:
-            names: of cases, or of a way to lose a rank.
-            patience: seconds, once they have started, in which some rank must end or have a result.
-            transport: its variables; None for the one that works.
-            spare: ranks that need not end.
-            grace: seconds that the others have after one has failed; None for as long as they need.
+            names: names of cases, or of one way to lose a rank.
+            patience: seconds after the start in which some rank must end or write a result, again after each result.
+            transport: environment variables of the transport; None for the one that works.
+            spare: number of ranks that need not end.
+            grace: seconds that the other ranks have after one has failed; None for no limit.
 
         Returns:
             The ranks that were killed.
         """
-        # An address of this host needs no network. The caller's own variable takes its place.
+        # The loopback's address works without a network. A variable that the caller has set comes first.
         environment = {
             "NCCL_SOCKET_IFNAME": "lo",
             **os.environ,
@@ -244,14 +254,14 @@ class _Launcher:
         return endless
 
     def transport(self) -> dict[str, str] | None:
-        """The transport that collectives of as many ranks have found; NCCL's choice if they have not run."""
+        """Return the transport that worked for collectives with as many ranks; NCCL's own choice if not tested."""
         path = self.folder.parent / f"collectives-{self.ranks}" / _TRANSPORT
         found: dict[str, str] | None = json.loads(path.read_text()) if path.exists() else {}
         return found
 
 
 def _last(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last result of each case; of errors in a row, which are those of several ranks, the first."""
+    """Return the last result of each case. If several ranks report errors in a row, the first error is returned."""
     last: dict[str, dict[str, Any]] = {}
     for each in notes(folder):
         if not ("error" in each and "error" in last.get(each["name"], {})):
@@ -277,7 +287,7 @@ def _read_collectives(ranks: int, ended: Ended) -> Outcome:
 
 
 def _unfinished(ended: Ended) -> Outcome:
-    """The outcome of a step without results."""
+    """Return the outcome of a step without results."""
     return Outcome(State.UNFINISHED if ended.code is None else State.WRONG, [], last_words(ended, 12))
 
 

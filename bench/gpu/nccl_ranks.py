@@ -1,7 +1,7 @@
-"""Programs of one rank: collectives, training beside the staged backend, the loss of a rank, a full launch queue.
+"""Programs of one rank: collectives, training compared with the staged backend, a lost rank, a full launch queue.
 
-:mod:`bench.gpu.nccl` starts all ranks on one card. Each appends its results to a file of JSON lines. In a dry run on
-CPU the staged backend takes the place of NCCL, and gloo that of the staged backend, so that every line is run.
+:mod:`bench.gpu.nccl` starts all ranks on one GPU. Each rank appends its results to a file of JSON lines. In a dry run
+on a CPU, the staged backend replaces NCCL, and gloo replaces the staged backend, so that all code runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from bench.gpu.scale import CARD, DRY, Ranks
 __all__ = ["CASES", "Case", "main"]
 
 NCCL = {"cuda": "cpu:gloo,cuda:nccl", "cpu": staged.NAME}
-"""The backend under test, by device."""
+"""Type of device -> backend under test."""
 BESIDE = {"cuda": staged.NAME, "cpu": "gloo"}
-"""The backend that results are compared with."""
+"""Type of device -> backend that gives the expected results."""
 VOCABULARY = 97
 RATE = 1e-3
 HALF = "half of the ranks"
@@ -42,9 +42,9 @@ HALVES = {"local_world_size": HALF}
 HPZ = {"zero_hpz_partition_size": HALF}
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 HOST = {"device": "cpu", "pin_memory": True}
-QUEUED = 8192  # launches; a queue takes about a thousand
-SPINNING = 3.0  # seconds
-CLOCK = 1.5e9  # cycles a second, about
+QUEUED = 8192  # number of launches; the queue holds about a thousand
+SPINNING = 3.0  # seconds that the kernel spins
+CLOCK = 1.5e9  # approximate GPU cycles per second
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Case:
     """One configuration that is trained.
 
     Attributes:
-        zero: its ``zero_optimization`` block; stage 3 unless that says otherwise.
-        zeropp: its block of that name.
-        bf16: False computes in float32.
-        micro_batches: of a step.
-        engines: that take turns in one process.
-        branches: True if ranks run different modules.
-        one_order: False if NCCL itself adds values of all ranks, in an order that need not be the staged backend's.
+        zero: keys of the ``zero_optimization`` block; stage 3 by default.
+        zeropp: keys of the ``zeropp`` block.
+        bf16: True to compute in bf16, False in float32.
+        micro_batches: number of micro-batches per step.
+        engines: number of engines in the process, which take turns.
+        branches: True if ranks use different modules in a step.
+        one_order: False if NCCL itself adds values of all ranks, in an order that may differ from the staged backend's.
     """
 
     zero: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Case:
     one_order: bool = True
 
     def config(self, world: int, hang_timeout: float) -> dict[str, Any]:
-        """The configuration on so many ranks, half of them a node where the case says so."""
+        """Return the configuration for ``world`` ranks; HALF is replaced by half of the ranks, which form a node."""
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero}
         found = {
             "zero_optimization": {name: world // 2 if value == HALF else value for name, value in zero.items()},
@@ -81,11 +81,12 @@ class Case:
             "bf16": {"enabled": self.bf16},
             "gradient_accumulation_steps": self.micro_batches,
         }
-        # The sum of squares goes over all ranks at once: of more than two its last bit depends on the order.
+        # No clipping if bits must be equal for more than two ranks: the sum of squares over all ranks is one all-reduce
+        # whose last bit depends on the backend's order.
         return found if self.exact(world) and world > 2 else {**found, "gradient_clipping": 1.0}
 
     def exact(self, world: int) -> bool:
-        """Tell whether both backends must give the same bits: two values have one sum, whatever their order."""
+        """Return True if both backends must give the same bits: two values have one sum in any order."""
         return self.one_order or world == 2
 
 
@@ -114,7 +115,7 @@ CASES = {
 
 
 class Block(nn.Module):
-    """Two linear layers and a norm, added to what comes in."""
+    """Two linear layers and a norm, with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A small language model without attention, some of whose blocks may be left out."""
+    """A small language model without attention, whose forward can skip some blocks."""
 
     def __init__(self, sizes: Ranks) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Net(nn.Module):
         self.head = nn.Linear(sizes.width, VOCABULARY, bias=False)
 
     def forward(self, x: Tensor, without: int = -1) -> Tensor:
-        """The loss; blocks of even or odd number are left out where ``without`` is 0 or 1."""
+        """Return the loss. ``without`` is 0 to skip blocks with even numbers, 1 for odd numbers, -1 to skip none."""
         y = self.embedding(x)
         for number, block in enumerate(self.blocks):
             y = y if number % 2 == without else block(y)
@@ -146,12 +147,12 @@ class Training:
     """One engine and its data.
 
     Args:
-        case: its configuration.
-        sizes: of its model.
-        device: where it trains.
-        hang_timeout: of the engine.
-        group: of all ranks; None for the default one.
-        number: tells engines of one process from each other.
+        case: configuration.
+        sizes: sizes of the model and its batches.
+        device: device of the training.
+        hang_timeout: the engine's ``hang_timeout`` in seconds.
+        group: process group of all ranks; None for the default group.
+        number: number of the engine in its process; part of the seeds.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Training:
         self.losses: list[Tensor] = []
 
     def step(self, step: int) -> None:
-        """One optimizer step, with batches of its own on each rank."""
+        """Run one optimizer step; each rank has its own batches."""
         rank = dist.get_rank()
         for micro in range(self.case.micro_batches):
             seed = 1000 * step + 100 * self.number + 10 * micro + rank
@@ -182,13 +183,13 @@ class Training:
 
 @dataclass
 class Trained:
-    """The results of a training.
+    """Results of a training.
 
     Attributes:
-        losses: of this rank, one a micro-batch.
-        weights: whole, by name.
-        before: the weights that it began with.
-        memory: after wrapping, the first step and the last: see :func:`measure`.
+        losses: this rank's losses, one per micro-batch.
+        weights: full final weights, by name.
+        before: full initial weights, by name.
+        memory: results of :func:`measure` after wrapping, after the first step and after the last.
     """
 
     losses: Tensor
@@ -198,9 +199,10 @@ class Trained:
 
 
 def measure(device: torch.device, before: int = 0) -> dict[str, int]:
-    """Bytes on the card for one rank: inside torch's allocator, and outside of it beyond ``before``, on average.
+    """Return this rank's bytes on the GPU: allocated and reserved by torch, and outside of torch's allocator.
 
-    The driver counts the card as a whole, whichever process has the memory; so ranks come here together.
+    The driver only reports the memory of the whole GPU. So all ranks measure at the same time, and the part outside of
+    torch is the mean over ranks, minus ``before``.
     """
     on_card = device.type == "cuda"
     wait = torch.cuda.synchronize if on_card else lambda: None
@@ -209,13 +211,13 @@ def measure(device: torch.device, before: int = 0) -> dict[str, int]:
     free, total = torch.cuda.mem_get_info(device) if on_card else (0, 0)
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     every = torch.tensor([float(reserved)], dtype=torch.float64)
-    dist.all_reduce(every)  # which nobody leaves before all have read
+    dist.all_reduce(every)  # also keeps each rank from continuing before all have measured
     outside = (total - free - int(every)) // dist.get_world_size() - before
     return {"allocated": allocated, "reserved": reserved, "outside": outside}
 
 
 def train(case: Case, sizes: Ranks, device: torch.device, backend: str) -> Trained:
-    """Train on a process group of its own, which is destroyed at the end."""
+    """Train on a new process group, which is destroyed at the end."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=3 * sizes.patience))
     before = measure(device)["outside"]
     engines = [Training(case, sizes, device, sizes.patience, group, number) for number in range(case.engines)]
@@ -227,7 +229,7 @@ def train(case: Case, sizes: Ranks, device: torch.device, backend: str) -> Train
             memory.append(measure(device, before))
     weights, begun = {}, {}
     for each in engines:
-        # Of every engine, or all would have to have other names.
+        # Include the engine's number in the names, because all engines have the same parameter names.
         for name, value in zeropp.full_state(each.model).items():
             weights[f"{each.number} {name}"], begun[f"{each.number} {name}"] = value.cpu(), each.before[name]
     losses = torch.stack([loss for each in engines for loss in each.losses]).cpu()
@@ -238,7 +240,7 @@ def train(case: Case, sizes: Ranks, device: torch.device, backend: str) -> Train
 
 
 def compare(found: Trained, other: Trained) -> tuple[int, float, float]:
-    """The number of tensors with other bits, and the distances of losses and weights, as in ORDER_BOUNDS."""
+    """Return the number of tensors that differ, and the distances of losses and weights (see ORDER_BOUNDS)."""
     pairs = [(value, other.weights[name]) for name, value in found.weights.items()]
     differ = sum(not torch.equal(*pair) for pair in [*pairs, (found.losses, other.losses)])
     losses = ((found.losses - other.losses).abs() / other.losses.abs()).max()
@@ -248,22 +250,22 @@ def compare(found: Trained, other: Trained) -> tuple[int, float, float]:
 
 
 def beyond(losses: float, weights: float, bounds: tuple[float, float], other: str) -> list[str]:
-    """The complaint about a distance from another training, if it is beyond the bounds of losses and weights."""
+    """Return a list with one error text if losses or weights differ by more than the bounds; else an empty list."""
     if losses <= bounds[0] and weights <= bounds[1]:
         return []
     return [f"losses are {losses:.1e} and weights {weights:.1e} from those {other}, beyond {bounds}"]
 
 
 def train_case(name: str, sizes: Ranks, device: torch.device) -> dict[str, Any]:
-    """Train one case over each backend and on the CPU; the results, agreed over ranks."""
+    """Train one case with each backend and on the CPU; return the results, with the worst values of all ranks."""
     case, world, began = CASES[name], dist.get_world_size(), time.monotonic()
     kind, cpu = device.type, torch.device("cpu")
-    # The staged backend first: it loads the kernels, so that their memory is not taken for NCCL's.
+    # The staged backend comes first and loads the kernels, so that their memory is not counted as NCCL's.
     ways = dict.fromkeys([(device, BESIDE[kind]), (device, NCCL[kind]), (cpu, "gloo")])
     trained = {(on, backend): train(case, sizes, on, backend) for on, backend in ways}
     found = trained[device, NCCL[kind]]
     told = [*compare(found, trained[device, BESIDE[kind]]), *compare(found, trained[cpu, "gloo"])]
-    # The worst of all ranks. MAX may lose a NaN.
+    # The largest values of all ranks. NaN becomes infinity, because MAX may lose a NaN.
     worst = torch.tensor([value if value == value else float("inf") for value in told], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     differ, losses, apart, _, cpu_losses, cpu_apart = worst.tolist()
@@ -283,10 +285,10 @@ def train_case(name: str, sizes: Ranks, device: torch.device) -> dict[str, Any]:
 
 
 def train_cases(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """Train one case after another, up to the first error: the ranks have lost each other then."""
+    """Train the cases one after another, until the first error, after which the ranks are out of step."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=3 * sizes.patience))
     for name in names:
-        # If it hangs, the log has the stacks before the rank is killed.
+        # If a case hangs, write all stacks to the log before the launcher kills the rank.
         faulthandler.dump_traceback_later(2.5 * sizes.patience)
         try:
             found = train_case(name, sizes, device)
@@ -300,7 +302,7 @@ def train_cases(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.
 
 
 def collectives(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """Each collective that the engine calls, with values whose sums are whole numbers."""
+    """Run each collective that the engine uses, on integers, so that the expected results are exact."""
     version = version_of(LOADED) if device.type == "cuda" else None
     old = too_old(version)
     assert old is None, old
@@ -344,11 +346,11 @@ LOSSES: dict[str, Callable[[], object]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raising": _raise,
 }
-"""Ways to lose the last rank in the middle of a forward."""
+"""Name -> function that makes the last rank fail in the middle of a forward."""
 
 
 def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """Take steps, lose the last rank in the fourth or let it close its engine, and note the others' errors."""
+    """Train, make the last rank fail in the fourth step or close its engine, and record the other ranks' errors."""
     dist.init_process_group(NCCL[device.type], timeout=timedelta(minutes=10))
     (kind,), rank, world = names, dist.get_rank(), dist.get_world_size()
     training = Training(CASES["stage 3, nothing kept"], sizes, device, sizes.hang_timeout)
@@ -359,23 +361,24 @@ def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device)
     act = LOSSES.get(kind, training.optimizer.close)
     if lost and kind in LOSSES:
         training.model.blocks[-1].register_forward_pre_hook(lambda *_: act())
-    # If it hangs, the log has the stacks before the rank is killed.
+    # If the step hangs, write all stacks to the log before the launcher kills the rank.
     faulthandler.dump_traceback_later(sizes.hang_timeout + 15)
     meet = torch.zeros(1, device=device)
     dist.all_reduce(meet)
     meet.item()
-    # The meeting's last message leaves behind the call, on a thread of gloo's.
+    # gloo sends the last message of the collective on another thread after the call returns, so the lost rank waits.
     time.sleep(0.5 * lost)
     began, said = time.monotonic(), ""
     try:
-        # On a card a step may return before its error is known: the next one has it then.
+        # On a GPU a step may return before its error is known; then a later step raises the error.
         for step in range(3, 6):
             (act if lost and kind not in LOSSES else partial(training.step, step))()
             training.losses[-1].item()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     note(folder, name=kind, rank=rank, said=said, seconds=time.monotonic() - began)
-    # Rank 0 has the store. The lost rank stays, too, so that others do not hear of it by the end of its process.
+    # Wait for all results before closing. Rank 0 hosts the store. The lost rank must not exit earlier either, because
+    # the others must notice its loss without the end of its process.
     until = time.monotonic() + sizes.hang_timeout + 10
     while len(notes(folder)) < world - (kind in ("killed", "stopped")) and time.monotonic() < until:
         time.sleep(0.05)
@@ -386,7 +389,7 @@ def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device)
 
 
 def launch_queue(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """Launch behind a kernel that spins until a launch has to wait, and time queries of an event on another thread."""
+    """Launch kernels behind one that spins, until a launch waits; another thread measures the time of event queries."""
     torch.cuda.set_device(device)
     x = torch.zeros(1, device=device)
     event, over = torch.cuda.Event(), threading.Event()
@@ -409,7 +412,7 @@ def launch_queue(names: Sequence[str], folder: Path, sizes: Ranks, device: torch
 
 
 def ask(event: torch.cuda.Event, over: threading.Event, device: torch.device, took: list[float]) -> None:
-    """Query until it is over; append the seconds that each query took."""
+    """Query the event until ``over`` is set, and append the seconds of each query to ``took``."""
     torch.cuda.set_device(device)
     while not over.wait(0.02):
         began = time.monotonic()

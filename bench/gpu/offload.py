@@ -1,4 +1,4 @@
-"""States and weights off the card: bits, late streams, steps beside FSDP2 with offload, copies over the bus."""
+"""Offload on a GPU: results bit for bit, delayed streams, steps compared with FSDP2's offload, copies over the bus."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ _CHECKS = {
     "offload": (["tests/gpu/test_offload.py"], 90.0),
     "late offload": (["tests/gpu/test_delayed_offload.py"], 90.0),
 }
-"""Files and seconds by step."""
+"""Name of a step -> its test files and its time limit in seconds."""
 _RESULT = "race.json"
-# Bytes a parameter: on the card without offload with it and while the model is whole there; of the host; of the disk.
+# Bytes per parameter: GPU memory without offload; GPU memory with offload, which holds the full model while it is
+# wrapped; host memory; disk.
 _CARD, _WHOLE, _HOST, _DISK = 24, 8, 20, 16
 
 
 def steps(scale: Scale) -> list[Step]:
-    """Checks first; then the systems, each at all sizes while there is time."""
+    """Return the steps: checks first, then each system with all models."""
     found = [
         tests_step(scale, name, _CHECKS[name][0], chosen, _CHECKS[name][1]) for name, chosen in scale.offloaded.items()
     ]
     command = [sys.executable, "-m", "bench.offload.bus", f"--mebibytes={scale.bus_mebibytes}"]
     found.append(Step("bus", [*command, "--json={folder}/bus.json"], 40.0, _read_bus))
-    # By system, since a disk may take longer than all the others together.
+    # Grouped by system, because NVMe may take longer than all other systems together.
     for system in scale.offload_systems:
         turns = scale.slow_turns if system == "nvme" else scale.offload_turns
         found += [race_step(scale, model, system, turns) for model in scale.offload_models]
@@ -49,12 +50,12 @@ def steps(scale: Scale) -> list[Step]:
 
 
 def race_step(scale: Scale, model: Model, system: str, turns: Sequence[str]) -> Step:
-    """A system of ``bench.offload.race`` on a model, with ``turns`` among its arguments."""
+    """Return a step that runs a system of ``bench.offload.race``; ``turns`` are further arguments of that program."""
     flags = [f"--system={system}", f"--device={scale.device}", *turns, *model.flags]
     command = [sys.executable, "-m", "bench.offload.race", *flags, "--json={folder}/" + _RESULT]
     alone = parse_arguments([f"--device={scale.device}", "--ranks=1"])
     _, environment = rank_command(alone, Path(_RESULT), "not counted here")
-    # The host steps with all cores, ours and FSDP2's.
+    # Both zeropp and FSDP2 step on the host with all cores.
     cores = 1 if scale.dry else len(os.sched_getaffinity(0))
     name = f"{model.name} {system}"
     lacks = None if scale.dry else _lacks(model.numel, system)
@@ -65,7 +66,7 @@ def race_step(scale: Scale, model: Model, system: str, turns: Sequence[str]) -> 
 
 
 def _lacks(numel: int, system: str) -> str | None:
-    """The memory or disk that a machine has too little of for a system."""
+    """Return a text about memory or disk space that is too small for a system; None if all suffice."""
     card = torch.cuda.get_device_properties(0).total_memory
     host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     disk = shutil.disk_usage(tempfile.gettempdir()).free
@@ -81,7 +82,7 @@ def _lacks(numel: int, system: str) -> str | None:
 
 
 def _read(name: str, model: str, system: str, ended: Ended) -> Outcome:
-    """Rows by way; wrong if the losses are not those of another system that was measured."""
+    """Return the outcome with one row per way; wrong if the losses differ from those of another measured system."""
     if ended.code is None:
         return Outcome(State.UNFINISHED, [], last_words(ended))
     path = ended.folder / _RESULT
@@ -98,14 +99,14 @@ def _read(name: str, model: str, system: str, ended: Ended) -> Outcome:
 
 
 def _beside(folder: Path, model: str, system: str) -> dict | None:
-    """The results of another system, if it has been measured."""
+    """Return the results of another system; None if it has not been measured."""
     path = folder.parent / f"{model} {system}".replace(" ", "-") / _RESULT
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def _agree(losses: Sequence[float], others: Sequence[float]) -> bool:
     pairs = zip(losses[:COMPARED], others[:COMPARED], strict=True)
-    return all(abs(a - b) <= LOSS_TOLERANCE["bf16"] * abs(b) for a, b in pairs)  # False for a NaN, too
+    return all(abs(a - b) <= LOSS_TOLERANCE["bf16"] * abs(b) for a, b in pairs)  # NaN also gives False
 
 
 def _row(model: str, system: str, way: str, found: dict, fsdp2: dict | None) -> Row:

@@ -1,9 +1,9 @@
-"""A plugin of pytest: writes down what each test came to as it ends, and leaves out what has passed before.
+"""A pytest plugin that records the outcome of each test when it ends, and skips tests that have passed before.
 
     pytest -p bench.gpu.outcomes --outcomes=FILE ...
 
-So a run that is ended in the middle goes on from there. With pytest-xdist the controller writes, and every worker
-leaves out the same tests: workers collect before the first test runs.
+A run that is killed can so be continued. With pytest-xdist, the controller records. All workers skip the same tests,
+because they collect before the first test runs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PASSED = ("passed", "skipped")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--outcomes``."""
-    parser.addoption("--outcomes", type=Path, required=True, help="JSON lines, one a test")
+    """Add the option ``--outcomes``."""
+    parser.addoption("--outcomes", type=Path, required=True, help="file of JSON lines, one per test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write where reports come together."""
+    """Record in the process that receives all reports: the controller of pytest-xdist, or the only process."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Writer(config.getoption("outcomes")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has passed."""
+    """Deselect the tests that have passed or were skipped before."""
     path: Path = config.getoption("outcomes")
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     before = {line["test"] for line in lines if line["outcome"] in _PASSED}
@@ -37,13 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Writer:
-    """One line for each test, at once: this process may be ended at any time."""
+    """Appends one line per test at once, because this process may be killed at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a call that ended, or a setup or teardown that did not go well."""
+        """Record the end of a test's call, and a setup or teardown that failed or skipped."""
         if report.when != "call" and report.outcome == "passed":
             return
         reason = str(report.longrepr[2]) if report.skipped and isinstance(report.longrepr, tuple) else ""

@@ -1,4 +1,4 @@
-"""Parts, their steps, and outcomes of steps."""
+"""Classes for parts, steps and outcomes of steps."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from bench.gpu.scale import Scale
 __all__ = ["Ended", "Outcome", "Part", "Row", "State", "Step", "last_lines", "last_words", "missing"]
 
 Row = dict[str, str]
-"""A line of the table: text by column."""
+"""A row of a table: column -> text."""
 
 
 class State(str, Enum):
-    """How a step ended."""
+    """The way in which a step ended."""
 
     MEASURED = "measured"
-    WRONG = "wrong"  # a result that is not what it must be, or a program that fails
-    UNFINISHED = "unfinished"  # time ran out: to be started again
-    ABSENT = "absent"  # the machine lacks something; starting again changes nothing
+    WRONG = "wrong"  # a result is not as expected, or the program failed
+    UNFINISHED = "unfinished"  # time ran out; the part should be started again
+    ABSENT = "absent"  # the machine lacks something; a new start does not help
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A step's process, after its end.
+    """The process of a step, after it has ended.
 
     Attributes:
-        code: its exit code; None if its time ran out.
-        log: its output.
-        folder: of its results.
-        seconds: that it took.
+        code: exit code; None if time ran out.
+        log: file with the process's output.
+        folder: folder with its results.
+        seconds: duration of the process.
     """
 
     code: int | None
@@ -47,10 +47,10 @@ class Outcome:
     """The outcome of a step.
 
     Attributes:
-        state: how it ended.
-        rows: for the table.
-        why: the reason if it is wrong, unfinished or absent; else empty.
-        artefacts: files to keep beside the report.
+        state: the way in which the step ended.
+        rows: rows for the table.
+        why: reason if the step is wrong, unfinished or absent; else empty.
+        artefacts: files to copy beside the report.
     """
 
     state: State
@@ -64,13 +64,13 @@ class Step:
     """One process, and the function that reads its results.
 
     Attributes:
-        name: short; kept results are found by it.
-        command: with ``{folder}`` in place of the folder that it writes to.
-        seconds: that it may take.
-        read: makes the outcome of what it left.
-        environment: variables besides the caller's.
-        lacks: why it cannot run here; then it is not started.
-        together: True if it runs at the same time as its neighbours that say so, too: it times nothing.
+        name: short name; also the folder of stored results.
+        command: command line; ``{folder}`` stands for the step's folder.
+        seconds: time limit.
+        read: function that makes the outcome from the ended process.
+        environment: additional environment variables.
+        lacks: reason why the step cannot run here, so that it is not started; None if it can.
+        together: True if the step runs at the same time as neighbours with ``together``; such steps measure no times.
     """
 
     name: str
@@ -87,14 +87,14 @@ class Part:
     """A part of ``bench/gpu.sh``.
 
     Attributes:
-        name: as on the command line.
-        title: of its report.
-        columns: of its table.
-        steps: in the order of their worth.
-        notes: how to read the table.
-        needs: modules without which none of its steps can run.
-        keeps_wrong: True if its report is written also where a step is wrong: its rows are no figures.
-        seconds: that it may take, unless the command line says fewer; ``bench/gpu.sh`` ends it a little later.
+        name: name on the command line.
+        title: title of the report.
+        columns: columns of the table.
+        steps: function that returns the steps, most useful first.
+        notes: explanations below the table.
+        needs: modules without which no step can run.
+        keeps_wrong: True to write the report even if a step is wrong, because its rows are not measurements.
+        seconds: default time limit; ``bench/gpu.sh`` kills the part a little later.
     """
 
     name: str
@@ -108,17 +108,17 @@ class Part:
 
 
 def missing(*modules: str) -> str | None:
-    """The reason why a step cannot run that needs these modules; None if all are there."""
+    """Return a text that names missing modules; None if all are installed."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{', '.join(absent)} not installed" if absent else None
 
 
 def last_words(ended: Ended, lines: int = 4) -> str:
-    """The way a process ended, and the last lines of its output."""
+    """Return a text with the way in which a process ended, and the last lines of its output."""
     how = "time ran out" if ended.code is None else f"exit code {ended.code}"
     return "; ".join([how, *last_lines(ended, lines)])
 
 
 def last_lines(ended: Ended, lines: int) -> list[str]:
-    """The last lines of a process's output that are not empty."""
+    """Return the last non-empty lines of a process's output."""
     return [line.strip() for line in ended.log.read_text(errors="replace").splitlines() if line.strip()][-lines:]

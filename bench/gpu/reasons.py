@@ -1,4 +1,4 @@
-"""Why kernels are as fast as they are: their counters, by Nsight Compute, one operation a step."""
+"""Performance counters of kernels, read by Nsight Compute, with one step per operation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["PART"]
 
 _TOOL = "ncu"
 _LOG = "counters.csv"
-_WRONG = "other bits than by hand"  # says bench.gpu.counted
+_WRONG = "other bits than by hand"  # part of the error text of bench.gpu.counted
 
 
 def steps(scale: Scale) -> list[Step]:
-    """In the order of the table of kernels."""
+    """Return one step per operation, in the order of the table of kernels."""
     found = []
     lacks = _lacks(scale)
     for operation in scale.counted or [operation.name for operation in OPERATIONS]:
@@ -45,7 +45,7 @@ def _read(operation: str, ended: Ended) -> Outcome:
         return Outcome(State.WRONG, [], last_words(ended))
     path = ended.folder / _LOG
     text = path.read_text(errors="replace") if path.exists() else ""
-    # A driver may keep counters from users that are not root, and a virtual machine from all.
+    # A driver may only allow root to read counters. A virtual machine may allow nobody.
     denied = next((line for line in text.splitlines() if "ERR_NVGPUCTRPERM" in line or "LibraryNotLoaded" in line), "")
     if denied:
         return Outcome(State.ABSENT, [], denied)

@@ -1,4 +1,4 @@
-"""Steps as processes with a time limit, whose outcomes are kept for a part that is started again."""
+"""``Runner``: runs steps as processes with a time limit, and stores outcomes for a part that is started again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Runner", "digest"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("zeropp", "kernels", "bench", "tests/gpu", "tests/kernels", "tests/support", "examples")
-_ENDING = 3.0  # seconds for a process to end by itself
-_LEAST = 5.0  # seconds under which starting a step makes no sense
+_ENDING = 3.0  # seconds that a process gets to end by itself
+_LEAST = 5.0  # smallest remaining time, in seconds, with which a step is started
 
 
 def digest(about: Sequence[str]) -> str:
-    """Stands for the sources that results come from, and for what they are ``about``: machine, versions, sizes."""
+    """Return a hash of all sources and of ``about`` (machine, versions, sizes), for the reuse of stored results."""
     found = hashlib.sha256("\n".join(about).encode())
     for folder in _SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -34,13 +34,13 @@ def digest(about: Sequence[str]) -> str:
 
 
 class Runner:
-    """Steps of one part.
+    """Runs the steps of one part.
 
     Args:
-        folder: where results are kept.
-        key: of :func:`digest`; results of another are not used again.
-        until: when the part's time is up, in seconds of ``time.monotonic``.
-        environment: variables of every step, whatever it says itself.
+        folder: folder of stored results.
+        key: result of :func:`digest`; results stored under another key are not used.
+        until: end of the part's time, in seconds of ``time.monotonic``.
+        environment: environment variables of all steps; they override the step's own.
     """
 
     def __init__(self, folder: Path, key: str, until: float, environment: Mapping[str, str] | None = None) -> None:
@@ -50,19 +50,19 @@ class Runner:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def outcomes(self, steps: Sequence[Step]) -> list[tuple[Outcome, bool]]:
-        """Outcomes of steps that run at the same time, as :meth:`outcome` returns them."""
+        """Run steps at the same time, and return for each what :meth:`outcome` returns."""
         if len(steps) == 1:
             return [self.outcome(steps[0])]
         with ThreadPoolExecutor(len(steps)) as pool:
             try:
                 return list(pool.map(self.outcome, steps))
-            except BaseException:  # SystemExit among them, from the handler of a signal: no thread waits on
+            except BaseException:  # includes SystemExit of a signal handler: end the processes that threads wait for
                 for process in list(self._running):
                     _end(process)
                 raise
 
     def outcome(self, step: Step) -> tuple[Outcome, bool]:
-        """The outcome of a step, and True if it was kept from an earlier start."""
+        """Run a step; return its outcome, and True if the outcome was stored by an earlier start."""
         if step.lacks is not None:
             return Outcome(State.ABSENT, [], step.lacks), False
         place = self.folder / step.name.replace(" ", "-")
@@ -82,10 +82,10 @@ class Runner:
         return outcome, False
 
     def _run(self, step: Step, place: Path, seconds: float) -> int | None:
-        """Exit code of a step's process; None if it was ended because its time was up."""
+        """Return the exit code of a step's process; None if it was killed at its time limit."""
         command = [word.replace("{folder}", str(place)) for word in step.command]
         with (place / "log").open("w") as log:
-            # A group of its own: its ranks and workers end with it.
+            # start_new_session=True makes a process group, so that the step's ranks and workers can be killed with it.
             process = subprocess.Popen(
                 command, cwd=ROOT, env={**_surroundings(), **step.environment, **self.environment},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -101,14 +101,17 @@ class Runner:
 
 
 def _surroundings() -> dict[str, str]:
-    """This process's environment, without what pytest would go by: in a worker nothing is timed, and on a CI machine
-    the summary has whole messages in place of a line a test, so that a log's last lines name none."""
+    """Return this process's environment without variables that change pytest's output.
+
+    In an xdist worker's environment, benchmarks are disabled. With CI's variables, the summary has full messages
+    instead of one line per test, so the last lines of a log would not name the failed test.
+    """
     go_by = ("CI", "BUILD_NUMBER")
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name not in go_by}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started, if any of them runs."""
+    """End a process and all processes of its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -117,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it, or nothing: whoever is ended here leaves no half of a result."""
+    """Write a file under another name and rename it, so that a killed process leaves no incomplete result."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)

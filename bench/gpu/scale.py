@@ -1,4 +1,4 @@
-"""Sizes of everything: on a card, and in a dry run on CPU."""
+"""Sizes of all parts: on a GPU, and in a dry run on a CPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Model:
     """A GPT that systems are compared on.
 
     Attributes:
-        name: its size, for the table.
-        flags: of ``bench.step_time``.
-        side_by_side: True if all systems fit the card together, and so can take turns.
+        name: size, as shown in the table.
+        flags: arguments of ``bench.step_time`` for its sizes.
+        side_by_side: True if all systems fit on the GPU together, so that they can take turns.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Parameters, biases and norms left out."""
+        """Number of parameters without biases and norms."""
         parser = argparse.ArgumentParser()
         add_model_flags(parser)
         args = parser.parse_args(list(self.flags))
@@ -36,16 +36,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Look:
-    """Sizes of the part that takes one look at everything.
+    """Sizes of the part ``look``.
 
     Attributes:
-        checks: for each step of tests, arguments of pytest that select among them.
-        large: a model whose step is bound by the card.
-        small: a model whose step is bound by the host.
-        systems: that are compared on the large one, in order, each alone.
-        turns: rounds and steps of them: arguments of ``bench.step_time``.
-        compiled: variables of the step with compiled blocks.
-        offloaded: by system of ``bench.offload.race`` its rounds, steps and ways.
+        checks: step -> arguments of pytest that select its tests.
+        large: model whose step is limited by the GPU.
+        small: model whose step is limited by the host.
+        systems: systems compared on the large model, in order, each alone.
+        turns: arguments of ``bench.step_time`` for the number of rounds and steps.
+        compiled: environment variables of the step with compiled blocks.
+        offloaded: system of ``bench.offload.race`` -> arguments for its rounds, steps and ways.
     """
 
     checks: dict[str, Sequence[str]]
@@ -62,16 +62,16 @@ class Ranks:
     """Sizes of the part with several ranks over NCCL.
 
     Attributes:
-        plan: (program, ranks, names) in order: what :mod:`bench.gpu.nccl_ranks` runs, and the names of cases that are
-            trained, or of ways to lose a rank.
-        numel: that a rank sends each other one, in collectives alone.
-        width: of the model.
-        blocks: of it.
-        batch: sequences of a rank.
-        length: of each.
-        steps: that each case is trained.
-        hang_timeout: seconds, where a rank is lost.
-        patience: the same where none should be.
+        plan: (program, ranks, names) in order: program of :mod:`bench.gpu.nccl_ranks`, number of ranks, and names of
+            trained cases or of ways to lose a rank.
+        numel: elements that a rank sends to each other rank in the test of collectives.
+        width: width of the model.
+        blocks: number of its blocks.
+        batch: sequences per rank.
+        length: tokens per sequence.
+        steps: training steps of each case.
+        hang_timeout: ``hang_timeout`` of the engine in seconds, if a rank is lost.
+        patience: ``hang_timeout`` in seconds, if no rank is lost.
         starting: seconds for processes to start and to wrap a model.
     """
 
@@ -93,26 +93,26 @@ class Scale:
 
     Attributes:
         device: "cuda" or "cpu".
-        workers: of pytest for the bits of kernels.
-        look: of the part of that name.
-        examples: scripts of ``examples/``, and flags of each besides those that it always has.
-        chosen: for each step of the bits, arguments of pytest that select among its tests.
-        models: of the engine's steps, in order.
-        turns: rounds and steps of them: arguments of ``bench.step_time``.
-        staged: ranks that share the card, one job each.
-        staged_flags: of those jobs.
-        bandwidth: (step, MiB of bfloat16, tests by -k, seconds).
-        pinned_mebibytes: that cross the bus.
-        calls: (of a round, rounds) for host times.
-        counted: operations whose counters are read; all if empty.
-        counted_mebibytes: of bfloat16 in each.
-        offloaded: for each step of the bits of offload, arguments of pytest that select among its tests.
-        offload_models: that systems which offload are compared on.
-        offload_systems: of ``bench.offload.race``, in order: first what others are compared with, last what is slow.
-        offload_turns: rounds and steps of them: arguments of ``bench.offload.race``.
-        slow_turns: the same of the system whose states are in files.
-        bus_mebibytes: of float32 in a unit whose copies are timed.
-        ranks: of the part with several ranks over NCCL.
+        workers: number of pytest workers for the kernels' tests.
+        look: sizes of the part ``look``.
+        examples: script of ``examples/`` -> its additional arguments.
+        chosen: step of the part ``bits`` -> arguments of pytest that select its tests.
+        models: models of the part ``engine``, in order.
+        turns: arguments of ``bench.step_time`` for their rounds and steps.
+        staged: numbers of ranks that share the GPU, one job each.
+        staged_flags: arguments of ``bench.step_time`` for these jobs.
+        bandwidth: (step, MiB of bfloat16, argument ``-k`` of pytest, seconds) of each bandwidth measurement.
+        pinned_mebibytes: MiB of the copies over the bus in the part ``kernels``.
+        calls: (calls per round, rounds) for host times.
+        counted: operations whose counters are read; empty for all.
+        counted_mebibytes: MiB of bfloat16 values in each of them.
+        offloaded: step of the offload tests -> arguments of pytest that select its tests.
+        offload_models: models of the part ``offload``.
+        offload_systems: systems of ``bench.offload.race``, in order: the reference first, the slowest last.
+        offload_turns: arguments of ``bench.offload.race`` for rounds and steps.
+        slow_turns: the same arguments for the system with states in files.
+        bus_mebibytes: MiB of float32 in a unit whose copies are measured.
+        ranks: sizes of the part with several ranks over NCCL.
     """
 
     device: str
@@ -139,7 +139,7 @@ class Scale:
 
     @property
     def dry(self) -> bool:
-        """True if nothing is measured, only gone through."""
+        """True for a dry run, which runs all code without measuring."""
         return self.device == "cpu"
 
 
@@ -162,7 +162,7 @@ CARD = Scale(
     device="cuda",
     workers=8,
     look=Look(
-        # Each within 60 s, side by side; no test that times something.
+        # Each takes less than 60 s beside the others; none is a test that measures times.
         checks={
             "kernels": ("-m", "not campaign", "-k", "257 or same_bits"),
             "engine": ("-m", "gpu", "-k", "not staged and not timed"),
@@ -188,7 +188,8 @@ CARD = Scale(
         "engine": ("-m", "gpu"),
         "large": ("-m", "gpu"),
     },
-    # 8192 tokens a step, 4096 where activations would not leave room for states: 16 bytes a parameter.
+    # 8192 tokens per step. 4096 for the 3 B model, whose states (16 bytes per parameter) leave less room for
+    # activations.
     models=(
         Model("0.3 B", _model(24, 1024, 16, 2048, 4), side_by_side=True),
         _ONE,
@@ -233,7 +234,7 @@ CARD = Scale(
         starting=20.0,
     ),
 )
-"""What is measured on a card."""
+"""Sizes on a GPU."""
 
 DRY = Scale(
     device="cpu",
@@ -248,7 +249,7 @@ DRY = Scale(
         small=Model("tinier", _model(1, 32, 2, 16, 1, 300)),
         systems=("plain_clipped", "fsdp2_clipped", "zeropp_clipped", "deepspeed_clipped"),
         turns=("--rounds=2", "--discard=1", "--steps=3"),
-        compiled={"TORCHDYNAMO_DISABLE": "1"},  # a compiler of C++ is slow, and not on every machine
+        compiled={"TORCHDYNAMO_DISABLE": "1"},  # a C++ compiler is slow, and not on every machine
         offloaded={"fsdp2": ("--rounds=1", "--steps=1", "--warm=1")},
     ),
     examples={"train_gpt": ("--layers=1", "--d-model=32", "--heads=2", "--seq-len=16"), "deepspeed_style": ()},
@@ -292,4 +293,4 @@ DRY = Scale(
         starting=60.0,
     ),
 )
-"""What a dry run goes through: one step of each kind."""
+"""Sizes of a dry run: one step of each kind."""

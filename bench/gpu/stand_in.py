@@ -1,8 +1,8 @@
-"""Stands in for Nsight Compute where there is no card: runs the program, and writes a table in its format.
+"""A stand-in for Nsight Compute on machines without a GPU: runs the program, and writes a table in ncu's format.
 
     python -m bench.gpu.stand_in --log-file FILE --metrics A,B ... python -m bench.gpu.counted ...
 
-The figures are made up, and every table of a dry run says so.
+The numbers are invented; reports of dry runs say so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One step of each system under torch's profiler: a trace to look at, and what can be counted in it.
+"""One step of each system under torch's profiler: a trace file, and counts from it.
 
-    python -m bench.gpu.timeline FOLDER ...      # what follows is for bench.step_time
+    python -m bench.gpu.timeline FOLDER ...      # further arguments are those of bench.step_time
 
-Started with the environment of a rank. Writes FOLDER/<system>.json.gz and FOLDER/timeline.json.
+The program needs the environment variables of a rank. It writes FOLDER/<system>.json.gz and FOLDER/timeline.json.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bench.step_time.ranks import join
 from bench.step_time.systems import build
 from examples.text_data import Batches, load_text
 
-_WARM = 4  # steps before: orders are learned, kernels compiled, memory allocated
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a card
+_WARM = 4  # steps before the measurement, which learn the order, compile kernels and allocate memory
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events that run on a GPU
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (begin, end) spans."""
+    """Return the length of the union of (begin, end) spans."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
@@ -39,7 +39,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def counts(events: list[dict]) -> dict[str, float]:
-    """What a trace's complete events say; times in milliseconds."""
+    """Return busy time, waiting time, launches and NCCL kernels of a trace's complete events; times in milliseconds."""
     spans = [event for event in events if event.get("ph") == "X"]
     device = [event for event in spans if event.get("cat") in _DEVICE]
     waits = [event for event in spans if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]]
@@ -53,10 +53,10 @@ def counts(events: list[dict]) -> dict[str, float]:
 
 
 def require_finite(name: str, losses: Tensor) -> None:
-    """A step that computes nonsense is none to look at.
+    """Raise if a loss is not finite, because measurements of such a step have no meaning.
 
     Raises:
-        SystemExit: some loss of a system is not finite.
+        SystemExit: some loss of the system is not finite.
     """
     if not losses.isfinite().all():
         raise SystemExit(f"{name}: losses are not finite: {losses.tolist()}")
