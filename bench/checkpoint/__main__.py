@@ -1,10 +1,11 @@
-"""What saving costs: how long training waits, how fast the disk is written, how much memory it takes.
+"""Cost of saving a checkpoint: seconds that training waits, speed of writing, and memory.
 
     python -m bench.checkpoint --ranks 2 --mebibytes 1024 --folder /somewhere/on/the/disk --save checkpoint
 
-Every round writes the same bytes by each way, one after the other, since disks differ from minute to minute: the raw
-write of the disk (aligned buffers past the page cache, as many threads, synced), zeropp at once and asynchronous,
-torch.distributed.checkpoint of FSDP2 at once, and torch.save of whole states on the first rank.
+Each round writes the same number of bytes in each way, one after another, because disk speed changes within minutes.
+The
+ways are: raw writes (aligned buffers that bypass the page cache, several threads, synced), zeropp synchronous and
+asynchronous, torch.distributed.checkpoint with FSDP2, and torch.save of full states on rank 0.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ COLUMNS = ("way", "blocked s", "done s", "GB/s", "/ disk", "peak MiB")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What saving a checkpoint costs.")
+    parser = argparse.ArgumentParser(description="Measure the cost of saving a checkpoint.")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mebibytes", type=int, default=1024, help="of main weights and states, on each rank")
-    parser.add_argument("--rounds", type=int, default=4, help="the first one warms up, and is reported apart")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: a temporary one")
+    parser.add_argument("--mebibytes", type=int, default=1024, help="MiB of main weights and states on each rank")
+    parser.add_argument("--rounds", type=int, default=4, help="number of rounds; the first is reported separately")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: a temporary folder")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md, .json and .png")
     args = parser.parse_args(argv)
     if args.ranks < 1 or args.rounds < 2 or args.mebibytes < 12:
@@ -44,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of all ranks' ways and rounds."""
+    """Run the ranks, and return one row per way and round."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--master-port=0",
                    "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
@@ -59,7 +60,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The table: medians of rounds after the first, and the first round's blocked times."""
+    """Return the table with medians of the warm rounds, and the blocked time of the first round."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     disk = median(row["rate"] for row in rows if row["way"] == "disk" and row["warm"])
@@ -97,8 +98,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def drawn(rows: list[dict[str, Any]]) -> Figure:
-    """The picture."""
-    from bench.checkpoint import plot  # which needs matplotlib
+    """Return the plot of the results."""
+    from bench.checkpoint import plot  # imported here because it needs matplotlib
 
     return plot.draw(rows)
 

@@ -1,6 +1,6 @@
-"""The table of ``bench.checkpoint`` as a picture: how long training waits, and until when bytes are on their way.
+"""Plot of the results of ``bench.checkpoint``: seconds until the call returns, and until all bytes are on the disk.
 
-python -m bench.checkpoint.plot bench/results/2026-11-25_checkpoint.json  # beside it, with another suffix
+python -m bench.checkpoint.plot bench/results/2026-11-25_checkpoint.json  # writes a .png beside the .json file
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WAITS, _WRITES = "#D55E00", "#E6C79A"
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """Bars of medians, the first way on top; to the right, how much memory a rank needed besides."""
+    """Return a plot with bars of median times for each way, and at the right the additional memory of a rank."""
     warm = [row for row in rows if row["warm"]]
     ways = list(dict.fromkeys(row["way"] for row in warm))
     blocked, done = ([median(r[key] for r in warm if r["way"] == way) for way in ways] for key in ("blocked", "done"))
@@ -36,7 +36,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     right.bar_label(right.barh(ways, peak, color="#0072B2"), fmt="%.0f", padding=3, fontsize=9)
     right.set_xlabel("MiB of a rank's memory, besides")
     right.margins(x=0.2)
-    left.invert_yaxis()  # the first on top
+    left.invert_yaxis()  # put the first way on top
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     return figure

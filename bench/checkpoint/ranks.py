@@ -1,4 +1,4 @@
-"""One rank of the bench: writes the same bytes by each way."""
+"""The program of one rank of ``bench.checkpoint``: saves the same amount of data in each way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BLOCK = 8 << 20
 
 
 def resident() -> int:
-    """Anonymous memory of this process in bytes; pages of files do not count."""
+    """Return the anonymous memory of this process in bytes, which excludes pages of files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) << 10
@@ -37,7 +37,7 @@ def resident() -> int:
 
 
 class Peak:
-    """The largest growth of memory inside, looked at every few milliseconds."""
+    """Context that measures the largest growth of this process's memory in bytes, sampled every 5 ms."""
 
     def __enter__(self) -> Peak:
         self.most, self._before, self._stop = 0, resident(), threading.Event()
@@ -55,11 +55,11 @@ class Peak:
 
 
 def nothing() -> None:
-    """What there is to wait for when a call has done it all."""
+    """Do nothing: the ``wait`` of ways that are complete when their call returns."""
 
 
 def layers(mebibytes: int) -> int:
-    """So many of 16 MiB in float32 that weights and two states of all ranks together are what was asked."""
+    """Return the number of layers of 16 MiB (float32) whose weights and two states fill ``mebibytes`` on each rank."""
     return max(mebibytes * dist.get_world_size() // (3 * 16), 1)
 
 
@@ -75,7 +75,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def write_raw(path: Path, nbytes: int) -> None:
-    """What the disk can do: the same bytes past the page cache, by four threads, synced."""
+    """Write as fast as the disk allows: ``nbytes`` in 8 MiB blocks, without the page cache, by four threads, synced."""
     room = torch.randint(0, 256, (_BLOCK + 4096,), dtype=torch.uint8)
     begin = -room.data_ptr() % 4096
     memory = view_of(room[begin : begin + _BLOCK])
@@ -100,7 +100,7 @@ def write_raw(path: Path, nbytes: int) -> None:
 
 
 class Bench:
-    """Ways of saving, in turns."""
+    """Measures the ways of saving in turns."""
 
     def __init__(self, folder: Path, mebibytes: int, rounds: int) -> None:
         self.folder, self.rounds = folder, rounds
@@ -135,13 +135,13 @@ class Bench:
         return row
 
     def run(self) -> None:
-        """All ways, zeropp's first: the memory of either system is gone before the other is built."""
+        """Measure zeropp's ways first, then those of FSDP2; each system's memory is freed before the other is built."""
         self.ours()
         gc.collect()
         self.peers()
 
     def ours(self) -> None:
-        """The ways of zeropp, beside the disk and a copy."""
+        """Measure zeropp's ways, raw writes, and a copy in memory."""
         model = build(self.count)
         config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
         optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), model, config)
@@ -163,11 +163,11 @@ class Bench:
         optimizer.close()
 
     def write_raw(self, path: Path) -> None:
-        """As much as this rank writes by other ways."""
+        """Write as many bytes as this rank saves in the other ways."""
         write_raw(path.with_name(f"{path.name}-{dist.get_rank()}.raw"), self.nbytes)
 
     def copy(self, source: Tensor, target: Tensor) -> float:
-        """Seconds of a copy by one thread into memory that is there, of the slowest rank."""
+        """Return the seconds of a copy by one thread into memory that was used before, on the slowest rank."""
         dist.barrier()
         start = time.perf_counter()
         target.copy_(source)
@@ -176,7 +176,7 @@ class Bench:
         return taken.item()
 
     def peers(self) -> None:
-        """The ways of FSDP2."""
+        """Measure the ways of FSDP2."""
         model = build(self.count)
         for layer in model:
             fully_shard(layer)

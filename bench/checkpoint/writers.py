@@ -1,11 +1,11 @@
-"""Threads or a process as the writer of a checkpoint in the background: what training loses while it writes.
+"""Background writing of a checkpoint by threads or by another process: the time that training loses.
 
     python -m bench.checkpoint.writers --ranks 1 --mebibytes 768 --rounds 6 --save checkpoint-writers
 
-In turns, steps run with nothing being written, while threads of the training process write (what zeropp does), and
-while a process beside it does, to which the copy is memory that both share. What a save costs is the time of the steps
-that it lies in, beyond what as many steps take with nothing being written. Steps are of many small modules, whose
-time is mostly Python's, and are short; what is written is mostly frozen weights.
+Training steps run in three situations in turns: nothing is written; threads of the training process write (zeropp's
+way); another process writes from shared memory. The cost of a save is the time of the save call and of the steps during
+the save, minus the time of as many steps without a save. Steps are short and have many small modules, so most of their
+time is Python code, which competes with writer threads. Most of the saved data are frozen weights.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from zeropp.checkpoint.rank_sync import Progress
 from zeropp.checkpoint.saving import background_of, backgrounds
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = 200  # modules of a few elements, which cost Python's time and nobody else's
+SMALL = 200  # number of modules with a few elements, whose cost is Python's time
 WAYS = ("nothing", "threads", "process")
 Row = tuple[str, tuple[int, ...], Box, torch.dtype, int]
 
 
 def serve(pipe: Connection, memory: Tensor) -> None:
-    """The process that writes: parts of memory that it shares, as often as it is asked."""
+    """Run the writing process: write parts of the shared memory for each request, until a request is None."""
     torch.set_num_threads(1)
     while True:
         asked = pipe.recv()
@@ -67,7 +67,7 @@ def serve(pipe: Connection, memory: Tensor) -> None:
 
 
 class Process:
-    """A process beside this one, and memory that both share."""
+    """A writing process, and the memory that it shares with this process."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8).share_memory_()
@@ -79,7 +79,7 @@ class Process:
     def write(
         self, folder: Path, stem: str, parts: Sequence[TensorBox], checks: Checksums, limit: int, progress: Progress
     ) -> Written:
-        """In place of ``write_files``."""
+        """Replace ``write_files``: the other process writes the parts, which must lie in the shared memory."""
         del progress
         begin = self.memory.data_ptr()
         rows: list[Row] = [(p.name, p.shape, p.box, p.values.dtype, p.values.data_ptr() - begin) for p in parts]
@@ -96,7 +96,7 @@ class Process:
 
 
 class Tiny(nn.Module):
-    """A gain, as a norm has it."""
+    """A multiplication by one parameter, as in a norm layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Tiny(nn.Module):
 
 
 class Model(nn.Module):
-    """Many small modules, a matrix, and frozen ones that are saved and not used."""
+    """A model with many small modules, one matrix, and frozen matrices that are saved but not used."""
 
     def __init__(self, frozen: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Model(nn.Module):
 
 
 class Bench:
-    """One rank."""
+    """The measurements of one rank."""
 
     def __init__(self, folder: Path, mebibytes: int) -> None:
         self.folder = folder
@@ -138,7 +138,7 @@ class Bench:
         shutil.rmtree(folder / "first", ignore_errors=True)
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many steps."""
+        """Run ``count`` steps, and return the seconds of each."""
         found: list[float] = []
         for _ in range(count):
             start = time.perf_counter()
@@ -160,7 +160,7 @@ class Bench:
             saving.write_files = write_files
 
     def once(self, way: str) -> dict[str, Any]:
-        """A save by one way, and what the steps beside it took."""
+        """Save once in one way, and return times of the save and of the steps during it."""
         dist.barrier()
         if way == "nothing":
             return {"way": way, "steps": self.steps(20), "blocked": 0.0, "done": 0.0}
@@ -168,7 +168,7 @@ class Bench:
             start = time.perf_counter()
             checkpoint.save(self.folder / "here", self.model, self.optimizer, asynchronous=True)
             blocked = time.perf_counter() - start
-            # As many on every rank, since they are collective.
+            # All ranks must run the same number of steps, because steps are collective.
             found: list[float] = []
             while True:
                 busy = torch.tensor(float(self.background.busy))
@@ -195,7 +195,7 @@ class Bench:
 
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The table: of rounds after the first, medians and quartiles."""
+    """Return the table: medians and quartiles of the rounds after the first."""
     warm = [row for row in rows if row["round"] > 0]
     base = median(step for row in warm if row["way"] == "nothing" for step in row["steps"])
     lines = [f"A step with nothing being written: {base * 1e3:.1f} ms.", ""]
@@ -235,9 +235,9 @@ def rank(folder: str, mebibytes: str, rounds: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Threads or a process as the writer of a checkpoint.")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--mebibytes", type=int, default=768, help="that are written, on each rank")
-    parser.add_argument("--rounds", type=int, default=6, help="the first one warms up")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: a temporary one")
+    parser.add_argument("--mebibytes", type=int, default=768, help="MiB written by each rank")
+    parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is not reported")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: a temporary folder")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
     args = parser.parse_args(argv)
     about = machine("cpu")

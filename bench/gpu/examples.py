@@ -56,7 +56,7 @@ def _starts(name: str, flags: Sequence[str]) -> str:
 
 def _lacks(name: str) -> str | None:
     if name == "train_fsdp2":
-        return "it needs two cards: one rank has nobody to share with, and it refuses one by name"
+        return "needs two cards: FSDP2 needs a process group, and the script refuses a single rank"
     found = missing(*_SCRIPTS[name][0])
     if found is None and name in _STANDING_IN and missing("deepspeed") is None:
         return "DeepSpeed is installed, and zeropp's stand-in for it refuses to hide it; use another environment"

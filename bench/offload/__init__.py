@@ -1,1 +1,1 @@
-"""What the optimizer on the CPU costs, for weights and states that do not lie on the card."""
+"""Benchmarks of offload: weights and optimizer states in host memory or in files, and the optimizer on the CPU."""

@@ -1,10 +1,10 @@
-"""Copies between a card and its host as offload makes them, through rings or not, beside bare ones of pinned memory.
+"""Copies between a GPU and its host as offload makes them, compared with bare copies of pinned memory.
 
     python -m bench.offload.bus --mebibytes 256 --json FILE
 
-Of one unit of so many MiB in float32: its sum of gradients on the way to the host, its bf16 weights to the card for a
-gather, and new weights to the card after a step, from pinned rings and from pageable ones. What arrives is looked at.
-Without a CUDA device there is no bus: then the host's memory stands for both sides, and the figures say nothing.
+The copies are those of one unit: its float32 gradient sum to the host, its bf16 weights to the GPU for a gather, and
+    new weights to the GPU after a step. Each copy passes through a ring of pinned and of pageable buffers, and its
+    result is checked. Without a CUDA device both sides are host memory, so the numbers have no meaning.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ RAW = {"to host": "bare copy, to host", "to device": "bare copy, to device"}
 
 @dataclass(frozen=True)
 class Way:
-    """One way over the bus.
+    """One way to copy over the bus.
 
     Attributes:
         direction: "to host" or "to device".
-        run: goes it.
-        nbytes: that cross.
-        result: what has arrived, and ``expected`` what should have.
+        run: function that copies.
+        nbytes: number of bytes copied.
+        result: function that returns the target of the copy.
+        expected: values of the target after the copy.
     """
 
     direction: str
@@ -50,7 +51,7 @@ class Way:
 
 
 class Weights(nn.Module):
-    """One parameter."""
+    """A model with one parameter."""
 
     def __init__(self, numel: int, device: str) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Weights(nn.Module):
 
 
 def bare(numel: int, device: str) -> dict[str, Way]:
-    """Copies of as many float32 elements as a unit has, by the copy engine alone."""
+    """Return copies of a unit's float32 elements by the copy engine alone, by name."""
     here = torch.linspace(-1.0, 1.0, numel, device=device)
     host = torch.empty(numel, pin_memory=device == "cuda")
     back = torch.empty(numel, device=device)
@@ -76,7 +77,7 @@ def bare(numel: int, device: str) -> dict[str, Way]:
 
 
 def engine_of(numel: int, device: str, *, pinned: bool, weights: bool) -> zeropp.ZeroOptimizer:
-    """An engine of one parameter, whose states are off the device, and with ``weights`` what gathers begin with."""
+    """Return an optimizer with one parameter and offloaded states; ``weights`` also offloads what gathers read."""
     block = {"device": "cpu", "pin_memory": pinned}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": block}
     if weights:
@@ -87,7 +88,7 @@ def engine_of(numel: int, device: str, *, pinned: bool, weights: bool) -> zeropp
 
 
 def offloaded(numel: int, device: str, *, pinned: bool, opened: contextlib.ExitStack) -> dict[str, Way]:
-    """The three copies of a step."""
+    """Return the three copies of a training step with offload, by name."""
     optimizers = [engine_of(numel, device, pinned=pinned, weights=weights) for weights in (True, False)]
     for each in optimizers:
         opened.callback(each.close)
@@ -116,7 +117,7 @@ def offloaded(numel: int, device: str, *, pinned: bool, opened: contextlib.ExitS
 
 
 def seconds(way: Way, device: str) -> float:
-    """Median of a call, between two synchronisations."""
+    """Return the median time of a call in seconds, with a synchronization before and after the call."""
     taken = []
     for _ in range(ROUNDS + 2):
         begin = time.perf_counter()
@@ -129,8 +130,8 @@ def seconds(way: Way, device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=256, help="of float32 values")
-    parser.add_argument("--json", type=Path, help="write seconds and bytes by way to this file")
+    parser.add_argument("--mebibytes", type=int, default=256, help="MiB of float32 values")
+    parser.add_argument("--json", type=Path, help="write seconds and bytes of each way to this file")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     numel = given.mebibytes << 18

@@ -1,9 +1,9 @@
-"""How fast zeropp steps AdamW on the CPU, beside torch's fused AdamW with as many threads.
+"""Speed of zeropp's AdamW on the CPU, compared with torch's AdamW with as many threads.
 
     python -m bench.offload.cpu_step --numel 64000000 --rounds 8
 
-Every round runs each way once, one after the other, and ratios are by round: machines differ from minute to minute.
-Torch steps one tensor and divides it among its intra-op threads; zeropp cuts it into chunks for `CpuStepPool`.
+Each round runs each way once, and ratios are computed per round, because machine speed changes within minutes. torch
+steps one tensor with its intra-op threads. zeropp splits the tensor into chunks for `CpuStepPool`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Times = dict[tuple[str, int], list[float]]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How fast AdamW steps on the CPU.")
-    parser.add_argument("--numel", type=int, default=64_000_000, help="elements; 16 bytes each, once for every way")
-    parser.add_argument("--rounds", type=int, default=8, help="measured ones; one more warms up")
+    parser = argparse.ArgumentParser(description="Measure the speed of AdamW on the CPU.")
+    parser.add_argument("--numel", type=int, default=64_000_000, help="elements, with 16 bytes each, for every way")
+    parser.add_argument("--rounds", type=int, default=8, help="measured rounds, after one more that warms up")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
     args = parser.parse_args(argv)
     if args.numel < 1 or args.rounds < 1:
@@ -40,14 +40,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def fill(numel: int) -> tuple[Tensor, Tensor]:
-    """A parameter and its gradient."""
+    """Return a parameter and its gradient, both float32 [numel]."""
     generator = torch.Generator().manual_seed(0)
     param, grad = torch.empty(numel), torch.empty(numel)
     return param.normal_(generator=generator), grad.normal_(std=1e-3, generator=generator)
 
 
 def torch_step(numel: int, fused: bool) -> Callable[[int], None]:
-    """A step of torch's AdamW, given the number of threads."""
+    """Return a function that steps torch's AdamW with a given number of threads."""
     param, grad = fill(numel)
     param.grad = grad
     optimizer = AdamW([param], fused=fused)
@@ -60,7 +60,7 @@ def torch_step(numel: int, fused: bool) -> Callable[[int], None]:
 
 
 def zeropp_step(numel: int) -> Callable[[int], None]:
-    """The same by `step_slices`."""
+    """Return a function that steps AdamW with zeropp's `step_slices` and a given number of threads."""
     param, grad = fill(numel)
     optimizer = AdamW([param])
     rule, state = rule_of(optimizer), dict[str, Tensor]()
@@ -76,7 +76,7 @@ def zeropp_step(numel: int) -> Callable[[int], None]:
 
 
 def measure(numel: int, rounds: int) -> Times:
-    """Seconds of every way at every number of threads, one a round."""
+    """Return the seconds of every way and number of threads, one value per round."""
     ways = {_FUSED: torch_step(numel, True), _CHUNKS: zeropp_step(numel), _PLAIN: torch_step(numel, False)}
     before, times = torch.get_num_threads(), Times()
     for number in range(rounds + 1):
@@ -90,13 +90,13 @@ def measure(numel: int, rounds: int) -> Times:
 
 
 def turns(names: Sequence[str], number: int) -> Iterator[tuple[str, int]]:
-    """Ways and threads of one round; every other round goes backwards, so that none is always first."""
+    """Return ways and threads of one round. Every other round is reversed, so that no way is always first."""
     order = [(name, threads) for threads in THREADS for name in names]
     return iter(order[::-1] if number % 2 else order)
 
 
 def report(times: Times, numel: int) -> str:
-    """The table: medians over rounds, and the range of ratios."""
+    """Return the table with medians over rounds, and the range of ratios."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for (name, threads), seconds in sorted(times.items(), key=lambda item: item[0][1]):
         ratios = [base / own for base, own in zip(times[_FUSED, threads], seconds, strict=True)]

@@ -1,14 +1,14 @@
-"""How near a step from files comes to the disk's limit, and what reading ahead and writing behind are worth.
+"""Optimizer steps with states in files: speed relative to the disk's limit, and the gain from the pipeline.
 
     python -m bench.offload.disk --folder /somewhere/on/the/disk --numel 64000000 --rounds 4
 
-Every round moves the same bytes by each way, one after the other, since disks differ from minute to minute: main
-weights, gradients and two states are read, all but gradients written. The raw way reads and writes them past the page
-cache in requests of as many bytes, from as many threads as a step has requests under way, and computes nothing.
+Each round moves the same number of bytes in each way, because disk speed changes within minutes. A step reads main
+weights, gradients and two states, and writes all of them but gradients. The way "disk" reads and writes without the
+page cache, in requests of the same size, from as many threads as a step has requests in flight, and computes nothing.
 
-Where the disk takes much longer than the kernels, or much less, there is little that could hide. ``--compute N`` runs
-the kernels N times on each tile, which stands for cores that are N times slower; ``auto`` chooses N so that kernels
-take about as long as transfers, which are what kernels leave of a step that goes one tile at a time.
+The pipeline hides little if the disk is much slower or much faster than the kernels. ``--compute N`` runs the kernels N
+times on each tile, which simulates cores that are N times slower. ``auto`` chooses N so that kernels take about as long
+as the transfers, measured as the rest of a step that handles one tile at a time.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from zeropp.optimizer.fused import Rule, SliceStep
 from zeropp.optimizer.host_step import CpuStepPool, step_slices
 
 COLUMNS = ("way", "s", "kernels s", "GB/s", "/ disk")
-READ, WRITTEN = 16, 12  # bytes an element of float32 AdamW
+READ, WRITTEN = 16, 12  # bytes per element with float32 AdamW
 PLAIN, PIPED, RAW = "one tile at a time", "pipelined", "disk"
-MOST = 64  # times that kernels may have to run: more says that the disk is no match
+MOST = 64  # largest number of kernel runs per tile; a higher one would mean that the disk is too slow to compare
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How near a step from files comes to the disk's limit.")
-    parser.add_argument("--folder", type=Path, help="on the disk; default: a temporary one")
+    parser = argparse.ArgumentParser(description="Measure optimizer steps with states in files.")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: a temporary folder")
     parser.add_argument("--numel", type=int, default=64_000_000, help="elements; 16 bytes each on the disk")
-    parser.add_argument("--tile", type=int, default=4 << 20, help="elements: sub_group_size")
-    parser.add_argument("--block", type=int, default=1 << 20, help="bytes of a request")
-    parser.add_argument("--depth", type=int, default=8, help="requests that are under way")
-    parser.add_argument("--rounds", type=int, default=4, help="measured ones; one more warms up")
-    parser.add_argument("--compute", default="1", metavar="N", help='times that kernels run on a tile, or "auto"')
+    parser.add_argument("--tile", type=int, default=4 << 20, help="elements of a tile (sub_group_size)")
+    parser.add_argument("--block", type=int, default=1 << 20, help="bytes per request")
+    parser.add_argument("--depth", type=int, default=8, help="number of requests in flight")
+    parser.add_argument("--rounds", type=int, default=4, help="measured rounds, after one more that warms up")
+    parser.add_argument("--compute", default="1", metavar="N", help='number of kernel runs per tile, or "auto"')
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
     args = parser.parse_args(argv)
     if args.compute != "auto" and not (args.compute.isdecimal() and int(args.compute)):
@@ -58,11 +58,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Kernels:
-    """In the place of ``step_slices`` of tiles: runs it some times over, and counts the seconds.
+    """Replacement for ``step_slices`` that runs it several times per tile, and measures the seconds.
 
     Attributes:
-        times: how often on each tile.
-        seconds: since :meth:`taken` was last asked.
+        times: number of runs per tile.
+        seconds: seconds since the last call of :meth:`taken`.
     """
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class Kernels:
         return found
 
     def choose(self, whole: float, kernels: float) -> None:
-        """Run so much more often that kernels take what is left of a step, which went one tile at a time."""
+        """Set ``times`` so that kernels take as long as the rest of a step that handled one tile at a time."""
         self.times = min(max(round(self.times * (whole - kernels) / kernels), 1), MOST)
 
 
 class Weights(nn.Module):
-    """One parameter, whose gradient costs little."""
+    """A model with one parameter, whose gradient takes little time."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Weights(nn.Module):
 
 
 def stepper(args: argparse.Namespace, folder: Path, *, piped: bool) -> tuple[Callable[[], float], Callable[[], None]]:
-    """What takes a step and says how many seconds it took; and what ends it."""
+    """Return a function that steps once and returns its seconds, and a function that closes the optimizer."""
     block = {
         "device": "nvme", "nvme_path": str(folder), "buffer_count": 12, "pipeline_read": piped, "pipeline_write": piped,
     }  # fmt: skip
@@ -116,15 +116,15 @@ def stepper(args: argparse.Namespace, folder: Path, *, piped: bool) -> tuple[Cal
 
 
 def raw(args: argparse.Namespace, folder: Path) -> tuple[Callable[[], float], Callable[[], None]]:
-    """The same bytes by bare system calls."""
-    blocks = -(-args.numel // args.block)  # of one byte an element
+    """Return a function that moves the bytes of a step by system calls and returns seconds, and one that closes."""
+    blocks = -(-args.numel // args.block)  # number of blocks for one byte per element
     reads, writes = READ * blocks, WRITTEN * blocks
     path = folder / "raw"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     os.unlink(path)
     os.posix_fallocate(descriptor, 0, reads * args.block)
     memory = [mmap.mmap(-1, args.block) for _ in range(args.depth)]
-    # In the order of a step: what has been read of each sixteenth is followed by what is written there.
+    # In the order of a step: each group of 16 blocks is read, and 12 of them are written back.
     calls = [(at % READ < WRITTEN, at * args.block) for at in range(reads)]
 
     def work(index: int) -> None:
@@ -140,14 +140,14 @@ def raw(args: argparse.Namespace, folder: Path) -> tuple[Callable[[], float], Ca
             list(pool.map(work, range(args.depth)))
         return (time.perf_counter() - begin) * (READ + WRITTEN) * args.numel / ((reads + writes) * args.block)
 
-    # Space that was never written is not read from the disk.
+    # Write all blocks first: reading blocks that were never written would not access the disk.
     for _, offset in calls:
         os.pwritev(descriptor, [memory[0]], offset)
     return move, lambda: os.close(descriptor)
 
 
 def report(args: argparse.Namespace, rounds: dict[str, list[tuple[float, float]]], times: int) -> str:
-    """The table, of seconds and of them in kernels, by way and round."""
+    """Return the table; ``rounds`` has (seconds, seconds in kernels) by way and round."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     seconds = {way: [whole for whole, _ in pairs] for way, pairs in rounds.items()}
     kernels = {way: median(own for _, own in pairs) for way, pairs in rounds.items()}
@@ -157,7 +157,7 @@ def report(args: argparse.Namespace, rounds: dict[str, list[tuple[float, float]]
         lines.append(f"| {way} | {median(own):.2f} | {kernels[way]:.2f} | {rate:.2f} | {share:.2f} |")
     gains = [one / other for one, other in zip(seconds[PLAIN], seconds[PIPED], strict=True)]
     transfers = median(whole - own for whole, own in rounds[PLAIN])
-    # Both one after the other, and the longer of them alone: no more can be hidden than the shorter one.
+    # Serial time divided by the longer of the two: the pipeline can hide at most the shorter one.
     most = (transfers + kernels[PLAIN]) / max(transfers, kernels[PLAIN])
     often = "once" if times == 1 else f"{times} times, which stands for cores that are {times} times slower,"
     return "\n".join([
@@ -171,7 +171,7 @@ def report(args: argparse.Namespace, rounds: dict[str, list[tuple[float, float]]
 
 
 def measure(args: argparse.Namespace, folder: Path, kernels: Kernels) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of every way's rounds, and of them in kernels."""
+    """Return (seconds, seconds in kernels) of every way and round."""
     ways = {
         RAW: raw(args, folder),
         PIPED: stepper(args, folder, piped=True),
@@ -185,9 +185,9 @@ def measure(args: argparse.Namespace, folder: Path, kernels: Kernels) -> dict[st
             if number:
                 found[way].append((seconds, kernels.taken()))
             elif way == PLAIN and args.compute == "auto":
-                # Memory that is touched for the first time, and states that are made, would count as kernels.
+                # Ignore the first step, in which memory is touched for the first time and states are created.
                 kernels.taken()
-                # More than once: of what is in the caches already, a kernel takes less.
+                # Repeat the choice, because repeated runs on cached data take less time than the first run.
                 for _ in range(3):
                     kernels.choose(run(), kernels.taken())
             kernels.taken()

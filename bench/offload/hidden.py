@@ -1,13 +1,16 @@
-"""How much of a step on the host's cores is hidden behind the next forward.
+"""Part of a step on the host's cores that is hidden behind the next forward.
 
     python -m bench.offload.hidden --units 14 --numel 8000000 --wait 15 --rounds 12
 
-The forward of each unit waits for so many milliseconds, as the host does while a device computes; the step has the
-host's cores. Each round trains once with the lazy step, and once with one that is waited for. The forward after the
-latter has nothing of the step to wait for, and gathers as many new weights.
+The forward of each unit sleeps for ``--wait`` milliseconds, as a host does while a GPU computes, so the step can use
+the cores. Each round trains once with the lazy step and once with a step that ``step()`` waits for (eager). The forward
+after an eager step waits for nothing, and gathers as many new weights.
 
-With s_i the time of the step of unit i and f the time of a unit's forward, no more can be hidden than leaves
-max over i of (s_0 + ... + s_i - i f), or 0. ``--wait 0`` shows what the lazy step costs where nothing can hide.
+With s_i = time of unit i's step and f = time of a unit's forward:
+
+    unavoidable exposed time = max(0, max over i of (s_0 + ... + s_i - i * f))
+
+``--wait 0`` shows the cost of the lazy step if nothing can be hidden.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ EXPOSED, ALLOWED = "exposed", "that and a tenth of the step"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How much of a step on the host is hidden.")
+    parser = argparse.ArgumentParser(description="Measure the part of a step on the host that is hidden.")
     parser.add_argument("--units", type=int, default=14)
-    parser.add_argument("--numel", type=int, default=8_000_000, help="elements of a unit")
-    parser.add_argument("--wait", type=float, default=15.0, help="milliseconds that the forward of a unit waits")
-    parser.add_argument("--rounds", type=int, default=12, help="measured ones; two more warm up")
+    parser.add_argument("--numel", type=int, default=8_000_000, help="elements per unit")
+    parser.add_argument("--wait", type=float, default=15.0, help="milliseconds that a unit's forward sleeps")
+    parser.add_argument("--rounds", type=int, default=12, help="measured rounds, after two more that warm up")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md, .json and .png")
     args = parser.parse_args(argv)
     if args.units < 2 or args.numel < 1 or args.wait < 0 or args.rounds < 1:
@@ -48,7 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Waiting(nn.Module):
-    """A unit whose forward is a device's: the host waits for it, and has nothing to do."""
+    """A unit whose forward sleeps, as a host does while a GPU computes."""
 
     def __init__(self, numel: int, seconds: float) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class Waiting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        # Touches one element in a thousand: the host's memory is the step's.
+        # Read one element in 1024, because the memory bandwidth should be left to the step.
         return x + self.weight[::1024].sum()
 
 
@@ -70,7 +73,7 @@ class Times:
     units: list[list[float]] = field(default_factory=list)
 
     def both(self) -> list[float]:
-        """A step with the forward that follows."""
+        """Return the seconds of a step plus the next forward, by round."""
         return [one + other for one, other in zip(self.step, self.forward, strict=True)]
 
 
@@ -83,7 +86,7 @@ def make(args: argparse.Namespace, lazy: bool) -> tuple[nn.Module, zeropp.ZeroOp
 
 
 def train(pair: tuple[nn.Module, zeropp.ZeroOptimizer], times: Times) -> None:
-    """One step and the forward after it."""
+    """Run one backward, one step and the forward after it, and append the times."""
     model, optimizer = pair
     optimizer.zero_grad()
     optimizer.backward(model(torch.zeros(())))
@@ -99,8 +102,8 @@ def train(pair: tuple[nn.Module, zeropp.ZeroOptimizer], times: Times) -> None:
 
 
 def summary(lazy: Times, eager: Times) -> dict[str, float]:
-    """Seconds by what they are of, in the order of the table."""
-    # From the eager runs: beside a forward a step takes longer, and that is a part of what is measured.
+    """Return seconds by description, in the order of the table."""
+    # Use the eager runs: beside a forward a unit's step takes longer, and that increase is part of the exposed time.
     steps = [median(column) for column in zip(*eager.units, strict=True)]
     forward = median(eager.forward)
     least = bound(eager.units, forward)
@@ -118,7 +121,7 @@ def summary(lazy: Times, eager: Times) -> dict[str, float]:
 
 
 def report(figures: dict[str, float], lazy: Times, eager: Times) -> str:
-    """The table, and whether what is exposed is within the bound and a tenth of the step."""
+    """Return the table, and "yes" if the exposed time is within the bound plus a tenth of the step."""
     ratio = median(a / b for a, b in zip(lazy.both(), eager.both(), strict=True))
     hidden = 1 - figures[EXPOSED] / figures["the step of all units"]
     lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|"]
@@ -129,8 +132,8 @@ def report(figures: dict[str, float], lazy: Times, eager: Times) -> str:
 
 
 def drawn(measured: dict[str, Any]) -> Figure:
-    """The picture."""
-    from bench.offload import plot  # which needs matplotlib
+    """Return the plot of the results."""
+    from bench.offload import plot  # imported here because it needs matplotlib
 
     return plot.hidden(measured)
 

@@ -1,11 +1,12 @@
-"""Training with optimizer states, gradients and weights elsewhere, by zeropp and its peers on one machine.
+"""Training with offloaded optimizer states, gradients and weights, by zeropp and other systems on one machine.
 
     python -m bench.offload.peers --ranks 1 --dtype fp32 --save offload-peers
     python -m bench.offload.peers --ranks 2 --systems none,cpu,nvme,fsdp2,fsdp2_cpu --folder /somewhere/on/the/disk
 
-On a CPU that trains, ``cpu`` offload moves nothing to another memory: what it shows is the step on spare cores, beside
-the next forward. Files are files. All systems live in the same processes, take turns and clip to the same norm; ratios
-are by round. For its memory each runs again, in a process of its own. Nothing is reported if losses differ.
+If the model trains on a CPU, offload to "cpu" moves nothing to another memory. It only shows the step on spare cores
+beside the next forward. Offload to files is real. All systems live in the same processes, take turns, and clip to the
+same norm; ratios are computed per round. Memory is measured in an extra process per system. Nothing is reported if
+losses differ.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ SYSTEMS = (*OURS, "fsdp2", "fsdp2_cpu", "deepspeed_cpu")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Training with states, gradients and weights elsewhere.")
+    parser = argparse.ArgumentParser(description="Measure training with offload, by zeropp and other systems.")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="that a rank computes with")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute and communication")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, and in which order they take turns")
+    parser.add_argument("--threads", type=int, default=1, help="threads per rank")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of compute and communication")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems, in the order of their turns")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--discard", type=int, default=1, help="first rounds, not reported")
-    parser.add_argument("--steps", type=int, default=2, help="measured ones of a system and round; one more leads in")
+    parser.add_argument("--discard", type=int, default=1, help="number of first rounds that are not reported")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps per system and round, after one more")
     add_model_flags(parser)
-    # Many weights for few tokens, so that the step is a part of the whole that can be seen.
+    # Many weights and few tokens, so that the step is a visible part of the time.
     parser.set_defaults(layers=8, d_model=640, heads=10, batch=2)
-    parser.add_argument("--folder", type=Path, help="on the disk to use; default: a temporary one")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the extra run a system that measures it")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to use; default: a temporary folder")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the extra run per system for its memory")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md, .json and .png")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # a rank, for memory
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # a rank: where the first one writes
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # for ranks: measure memory
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # for ranks: file that rank 0 writes
     args = parser.parse_args(argv)
     args.reduce_dtype = args.dtype
     args.systems = args.systems.split(",")
@@ -65,7 +66,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def why_not(system: str) -> str | None:
-    """Why a system cannot run here; None if it can."""
+    """Return the reason why a system cannot run here; None if it can."""
     if system != "deepspeed_cpu":
         return None
     if importlib.util.find_spec("deepspeed") is None:
@@ -74,7 +75,7 @@ def why_not(system: str) -> str | None:
 
 
 def launch(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run one job of ``args.ranks`` ranks and return what its rank 0 measured."""
+    """Run one job with ``args.ranks`` ranks, and return the measurements of rank 0."""
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     flags = {
@@ -93,7 +94,7 @@ def launch(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def supervise(args: argparse.Namespace) -> dict[str, Any]:
-    """The job in turns, then one job a system for its memory; what all of them measured."""
+    """Run the job of all systems in turns, then one job per system for its memory; return all results."""
     reasons = {name: why_not(name) for name in args.systems}
     skipped = {name: reason for name, reason in reasons.items() if reason}
     args.systems = [name for name in args.systems if name not in skipped]
@@ -110,8 +111,8 @@ def supervise(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def drawn(measured: dict[str, Any]) -> Figure:
-    """The picture."""
-    from bench.offload import plot  # which needs matplotlib
+    """Return the plot of the results."""
+    from bench.offload import plot  # imported here because it needs matplotlib
 
     return plot.peers(measured)
 
@@ -119,7 +120,7 @@ def drawn(measured: dict[str, Any]) -> Figure:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.result:
-        from bench.offload.ranks import work  # which needs all of zeropp, and only ranks do
+        from bench.offload.ranks import work  # imported here because it imports zeropp, which only ranks need
 
         work(args)
         return

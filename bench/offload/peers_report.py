@@ -1,4 +1,4 @@
-"""From what ``bench.offload.peers`` measured to its table, and why there may be none."""
+"""The table of ``bench.offload.peers``, and the checks without which it is not printed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COLUMNS = (
     "disk MiB", "losses apart",
 )  # fmt: skip
 PEERS = ("fsdp2", "deepspeed")
-NOISE = 0.01  # of a step
+NOISE = 0.01  # part of a step below which times cannot be measured
 
 
 def reference(name: str, names: list[str]) -> str:
-    """The system whose forward and backward have nothing of a step in them: of its own make where there is one."""
+    """Return the system whose forward and backward contain no part of a step: of the same library, if there is one."""
     if name.startswith("fsdp2"):
         return "fsdp2" if "fsdp2" in names else name
     if name.startswith("deepspeed"):
@@ -28,9 +28,9 @@ def reference(name: str, names: list[str]) -> str:
 
 
 def visible(name: str, systems: dict[str, Any]) -> list[float]:
-    """Seconds of each round by which a step is longer than its reference's forward and backward; ``step()`` at least.
+    """Return, for each round, the seconds of a step beyond its reference's forward and backward.
 
-    Forwards differ from each other by more than a short step takes.
+    The result is at least the time of ``step()``, because two forwards differ by more than a short step takes.
     """
     own, base = systems[name], systems[reference(name, list(systems))]
     computing = [sum(pair) for pair in zip(base["forward_s"], base["backward_s"], strict=True)]
@@ -39,19 +39,19 @@ def visible(name: str, systems: dict[str, Any]) -> list[float]:
 
 
 def _apart(one: list[float], other: list[float]) -> float:
-    """The largest difference; NaN if there is one, which Python's ``max`` would pass over."""
+    """Return the largest difference, or NaN if there is one, which Python's ``max`` might skip."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
     return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
 def problems(measured: dict[str, Any]) -> list[str]:
-    """Why these figures must not be reported; empty if they may."""
+    """Return the reasons for not reporting these results; empty if there are none."""
     systems, dtype = measured["systems"], measured["settings"]["dtype"]
     first = next(iter(systems))
     ours = [name for name in systems if not name.startswith(PEERS)]
     found = []
     for name, system in systems.items():
-        # Where numbers lie changes none of ours.
+        # Offload must not change any bit of zeropp's losses.
         other, tolerance = (ours[0], 0.0) if name in ours else (first, LOSS_TOLERANCE[dtype])
         gap = _apart(system["losses"], systems[other]["losses"])
         if not gap <= tolerance:
@@ -67,7 +67,7 @@ def problems(measured: dict[str, Any]) -> list[str]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """The table, with what it was measured on above and how to read it below."""
+    """Return the report: settings, the table and notes."""
     settings, systems = measured["settings"], measured["systems"]
     rounds = settings["rounds"] - settings["discard"]
     lines = [
@@ -86,8 +86,8 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def numel(settings: dict[str, Any]) -> int:
-    """Parameters of the model."""
-    from examples.gpt import GPTConfig, parameter_count  # torch's, which a launcher otherwise does not need
+    """Return the number of parameters of the model."""
+    from examples.gpt import GPTConfig, parameter_count  # imported here because a launcher otherwise needs no torch
 
     return parameter_count(GPTConfig(256, settings["layers"], settings["d_model"], settings["heads"]))
 
@@ -97,7 +97,7 @@ def _row(name: str, measured: dict[str, Any]) -> str:
     system, base = systems[name], systems["none" if "none" in systems else next(iter(systems))]
     ratios = [own / other for own, other in zip(system["step_s"], base["step_s"], strict=True)]
     seen = median(visible(name, systems))
-    # Whatever is below, no figure of this table can be told from it.
+    # Below NOISE, the visible time is too small for a meaningful speed.
     speed = f"{numel(measured['settings']) / seen / 1e6:.0f}" if seen > NOISE * median(system["step_s"]) else "-"
     mebibytes = [f"{system[key] / 2**20:.0f}" if key in system else "-" for key in _BYTES]
     cells = [

@@ -1,6 +1,6 @@
-"""Pictures of ``bench.offload``: of its peers, and of what of a step is hidden.
+"""Plots of ``bench.offload``: comparison with other systems, and hidden part of a step.
 
-python -m bench.offload.plot bench/results/2026-11-25_offload-peers-one-rank.json  # beside it, with another suffix
+python -m bench.offload.plot bench/results/2026-11-25_offload-peers-one-rank.json  # writes a .png beside the .json file
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPUTES, _STEPS, _WAITS, _MEMORY, _DISK = "#0072B2", "#D55E00", "#E6C79A", "#5
 
 
 def peers(measured: dict[str, Any]) -> Figure:
-    """Bars of each system, the first on top: where a step's time goes; to the right memory and files, if measured."""
+    """Return a plot with bars of each system's step time, and at the right its memory and files, if measured."""
     systems = measured["systems"]
     names = list(systems)
     seen = [max(median(visible(name, systems)), 0.0) for name in names]
@@ -41,14 +41,14 @@ def peers(measured: dict[str, Any]) -> Figure:
     right.barh(names, disk, color=_DISK, height=-0.3, align="edge", label="files of all ranks")
     right.set_xlabel("MiB")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    left.invert_yaxis()  # the first on top
+    left.invert_yaxis()  # put the first system on top
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def hidden(measured: dict[str, Any]) -> Figure:
-    """Bars of ``step()`` and the forward after it, eager and lazy; lines for a forward alone and for the bound."""
+    """Return a plot with bars of ``step()`` and the next forward, eager and lazy, and lines for forward and bound."""
     figures = {name: 1000 * seconds for name, seconds in measured["figures"].items()}
     ways = ["eager", "lazy"]
     steps = [figures[f"{way}: step() alone"] for way in ways]

@@ -1,11 +1,11 @@
-"""Steps with offload beside FSDP2's: time, what of the host's step shows, and memory of the card and of the host.
+"""Training steps with offload, compared with FSDP2's: time, exposed part of the host's step, memory of GPU and host.
 
     python -m bench.offload.race --system cpu --device cuda --layers 20 --d-model 2048 --heads 16 --json FILE
 
-One system a process, started with the environment of a rank. Where the host steps, it is timed both ways, by turns:
-the step that is hidden behind the next forward ("lazy"), and one that ``step()`` waits for ("eager"). What is exposed
-is the time of a step and the forward after it, less that of a forward with nothing to wait for; no more can be hidden
-than leaves max over units i of (s_0 + ... + s_i - i f), with s_i the step of unit i and f a unit's forward.
+A process runs one system, with the environment variables of a rank. Steps on the host are measured in two ways, in
+turns: hidden behind the next forward ("lazy"), and waited for in ``step()`` ("eager"). The exposed time is the time of
+    a step and the next forward, minus the time of a forward that waits for nothing. With s_i = time of unit i's step
+    and f = time of a unit's forward, at least max(0, max over i of (s_0 + ... + s_i - i * f)) is exposed.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ BLOCKS: dict[str, dict[str, object]] = {
     "ratio": {"device": "cpu", "pin_memory": True, "ratio": 0.5},
     "nvme": {"device": "nvme", "pin_memory": True, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
 }
-"""``offload_optimizer`` of each system of ours."""
+"""System of zeropp -> its ``offload_optimizer`` block."""
 SYSTEMS = ("fsdp2", *BLOCKS)
-_TILE = 16 << 20  # elements of a tile where states are in files
+_TILE = 16 << 20  # elements of a tile if states are in files
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Steps with offload beside FSDP2's.")
+    parser = argparse.ArgumentParser(description="Measure training steps with offload.")
     parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=4, help="measured ones of each way")
-    parser.add_argument("--steps", type=int, default=2, help="steps a round")
-    parser.add_argument("--warm", type=int, default=3, help="steps before, which learn orders and allocate")
-    parser.add_argument("--ways", default="lazy,eager", help="of steps on the host")
-    parser.add_argument("--folder", type=Path, help="where files of states go; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--rounds", type=int, default=4, help="measured rounds of each way")
+    parser.add_argument("--steps", type=int, default=2, help="steps per round")
+    parser.add_argument("--warm", type=int, default=3, help="steps before the measurement")
+    parser.add_argument("--ways", default="lazy,eager", help="ways to step on the host")
+    parser.add_argument("--folder", type=Path, help="folder for files with states; default: a temporary folder")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     add_model_flags(parser)
     args = parser.parse_args(argv)
     args.staged = False
@@ -69,14 +69,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Arm:
-    """One way of a system.
+    """One way of a system to step.
 
     Attributes:
-        enter: switch to it.
-        step_s: seconds of a step of training.
-        both_s: of ``step()`` and the forward after it.
-        forward_s: of that forward with nothing to wait for.
-        units_s: of each unit's step on the host, by round.
+        enter: function that switches to this way.
+        step_s: seconds per training step, by round.
+        both_s: seconds of ``step()`` and the forward after it, by round.
+        forward_s: seconds of a forward that waits for nothing, by round.
+        units_s: seconds of each unit's step on the host, by round.
     """
 
     enter: Callable[[], None]
@@ -87,12 +87,12 @@ class Arm:
 
 
 class Trainer:
-    """A model, its optimizer, and what they took.
+    """A model, its optimizer, and their measurements.
 
     Attributes:
-        plan: what zeropp says that it owns; None of FSDP2's.
-        losses: of each step.
-        host_nbytes: anonymous memory of this process at most, beyond what it had.
+        plan: zeropp's memory plan; None for FSDP2.
+        losses: loss of each step.
+        host_nbytes: peak of this process's anonymous memory beyond its initial value, in bytes.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, folder: Path) -> None:
@@ -131,7 +131,7 @@ class Trainer:
         return zeropp.ZeroOptimizer(adamw(self.model, peak_rate(self.args.d_model)), self.model, config)
 
     def arms(self) -> dict[str, Arm]:
-        """Ways to take a step, by name; of a system without a step on the host one."""
+        """Return the ways to step, by name; a single way without a name if the host does not step."""
         host = self.optimizer._optimizer_step._host if isinstance(self.optimizer, zeropp.ZeroOptimizer) else None
         if host is None:
             return {"": Arm(lambda: None)}
@@ -162,13 +162,13 @@ class Trainer:
         self.host_nbytes = max(self.host_nbytes, resident() - self._host)
 
     def settle(self) -> None:
-        """Wait for the host's step, and for the device."""
+        """Wait for the host's step and for the device."""
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
             self.optimizer.engine.wait_for_refresh()
         meet(self.device)
 
     def time_steps(self, arm: Arm) -> None:
-        """A round of training: as it goes on, so that a step that is hidden has a forward behind it."""
+        """Measure one round of training without a pause, so that the next forward can hide each step."""
         arm.enter()
         self.train(1)
         meet(self.device)
@@ -179,7 +179,7 @@ class Trainer:
         self.settle()
 
     def time_exposed(self, arm: Arm) -> None:
-        """A step with the forward after it, and that forward alone."""
+        """Measure a step with the forward after it, and that forward alone."""
         arm.enter()
         self.backward()
         meet(self.device)
@@ -203,7 +203,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
     trainer.train(args.warm)
     locked = None
     if device.type == "cuda":
-        # The whole model was on the card before it was wrapped, which is no part of training.
+        # Wrapping has held the whole model on the GPU, which is not part of training.
         torch.cuda.reset_peak_memory_stats(device)
         locked = torch.cuda.host_memory_stats()["active_bytes.current"]
     arms = trainer.arms()
@@ -234,7 +234,7 @@ def main() -> None:
     args = parse_arguments()
     device = join(args)
     if device.type == "cuda":
-        # What is compared steps on the host, too, and divides its kernels among as many threads as there are.
+        # FSDP2 also steps on the host, and splits its kernels over torch's threads.
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(args, device, Path(folder))

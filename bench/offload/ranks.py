@@ -1,4 +1,4 @@
-"""What each rank of ``bench.offload.peers`` runs: systems in turns for their times, or one alone for its memory."""
+"""The program of each rank of ``bench.offload.peers``: all systems in turns for times, or one alone for memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["work"]
 
 
 def in_turns(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
-    """All systems side by side, A B C, C B A, ...; what each came to, by name."""
+    """Run all systems in turns (A B C, C B A, ...), and return their results by name."""
     built = {name: build(name, args, batches, args.folder) for name in args.systems}
     for turn in range(args.rounds):
-        # Who follows whom may matter: a disk is still busy, a cache full of another's weights.
+        # Alternate the order, because a system may affect the next one by a busy disk or by the contents of the cache.
         for contestant in list(built.values())[:: -1 if turn % 2 else 1]:
             contestant.take_turn(args.steps, measure=turn >= args.discard)
     found = {name: contestant.measured() for name, contestant in built.items()}
@@ -34,15 +34,15 @@ def in_turns(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
 
 
 def alone(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
-    """Bytes of one system: above what the process had before the model, and on the disk."""
+    """Return one system's bytes: memory beyond what the process had before the model, and files on disk."""
     if args.systems[0].startswith("deepspeed"):
         import deepspeed  # noqa: F401  # a library, as torch is: not a part of what its states take
     before = resident()
     with Peak() as building:
         contestant = build(args.systems[0], args, batches, args.folder)
-    contestant.one_step()  # which makes states
+    contestant.one_step()  # creates optimizer states
     contestant.settle()
-    # What building and the first step have given back to the allocator, and it has kept, is nobody's.
+    # Return memory to the system that building and the first step have freed, so that it is not counted.
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
     start = resident()
@@ -59,13 +59,13 @@ def alone(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of the files in ``folder`` that this process has open; they may have no name there."""
+    """Return the bytes of files in ``folder`` that this process has open, including deleted ones."""
     found: dict[tuple[int, int], int] = {}
     for each in Path("/proc/self/fd").glob("*"):
         try:
             inside = str(each.readlink()).startswith(f"{folder.resolve()}/")
             state = each.stat()
-        except OSError:  # closed meanwhile
+        except OSError:  # the file was closed in the meantime
             continue
         if inside:
             found[state.st_dev, state.st_ino] = state.st_blocks * 512
@@ -73,7 +73,7 @@ def on_disk(folder: Path) -> int:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank, from joining to leaving; rank 0 writes ``args.result``."""
+    """Run one rank from start to end; rank 0 writes ``args.result``."""
     dist.init_process_group("gloo")
     torch.set_num_threads(args.threads)
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The systems that ``bench.offload.peers`` compares, each from the same seed, and where a step of theirs goes."""
+"""The systems that ``bench.offload.peers`` compares, built from the same seed, with times of a step's phases."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from examples.text_data import Batches
 __all__ = ["Phased", "build"]
 
 PHASES = ("forward", "backward", "step")
-BLOCK = 256 << 10  # bytes of a request; rows that are smaller stay in memory
-TILE = 512 << 10  # elements: several to a unit, or nothing is read ahead in it
+BLOCK = 256 << 10  # bytes per request; smaller rows stay in memory
+TILE = 512 << 10  # elements; each unit must have several tiles, because reading ahead works between tiles
 
 
 @dataclass
 class Phased(Contestant):
-    """A system that notes how long its calls take.
+    """A system that measures the time of each phase of a step.
 
-    A turn begins with one step more, that is not measured: what a step leaves to the forward after it is then in the
-    measured steps as often as they leave some themselves.
+    A turn starts with one unmeasured step. The first measured forward then includes the work that the unmeasured step
+    has left to it, just as the last measured step leaves work to a forward that is not measured.
 
     Attributes:
         spent: seconds of this turn's forwards, backwards and ``step()``.
-        phases: the same, a step, of each measured round.
+        phases: the same per step, for each measured round.
     """
 
     spent: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
@@ -49,7 +49,7 @@ class Phased(Contestant):
         super().take_turn(steps, measure=measure)
         if measure:
             self.phases.append([seconds / steps for seconds in self.spent])
-        # What is still on its way is not for the next system's turn.
+        # Wait for work in flight, so that it does not slow down the next system's turn.
         self.settle()
 
     def one_step(self) -> None:
@@ -71,7 +71,7 @@ class Phased(Contestant):
         self.step += 1
 
     def measured(self) -> dict[str, Any]:
-        """What JSON can hold; with ``forward_s``, ``backward_s`` and ``step_call_s``, of the slowest rank."""
+        """Return the results for JSON, with ``forward_s``, ``backward_s`` and ``step_call_s`` of the slowest rank."""
         found = super().measured()
         for index, key in enumerate(("forward_s", "backward_s", "step_call_s")):
             found[key] = over_ranks([each[index] for each in self.phases], dist.ReduceOp.MAX)
@@ -83,13 +83,13 @@ class Phased(Contestant):
 
 
 def build(name: str, args: argparse.Namespace, batches: Batches, folder: Path) -> Phased:
-    """Create the model from the seed and hand it to the system called ``name``.
+    """Create the model from the seed, and build the system called ``name`` around it.
 
     Args:
         name: one of ``bench.offload.peers.SYSTEMS``.
-        args: from there.
-        batches: of this rank.
-        folder: for files.
+        args: parsed arguments of ``bench.offload.peers``.
+        batches: batches of this rank.
+        folder: folder for files with states.
     """
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len))
@@ -106,7 +106,7 @@ def build(name: str, args: argparse.Namespace, batches: Batches, folder: Path) -
 
 
 def zeropp_blocks(name: str, folder: Path) -> dict[str, Any]:
-    """Keys of the configuration for each of our systems."""
+    """Return the keys of the ``zero_optimization`` block for a zeropp system."""
     files = {"device": "nvme", "nvme_path": str(folder)}
     piped = {**files, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     known: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ def zeropp_blocks(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _build_zeropp(name: str, model: nn.Module, args: argparse.Namespace, batches: Batches, folder: Path) -> Phased:
-    # Nothing is kept from forward to backward, as in FSDP2.
+    # As in FSDP2, weights are not cached between forward and backward.
     zero = {"stage": 3, "stage3_max_reuse_distance": 0, "sub_group_size": TILE, **zeropp_blocks(name, folder)}
     config = {
         "zero_optimization": zero,
@@ -139,7 +139,7 @@ def _build_fsdp2(name: str, model: nn.Module, args: argparse.Namespace, batches:
     policy = MixedPrecisionPolicy()
     if args.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    # Page-locking needs an accelerator.
+    # Pinned memory needs an accelerator.
     offload = CPUOffloadPolicy(pin_memory=False) if name == "fsdp2_cpu" else OffloadPolicy()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.blocks, model):

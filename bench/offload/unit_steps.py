@@ -1,4 +1,4 @@
-"""What a step takes on the host unit by unit, and what of it no order of work could hide."""
+"""Seconds of each unit's step on the host, and the part of them that no order of work can hide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["bound", "unit_steps"]
 
 @contextlib.contextmanager
 def unit_steps() -> Iterator[list[float]]:
-    """Seconds of each unit's step on the host, as they come."""
+    """Context that yields a list; each unit's step on the host appends its seconds to the list."""
     seen: list[float] = []
     plain = HostStep._step
 
@@ -29,11 +29,13 @@ def unit_steps() -> Iterator[list[float]]:
 
 
 def bound(rounds: Sequence[Sequence[float]], forward: float) -> float:
-    """Seconds of a step that must show: max over i of (s_0 + ... + s_i - i f), or 0.
+    """Return the unavoidable exposed seconds: max(0, max over i of (s_0 + ... + s_i - i * f)).
+
+    Here s_i is the median time of unit i's step, and f is ``forward`` divided by the number of units.
 
     Args:
-        rounds: seconds of each unit's step, with nothing beside it.
-        forward: seconds of the whole forward, of which each unit has the same part.
+        rounds: seconds of each unit's step, measured without a forward beside it, for each round.
+        forward: seconds of the whole forward; each unit is assumed to take the same part.
     """
     steps = [median(column) for column in zip(*rounds, strict=True)]
     return max([0.0, *(sum(steps[: i + 1]) - i * forward / len(steps) for i in range(len(steps)))])
