@@ -1,4 +1,4 @@
-"""Scenarios for bench/gpu that a dry run that goes well does not come to; each is a test in ``test_script.py``."""
+"""Scenarios of bench/gpu that a successful dry run does not reach; each is a test in ``test_gpu_script.py``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["SCENARIOS"]
 
 
 def ended(folder: Path, code: int | None, log: str, **files: str) -> Ended:
-    """A step's end; ``files`` have names without suffix."""
+    """Return a step's `Ended` with an output ``log``. Each keyword is a result file, named without its suffix."""
     (folder / "log").write_text(log)
     for name, text in files.items():
         (folder / {"outcomes": "outcomes"}.get(name, f"{name}.json")).write_text(text)
@@ -48,7 +48,7 @@ def ended(folder: Path, code: int | None, log: str, **files: str) -> Ended:
 
 
 def every_step_says_why(folder: Path) -> None:
-    """Out of time is no wrong result, and a program that fails is none that is measured."""
+    """Check that each step is "unfinished" without time and "wrong" after a failure, with the reason in both cases."""
     for part in main.PARTS.values():
         for step in part.steps(DRY):
             late = step.read(ended(folder, None, "half way"))
@@ -130,12 +130,12 @@ def what_a_machine_lacks_is_said(folder: Path) -> None:
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:  # gone, perhaps while it was read
+    except OSError:  # the process is gone, perhaps since it was opened
         return False
 
 
 def time_runs_out(folder: Path) -> None:
-    """The process ends with all that it has started, and nothing is started that cannot end."""
+    """Check that a process is killed with its children at its time limit, and that no step starts without time."""
 
     def read(ended: Ended) -> Outcome:
         return Outcome(State.UNFINISHED if ended.code is None else State.MEASURED, [])
@@ -145,7 +145,7 @@ def time_runs_out(folder: Path) -> None:
     found, _ = Runner(folder, "key", time.monotonic() + 60).outcome(step)
     assert found.state is State.UNFINISHED
     pid = int((folder / "key" / "slow-one" / "log").read_text())
-    # Its parent is gone, and who takes it over buries it in its own time.
+    # The child's parent is dead. The process that adopts the child reaps it a little later.
     until = time.monotonic() + 10
     while (runs := _runs(pid)) and time.monotonic() < until:
         time.sleep(0.05)
@@ -160,7 +160,7 @@ def time_runs_out(folder: Path) -> None:
 
 
 def steps_run_together(folder: Path) -> None:
-    """Each of two waits for the other; and if the part is to end, none of them goes on."""
+    """Check that steps run at the same time (each waits for the other), and that all end if the part must end."""
 
     def read(ended: Ended) -> Outcome:
         return Outcome(State.UNFINISHED if ended.code is None else State.MEASURED, [])
@@ -186,12 +186,15 @@ def steps_run_together(folder: Path) -> None:
 
 
 def memory_is_told_by_phase(folder: Path) -> None:
-    """Holders are those at the peak of backward: some of forward's are gone then, and some of its own not yet made."""
+    """Check that the reported holders are those at the peak of backward.
+
+    Some tensors of forward are freed by then, and some tensors of backward do not exist yet.
+    """
     ours = [{"filename": "c.cpp", "line": 1, "name": "g"}, {"filename": "/a/params/unit.py", "line": 3, "name": "f"}]
     events = [
         {"action": "alloc", "addr": 1, "size": 10 << 20, "frames": ours},
         {"action": "alloc", "addr": 2, "size": 100 << 20, "frames": []},
-        {"action": "free_completed", "addr": 9, "size": 50 << 20},  # older than the record
+        {"action": "free_completed", "addr": 9, "size": 50 << 20},  # allocated before the recording started
         {"action": "segment_alloc", "addr": 1, "size": 1 << 30},
         {"action": "alloc", "addr": 3, "size": 50 << 20, "frames": ours},
         {"action": "free_requested", "addr": 2, "size": 100 << 20},
@@ -221,7 +224,7 @@ def memory_is_told_by_phase(folder: Path) -> None:
 
 
 def systems_of_other_steps_are_compared(folder: Path) -> None:
-    """Each system of the large model has a process of its own; losses are held to those of steps before it."""
+    """Check that losses are compared with those of earlier steps, because each large system has its own process."""
     steps = {step.name: step for step in look.PART.steps(DRY)}
 
     def measured(system: str, step_s: float, *losses: float) -> Outcome:
@@ -289,7 +292,7 @@ def rows_and_traces_are_read(folder: Path) -> None:
 
 
 def systems_are_compared(folder: Path) -> None:
-    """By their losses; ratios are to FSDP2's step, where that is there."""
+    """Check that systems are compared by their losses, and that ratios to FSDP2 appear if FSDP2 was measured."""
     steps = {step.name: step for step in offload.PART.steps(DRY)}
 
     def measured(name: str, *losses: float) -> Outcome:
@@ -308,7 +311,7 @@ def systems_are_compared(folder: Path) -> None:
 
 
 def a_library_is_put_before_torchs(folder: Path) -> None:
-    """Unpacked once; refused by name if it is too old, or none."""
+    """Check that an .xz file is unpacked once, and that a library is refused if it is too old or cannot be loaded."""
     packed = folder / "libnccl.so.2.xz"
     packed.write_bytes(lzma.compress(b"a library"))
     whole = nccl.unpacked(packed)
@@ -355,11 +358,11 @@ case $program-$name in
     train-*) [ "$RANK" = 1 ] || say '"wrong": ""' ;;
 esac
 """
-"""A rank in place of Python: ways of two ranks to end, or not."""
+"""A shell script in place of a rank's Python: ways in which two ranks end or hang."""
 
 
 def ranks_fail_and_hang(folder: Path) -> None:
-    """Another way between them is tried; a case that fails or hangs takes no other with it; none outlives its job."""
+    """Check that other transports are tried, that a failed or hung case stops no other, and that no rank survives."""
     python = folder / "python"
     python.write_text(_RANK)
     python.chmod(0o755)
@@ -400,7 +403,7 @@ def ranks_fail_and_hang(folder: Path) -> None:
 
 
 def ranks_are_judged(folder: Path) -> None:
-    """What each rank has noted, or has not."""
+    """Check the outcomes for the results that ranks wrote, and for missing results."""
 
     def told(read: Callable[[Ended], Outcome], *lines: dict[str, Any]) -> Outcome:
         (folder / "found").unlink(missing_ok=True)
@@ -433,7 +436,7 @@ def ranks_are_judged(folder: Path) -> None:
 
 
 def ranks_note_what_fails(folder: Path) -> None:
-    """Before they end; and a launch queue, on a machine that has none."""
+    """Check that ranks record an error before they end, and that the launch queue program runs with fake CUDA."""
     assert nccl_ranks.beyond(1.0, 1.0, (1.0, 1.0), "elsewhere") == []
     assert nccl_ranks.beyond(float("inf"), 1.0, (1.0, 1.0), "elsewhere")[0].startswith("losses are inf")
     group = {"init_process_group": mock.DEFAULT, "get_rank": lambda: 1}

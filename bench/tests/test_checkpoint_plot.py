@@ -1,4 +1,4 @@
-"""bench/checkpoint: its picture has a pair of bars for each way, of the medians that its table has."""
+"""The plot of bench/checkpoint has two bars per way, with the medians of the warm rounds."""
 
 from __future__ import annotations
 

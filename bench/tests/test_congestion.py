@@ -1,4 +1,4 @@
-"""bench/common/congestion.py: which congestion control is chosen, and that a kernel that refuses it stops nobody."""
+"""bench/common/congestion.py chooses the documented congestion control, and a refusal by the kernel raises no error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from bench.common import congestion
 
-# What the kernel allows, what it has: what is chosen.
+# (names that the kernel allows, current congestion control, expected choice)
 CHOICES = [
     (["reno", "cubic", "bbr"], "bbr", "cubic"),
     (["reno", "cubic"], "cubic", "cubic"),
@@ -45,7 +45,7 @@ def test_what_is_chosen_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_choice_that_is_refused_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel has this one, so nothing changes on this machine."""
+    """No kernel has a congestion control of this name, so the kernel refuses it."""
     before = congestion.in_force()
     monkeypatch.setattr(congestion, "choice", lambda names, default: "nonesuch")
     congestion.settle()

@@ -1,4 +1,4 @@
-"""bench/convergence: it runs, goes on where it was interrupted, and its statistics are right."""
+"""bench/convergence runs, continues interrupted runs with the same bits, and computes correct statistics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_quick_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     error = {(each["arm"], each["seed"]): report.after_warmup(each, "all") for each in runs}
     for seed in SEEDS[:2]:
         assert error["plain", seed] < error["hadamard-loco", seed] < error["zeropp", seed]
-    convergence.main()  # nothing is left to do
+    convergence.main()  # all runs have results, so this call runs none
     assert "8 of 8 runs are done" in capsys.readouterr().out
 
 
@@ -76,7 +76,7 @@ def test_seeds_are_paired_and_weights_of_lossless_messages_are_the_plain_ones() 
 
 
 def test_quantiles_of_student() -> None:
-    """By the density's integral, from 0 to the quantile."""
+    """The integral of Student's density from 0 to the quantile must be 0.975 - 0.5."""
     for freedom, quantile in enumerate(report.T975, 1):
         x = torch.linspace(0.0, quantile, 200_001, dtype=torch.float64)
         density = (1 + x.square() / freedom) ** (-(freedom + 1) / 2)

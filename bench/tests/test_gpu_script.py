@@ -1,4 +1,4 @@
-"""bench/gpu.sh, gone through on CPU: every line, tables, wrong results, restarts, and machines that lack something."""
+"""bench/gpu.sh on a CPU: a dry run reaches every line, wrong results are not reported, and a restart continues."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from bench.tests.traced_lines import FOLDER, executable, make_wheel, read_lines,
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 PARTS = ("look", "examples", "bits", "nccl", "offload", "engine", "kernels", "reasons")
-# Lines of shell that name no command: ends of blocks, patterns, and what continues a line.
+# Shell lines without a command: ends of blocks, patterns, and continuation lines.
 NO_COMMAND = re.compile(r"\s*(#.*|fi|done|esac|;;|\*\)|else|\"\$WHEELS\"/\*\.whl|)\s*$")
 
 
 def script(
     folder: Path, *words: str, tree: Path = ROOT, trace: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run it with this Python; with ``trace`` the shell says in a file which lines it comes to."""
+    """Run the script with this Python. With ``trace``, the shell writes the numbers of executed lines to a file."""
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
     environment.pop("PYTHONPATH", None)
     command = ["bash", str(tree / "bench" / "gpu.sh"), *words]
     if trace:
-        # By a file that the shell reads first: root's shells take no PS4 from the environment.
+        # BASH_ENV names a file that the shell reads first. PS4 in the environment would not work for root.
         first = folder / "first"
         first.write_text(f"PS4='+line $LINENO '\nexec 9>{folder / 'shell'}\nBASH_XTRACEFD=9\nset -x\n")
         environment["BASH_ENV"] = str(first)
@@ -44,7 +44,7 @@ def script(
 
 @dataclass
 class Dry:
-    """A dry run."""
+    """A dry run and its folder."""
 
     folder: Path
     done: subprocess.CompletedProcess[str]
@@ -67,7 +67,7 @@ def go_through(folder: Path, parts: tuple[str, ...]) -> Dry:
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_dry_run(tmp_path: Path) -> None:
-    """One run for all checks of it, since it takes minutes."""
+    """All checks share one dry run, because it takes minutes."""
     dry = go_through(tmp_path, ())
     reports = dict(zip(PARTS, every_part_prints_one_table_and_writes_it(dry, PARTS), strict=True))
     assert "It cannot show collectives" in reports["engine"] and "| fsdp2_clipped_again |" in reports["engine"]
@@ -80,14 +80,14 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert said in reports["look"]
     assert "| deepspeed_style | 0 |" in reports["examples"]
     assert len(list((dry.folder / "results").glob("*_gpu-engine-*.json.gz"))) == 2, "a timeline for each system"
-    # Before it is started again: lines of restarts are scenarios of their own.
+    # Before the restart below, which overwrites the traces.
     every_line_is_gone_through(dry)
     started_again_it_goes_on_where_it_was(dry)
 
 
 @pytest.mark.campaign
 def test_a_dry_run_of_some_parts(tmp_path: Path) -> None:
-    """Those that have no planted result below in the default suite."""
+    """The parts that have no planted error in the default suite below."""
     parts = ("kernels", "nccl", "reasons")
     every_part_prints_one_table_and_writes_it(go_through(tmp_path, parts), parts)
 
@@ -106,7 +106,7 @@ def every_part_prints_one_table_and_writes_it(dry: Dry, parts: tuple[str, ...]) 
 
 
 def started_again_it_goes_on_where_it_was(dry: Dry) -> None:
-    """What was measured is kept, also by single tests of a step that was interrupted."""
+    """Check that stored results are kept, and that an interrupted step only repeats the tests that have not passed."""
     again = script(dry.folder, *dry.flags, "bits")
     assert again.returncode == 0 and again.stderr.count("kept from an earlier start") == len(DRY.chosen)
     (kernels,) = (dry.folder / "keep" / "bits").glob("*/kernels")
@@ -121,7 +121,7 @@ def started_again_it_goes_on_where_it_was(dry: Dry) -> None:
 
 
 def every_line_is_gone_through(dry: Dry) -> None:
-    """The shell's by the dry run and two refusals, the package's by the dry run and the scenarios above."""
+    """Check that all lines are reached: of the script by runs and refusals, of the package by runs and scenarios."""
     told = (dry.folder / "shell").read_text()
     for words in (["everything"], ["--dry-run", "bits", "--only=nothing"]):
         script(dry.folder, *words, trace=True)
@@ -142,7 +142,7 @@ def every_line_is_gone_through(dry: Dry) -> None:
     assert left == {}
 
 
-# Part and step, and words about it. Scenarios read results of every part.
+# (part, step, text in its report). Scenarios check the reading of results of every part.
 PLANTED = [
     pytest.param("bits", "kernels", "tests/kernels/test_agreement.py", marks=pytest.mark.campaign),
     pytest.param("engine", "tiny alone", "weights of zeropp_clipped end"),
@@ -155,7 +155,7 @@ PLANTED = [
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree: a wrong sum, clipping left out, a wrong formula by hand, weights and exchanges doubled."""
+    """A copy of the sources with planted errors: wrong sums, a wrong formula, no clipping, doubled values."""
     tree = tmp_path_factory.mktemp("spoilt")
     for room in ("zeropp", "kernels", "tests", "examples", "bench"):
         shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("__pycache__", "results"))
@@ -185,7 +185,7 @@ def test_a_wrong_result_ends_with_1_and_is_not_reported(
     done = script(tmp_path, part, *flags, tree=spoilt, CI="true")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "wrong" in done.stderr and said in done.stdout
-    # Rows of these parts are no figures.
+    # Parts with keeps_wrong write their report, because its rows are not measurements.
     assert (tmp_path / "results").exists() == main.PARTS[part].keeps_wrong
 
 

@@ -1,4 +1,7 @@
-"""What one fetch and release costs the host, and wrapping, on torch's fake process group in a process of its own."""
+"""Bounds on the host's cost to gather and reshard a unit and to wrap a model, on torch's fake process group.
+
+Each program runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from bench import host_cost
 rows = [host_cost.measure(int(sys.argv[1]), int(local), blocks=4, repeats=8) for local in sys.argv[2:]]
 print(json.dumps(rows))
 """
-# Calls of Python functions while a model is wrapped; the second time, since some are made once in a process.
+# Counts calls of Python functions while a model is wrapped. The first wrapping only fills caches of the process.
 COUNT = """
 import collections, json, sys
 import torch, torch.distributed as dist, zeropp
@@ -68,7 +71,7 @@ print(json.dumps(host_cost.measure_wrap(int(sys.argv[1]), 8, 200)))
 
 
 def run(program: str, *args: str) -> Any:
-    """What a Python program prints last, as JSON."""
+    """Run a Python program, and return its last line of output, parsed as JSON."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", program, *args],
@@ -83,13 +86,13 @@ def run(program: str, *args: str) -> Any:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, object]]:
-    """One row of bench/host_cost.py for each number of ranks to a node."""
+    """Results of bench/host_cost.py, one row per number of ranks per node."""
     found: list[dict[str, object]] = run(MEASURE, str(WORLD), *map(str, LOCALS))
     return found
 
 
 def test_wrapping_takes_calls_in_proportion_to_the_model_whatever_the_world_and_the_depth() -> None:
-    """Counted and not timed. A walk is one look at every parameter of the model by ``named_parameters``."""
+    """Calls are counted, because times vary. A walk is one look at all parameters by ``named_parameters``."""
     cases = {"small": (8, 20, 0), "large": (8, 80, 0), "ranks": (1024, 80, 0), "deep": (8, 80, 12)}
     found = run(COUNT, json.dumps(cases))
     assert found["large"]["all"] < 4 * found["small"]["all"]
@@ -111,7 +114,7 @@ def test_hooks_and_schedule_add_no_operators(rows: list[dict[str, object]]) -> N
 
 
 def test_wrapping_among_many_ranks_takes_no_more_memory() -> None:
-    """Whole values of each of 200 units take 1 MiB with the padding for 1024 ranks, and are in memory one at a time."""
+    """Padded for 1024 ranks, one unit takes 1 MiB, and only one of the 200 units may be unsharded at a time."""
     few, many = (run(MEMORY, str(world)) for world in (8, 1024))
     assert few["units"] == many["units"] == 200
     assert many["most_mib"] < few["most_mib"] + 20, (few, many)
@@ -121,7 +124,10 @@ def test_wrapping_among_many_ranks_takes_no_more_memory() -> None:
 def test_an_exchange_makes_no_tensor_for_each_rank(
     codec: PlainCodec | BlockCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the collective and the kernel, which stand in for NCCL's and a card's here."""
+    """The number of operators is the same for 8 and 1024 ranks.
+
+    The patched collective and the kernels' reference stand in for NCCL and for kernels on a GPU.
+    """
     monkeypatch.setattr(dist, "all_to_all_single", lambda out, message, group: out.copy_(message))
     monkeypatch.setattr(codecs, "summed_by_kernels", lambda out: True)
     found = []
@@ -136,7 +142,7 @@ def test_an_exchange_makes_no_tensor_for_each_rank(
 
 
 def test_times_are_reported(rows: list[dict[str, object]]) -> None:
-    """Shown with -s. The target of 60 microseconds is no assertion: a machine under test is not idle."""
+    """Prints the times (visible with -s). They are not compared with the target, because test machines are not idle."""
     for row in rows:
         print(f"\n{row['hops']} hops:", {key: value for key, value in row.items() if key.endswith("_us")})
     assert all(row["unit_us"] > 0 and row["thread_us"] > 0 for row in rows)  # type: ignore[operator]

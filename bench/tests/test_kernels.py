@@ -1,4 +1,4 @@
-"""The benchmarks run, compare equal work, and report what they measured."""
+"""The kernel benchmarks run, compare equal work, and report their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMEL = 6144
 
 
 class TorchFunctions(TorchDispatchMode):
-    """Notes which operations of zeropp are called."""
+    """Dispatch mode that records the names of zeropp's operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ BY_NAME = {operation.name: operation for operation in OPERATIONS}
 @pytest.mark.parametrize("name", BY_NAME)
 def test_by_hand_gives_the_same_bits(name: str) -> None:
     twin = BY_NAME[name].make(NUMEL, "cpu")
-    for _ in range(2):  # error feedback and references move on
+    for _ in range(2):  # twice, because error feedback and references change with each call
         ours = twin.ours()
         if twin.by_hand is None:
-            assert name.startswith(("copy", "lossless")), "nobody knows how fast this is without kernels"
+            assert name.startswith(("copy", "lossless")), "an operation that needs an eager version has none"
             continue
         for left, right in zip(ours, twin.by_hand(), strict=True):
             assert torch.equal(left, right.view(left.shape))
@@ -50,7 +50,7 @@ def test_by_hand_gives_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_bytes_are_of_a_plausible_size(operation: Operation) -> None:
-    """At least half a byte a value each way, and no more than twelve; in proportion to the values."""
+    """Between 2.5 and 12 bytes per value in total, and proportional to the number of values."""
     each = operation.nbytes(1 << 24) / (1 << 24)
     assert 2.5 <= each <= 12 and math.isclose(each, operation.nbytes(1 << 26) / (1 << 26), rel_tol=1e-3)
 
@@ -68,7 +68,7 @@ def test_every_operation_is_timed() -> None:
 def test_host_time_apart_from_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every call is timed twice; the second time its kernel does not run, and afterwards all is as before."""
+    """Each operation is timed twice, the second time without launching its kernel. Then the launcher is restored."""
     pytest.importorskip("triton", reason="Triton comes for Linux only")
     ran = []
     monkeypatch.setattr(launch, "microseconds", lambda device, run, calls, rounds: ran.append(run) or 1.5)
@@ -91,7 +91,7 @@ def test_host_time_apart_from_the_launcher(
 
 
 def test_only_the_launcher_is_replaced_on_a_card() -> None:
-    """The reference operations stay as they are there, since no call comes to them."""
+    """On a GPU the reference operations are not replaced, because no call reaches them."""
     pytest.importorskip("triton", reason="Triton comes for Linux only")
     before = {name: getattr(reference, name) for name in NAMES}
     with launch.no_launcher("cuda"):

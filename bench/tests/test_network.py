@@ -1,4 +1,4 @@
-"""bench/network: nodes that are namespaces, links of a chosen rate, bytes from the device; gone when it ends."""
+"""bench/network limits the links between its namespaces, counts bytes at the device, and removes the namespaces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.network_namespace import UNDER, beside
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = [sys.executable, "-m", "bench.network"]
-CHOSEN = (None, False)  # congestion control, and whether a core is busy, as in UNDER
+CHOSEN = (None, False)  # (congestion control, True for a busy core), as in UNDER
 SMALL = ["--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--batch=1", "--rounds=1", "--steps=1"]
 pytestmark = pytest.mark.root
 
 
 def namespaces(pid: int) -> list[str]:
-    """Those that a process has made."""
+    """Return the namespaces that a process has made."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"zeropp-{pid}-")]
 
@@ -48,13 +48,13 @@ def test_figures_of_a_small_model(nodes: int, tcp: str | None, busy: bool) -> No
     sections = dict(re.findall(r"^## (.+)\n\n((?:.|\n)+?)(?=\n## |\Z)", output, re.MULTILINE))
     assert set(sections) >= {"no limit", "5 Mbit/s", "Bytes between nodes, ledger and device", "Losses"}
     sent = sent_of(output, ["zeropp_s3", "zeropp_pp"])
-    # So small that all weights are persistent: once a step, as the gradients. Headers, acknowledgements and control
-    # messages weigh more than in a model of some size.
+    # All weights of this model are persistent, so they are gathered once per step. The lower bounds are about the
+    # values without headers; headers, acknowledgements and control messages are a larger share than in a large model.
     assert 1.98 < sent["zeropp_s3"] < 2.4 and 0.75 < sent["zeropp_pp"] < 1.1, sent
     row = next(row.split() for row in sections["5 Mbit/s"].splitlines() if row.startswith("| zeropp_s3"))
     seconds, units = float(row[3]), float(row[-2])
     nbytes = units * 1e6 * float(re.findall(r"units of M \(n-1\)/n = ([\d.]+) MB", output)[0])
-    burst = 2**16  # bytes that pass at once after a pause
+    burst = 2**16  # bytes that the token bucket passes at once after a pause
     assert seconds > 0.9 * (nbytes - burst) * 8 / 5e6, "the link was not limited"
     equal = next(title for title in sections if title.startswith("Where the time on the link equals"))
     assert "| zeropp_pp |" in sections[equal]
@@ -104,7 +104,7 @@ def test_a_wrong_flag_is_named_before_any_node_is_made(
 
 
 def sent_of(output: str, systems: list[str]) -> dict[str, float]:
-    """Bytes between nodes as the device has counted them, of each system; headers of 9000-byte frames included."""
+    """Return each system's bytes between nodes as the device counted them, including headers of 9000-byte frames."""
     rows = (row.split("|") for row in output.split("## Bytes between nodes")[1].split("\n## ")[0].splitlines())
     return {row[1].strip(): float(row[3]) for row in rows if len(row) > 3 and row[1].strip() in systems}
 
@@ -113,14 +113,14 @@ MOST = {"zeropp_s3": 3.1, "zeropp_pp": 0.80, "zeropp_pp_x4": 0.80, "zeropp_delta
 
 
 def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None, busy: bool) -> dict[str, float]:
-    """What a model whose blocks are partitioned sends."""
+    """Return each system's bytes between nodes for a model whose blocks are sharded, in units of M (n-1)/n."""
     size = ["--layers=6", "--d-model=256", "--heads=4", "--seq-len=64", "--batch=1", "--rounds=1", "--steps=2"]
     what = [f"--systems={','.join(systems)}", "--rates=none", f"--warm-up={warm_up}", f"--nodes={nodes}"]
     with beside(busy):
         done = subprocess.run(command(tcp, *what, *size), cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     row = done.stdout.split("## Bytes between nodes")[1].split(f"| {systems[0]} |")[1].split("|")
-    assert float(row[2]) > 1.0073, "fewer headers than 66 bytes for every frame of 9000"
+    assert float(row[2]) > 1.0073, "the device counted less than 66 bytes of headers per frame of 9000"
     return sent_of(done.stdout, systems)
 
 
@@ -142,13 +142,13 @@ def test_bytes_between_nodes_stay_below_what_is_promised(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_exact_differences_stay_below_what_is_promised(nodes: int) -> None:
-    """Once the first, large steps of a training are over."""
+    """After 60 steps. The first steps of a training are large, so their differences compress less."""
     sent = sent_in_a_step(["zeropp_s3", "zeropp_lossless"], nodes, 60, *CHOSEN)
     assert sent["zeropp_s3"] <= 3.1 and sent["zeropp_lossless"] <= 0.64, sent
 
 
 def running_on_nodes(process: subprocess.Popen[bytes], said: Path) -> list[str]:
-    """The processes on its nodes, once there are some; fails with what it has said if none come up."""
+    """Return the ids of the processes on its nodes, once there are some; fail with its output if none start."""
     until = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.2)
@@ -183,10 +183,10 @@ def test_nothing_is_left_after_an_interruption(
     with beside(busy), said.open("w") as file:
         process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)
         running = running_on_nodes(process, said)
-        time.sleep(3)  # they are importing torch
+        time.sleep(3)  # at this time the ranks are importing torch
         process.send_signal(number)
         time.sleep(0.05)
-        process.send_signal(number)  # one more, while it cleans up
+        process.send_signal(number)  # a second signal during the cleanup
         assert process.wait(timeout=40) != 0
     assert namespaces(process.pid) == []
     assert not [pid for pid in running if Path(f"/proc/{pid}/status").exists() and "zombie" not in state(pid)]
@@ -204,7 +204,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     until = time.monotonic() + 20
     while any("zombie" not in state(pid) for pid in running) and time.monotonic() < until:
         time.sleep(0.1)
-    # Nodes of a process that is killed stay; other tests must not find them.
+    # A killed process does not remove its namespaces. Remove them, because other tests must not find them.
     for name in namespaces(process.pid):
         subprocess.run(["ip", "netns", "delete", name], check=True)
     assert ["zombie" in state(pid) for pid in running] == [True] * len(running)

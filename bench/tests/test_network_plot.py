@@ -1,4 +1,4 @@
-"""bench/network/plot.py: a name and a colour for every system; bars at one rate, lines over several, texts apart."""
+"""bench/network/plot.py: each system has its own name and colour, one rate gives bars, several give lines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_several_rates_are_lines_in_the_same_colours() -> None:
 
 
 def texts_of(figure: Figure) -> list[Text]:
-    """All that is shown; axes keep labels of ticks beyond their ends, too."""
+    """Return all visible texts; axes also keep labels of ticks outside of their limits, which are left out."""
     found = [*figure.texts]
     for axes in figure.axes:
         found += [axes.xaxis.label, axes.yaxis.label, *axes.texts]

@@ -1,4 +1,4 @@
-"""bench/offload: its programs run; what is not equal work is not reported; figures are what tables say they are."""
+"""The programs of bench/offload run, do not report unequal work, and print the values that their tables describe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def made_up() -> dict[str, Any]:
-    """What four systems would come to that do equal work."""
+    """Return invented results of four systems that do equal work."""
     system: dict[str, Any] = {
         "step_s": [1.0, 2.0, 4.0], "forward_s": [0.2, 0.4, 0.8], "backward_s": [0.3, 0.6, 1.2],
         "step_call_s": [0.5, 1.0, 2.0], "losses": [5.5, 5.0, 4.5], "norms": [4.0, 2.0, 0.5], "peak_bytes": 3 << 20,
@@ -37,7 +37,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_ratios_and_what_is_visible_are_by_round() -> None:
-    """Forward and backward take 0.5, 1 and 2 s of 0.6, 1.4 and 2.2 s; no round has the median of both."""
+    """Forward and backward take 0.5, 1 and 2 s of steps of 0.6, 1.4 and 2.2 s, so medians of ratios differ by round."""
     found = made_up()
     table = peers_report.table(found)
     row = rows(table)["cpu"]
@@ -45,7 +45,7 @@ def test_ratios_and_what_is_visible_are_by_round() -> None:
     parameters = peers_report.numel(found["settings"])
     assert row[5:9] == [f"{parameters / 0.2 / 1e6:.0f}", "3", "5", "7"]
     assert "nvme did not run: there is no disk." in table
-    # It takes as long as the call at least, and parameters a second of what is hidden would be the noise's.
+    # The visible time is at least that of step(). If it is below the noise, there is no speed.
     found["systems"]["cpu"]["step_s"] = [0.4, 0.9, 2.0]
     assert rows(peers_report.table(found))["cpu"][4] == "0.100"
     found["systems"]["cpu"]["step_call_s"] = [0.001, 0.001, 0.001]
@@ -80,7 +80,7 @@ def test_systems_that_clipped_nothing_are_not_reported() -> None:
 
 @pytest.mark.campaign
 def test_peers_run(tmp_path: Path) -> None:
-    """In turns losses agree, to the bit where only places differ; alone there is memory, and files hold all states."""
+    """Losses agree (bit for bit among zeropp systems). A job alone reports memory, and files hold all states."""
     script = (
         "import json, sys; from pathlib import Path; from bench.offload import peers, peers_report; "
         "args = peers.parse_arguments(sys.argv[1:]); found = peers.supervise(args); "
@@ -98,11 +98,11 @@ def test_peers_run(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["problems"] == [] and list(found["systems"]) == ["none", "cpu_part", "nvme_all", "fsdp2_cpu"]
     for system in found["systems"].values():
-        # A round that counts and one that does not, each with a step that leads in.
+        # One measured and one discarded round, each with a first step that is not measured.
         assert len(system["step_s"]) == 1 and len(system["losses"]) == 4 and len(system["norms"]) == 4
         assert 0 < system["forward_s"][0] < system["step_s"][0]
     parameters = peers_report.numel({"layers": 1, "d_model": 256, "heads": 2})
-    # Main weights, gradients and two states, in whole pages.
+    # Main weights, gradients and two states, rounded up to pages.
     assert 0 <= found["alone"]["disk_bytes"] - 16 * parameters < 16 * 4096
     assert found["alone"]["peak_bytes"] > 0
 
@@ -116,7 +116,7 @@ def test_deepspeed_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where results go."""
+    """Folder of saved results, in place of bench/results."""
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
@@ -135,7 +135,7 @@ def test_pipelined_tiles_beside_the_disk(tmp_path: Path, saved: Path) -> None:
     assert found["times"] == 3 and {way: len(own) for way, own in found["rounds"].items()} == dict.fromkeys(
         ("disk", "pipelined", "one tile at a time"), 2
     )
-    # What kernels take is a part of each step, and of the bare transfers none.
+    # Kernels take a part of each step, and no time in the raw transfers.
     for way, pairs in found["rounds"].items():
         assert all((kernels == 0) if way == "disk" else (0 < kernels < whole) for whole, kernels in pairs)
 

@@ -1,4 +1,4 @@
-"""The harness of DeepSpeed's own tests: what it reads from records, what it says of reasons, and one file run."""
+"""The comparison with DeepSpeed's own tests: reading of records, check of reasons, and a run of one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sum says of itself: as torch computes it, whoever has measured it."""
+"""A sum's report (squared norm, non-finite flag) equals torch's results, made by kernels or by a separate pass."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_several_shards_of_two_dtypes_and_none() -> None:
 def test_kernels_say_what_a_pass_says(
     codec: PlainCodec | BlockCodec, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs on a card, done here by the kernels' reference: the same sum, and a report of the same shard."""
+    """The kernels' reference stands in for a GPU; sum and report must equal those of a separate pass over the shard."""
     buffer = codec.empty(NUMEL, 3, torch.device("cpu"))
     for seed, message in enumerate(buffer.view(3, -1).unbind()):
         codec.encode_(message, shard(seed=seed))
@@ -77,7 +77,7 @@ def test_kernels_say_what_a_pass_says(
         sums.append(shard(seed=9))
         reports.append(Report(sums[-1]))
         rows = buffer.view(3, -1)
-        messages = rows if fused else list(rows.unbind())  # as an exchange over NCCL, and one over gloo, gives them
+        messages = rows if fused else list(rows.unbind())  # NCCL gives one tensor, gloo one tensor per rank
         codec.decode_sum_(messages, sums[-1], scale=0.25, accumulate=accumulate, report=reports[-1])
         assert bad(reports[-1]) == 0
     assert torch.equal(*sums)

@@ -1,4 +1,4 @@
-"""bench/step_time: unequal work is not reported; tables name machine and world; arms train alike."""
+"""bench/step_time does not report unequal work, its tables name machine and world size, and its arms train alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARMS = ("fsdp2", "fsdp2_clipped", "zeropp", "zeropp_clipped")
 
 
 def measured(dtype: str = "bf16", *flags: str) -> dict[str, Any]:
-    """Made-up measurements of four arms that do equal work."""
+    """Return invented results of four systems that do equal work."""
     arm: dict[str, Any] = {
         "step_s": [0.2, 0.2], "host_s": [0.1, 0.1], "cpu_s": [0.1, 0.1], "losses": [5.5, 5.0, 4.5, 4.0], "norms": None,
         "wire_bytes": None, "weights_apart": 0.0, "weights_way": 1.0,
@@ -81,7 +81,7 @@ AGAIN = "fsdp2_clipped_again"
 
 
 def with_yardstick(apart: float) -> dict[str, Any]:
-    """The same with FSDP2 on rows in reverse order, whose weights end so far from FSDP2's."""
+    """Return the same results with a second FSDP2 on reversed rows, whose weights are ``apart`` from FSDP2's."""
     found = measured()
     found["systems"][AGAIN] = {**copy.deepcopy(found["systems"]["fsdp2_clipped"]), "weights_apart": apart}
     return found
@@ -117,7 +117,7 @@ def test_a_yardstick_without_a_number_is_a_problem_and_loosens_no_bound() -> Non
 
 
 def test_runs_that_diverge_by_themselves_are_a_problem() -> None:
-    """However far the others are: nothing can be told from them."""
+    """If the two FSDP2 systems diverge, nothing can be concluded from differences of other systems."""
     (problem,) = report.problems(with_yardstick(0.4))
     assert problem.startswith(f"weights of {AGAIN} end 4.00e-01") and problem.endswith("more than 0.1")
 
@@ -136,7 +136,7 @@ SIZES = ("--layers=2", "--d-model=32", "--heads=2", "--seq-len=8", "--vocab=300"
 def built(name: str, *flags: str) -> Contestant:
     text = torch.arange(4000).remainder(251).to(torch.uint8)
     args = parse_arguments([*SIZES, *flags])
-    with mock.patch("torch.distributed.get_world_size", return_value=1):  # without a process group
+    with mock.patch("torch.distributed.get_world_size", return_value=1):  # because there is no process group
         return build(name, args, torch.device("cpu"), Batches(text, args.batch, args.seq_len))
 
 
@@ -166,7 +166,7 @@ def test_deepspeed_s_engine_takes_rates_and_tells_norms() -> None:
 
 
 def test_plain_trains_main_weights_whose_rounded_copies_compute() -> None:
-    """In float32 there is one set of weights; in bfloat16 two, and gradients reach the second in float32."""
+    """Fp32 has one set of weights. Bf16 has fp32 main weights and rounded copies; main gradients are fp32."""
     whole, rounded = built("plain"), built("plain", "--dtype=bf16")
     assert type(whole.optimizer) is torch.optim.AdamW and isinstance(rounded.optimizer, MainWeights)
     for contestant in (whole, rounded):
@@ -222,7 +222,7 @@ def test_a_table_of_one_rank_says_what_it_cannot_show() -> None:
 
 
 def nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command of that name that comes first."""
+    """Put a fake ``nvidia-smi`` that runs ``script`` first on PATH."""
     command = folder / "nvidia-smi"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o755)
@@ -274,7 +274,7 @@ def test_inputs_go_to_a_card_from_pinned_memory_without_waiting() -> None:
 
 
 def test_what_the_system_before_has_freed_is_not_reserved_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces of cuBLAS are freed into torch's cache, which is emptied after that; then peaks begin anew."""
+    """Clearing cuBLAS workspaces returns them to torch's cache. So the cache is emptied next, and then peaks reset."""
     done: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
     for name in ("empty_cache", "reset_peak_memory_stats"):

@@ -1,4 +1,4 @@
-"""bench/convergence/ranks.py: virtual ranks in one process have the bits of the engine on as many processes."""
+"""Virtual ranks in one process (bench/convergence/ranks.py) give the bits of the engine with as many processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.convergence.weights import make_weights
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 
-STEPS = 3  # so that what is carried over matters, and what is cleared
+STEPS = 3  # enough for error feedback to be used, and to be reset (reset_T is 2)
 
 
 class Model(nn.Module):
-    """Units of several sizes, with padding; its gradient is whatever it is given."""
+    """Units of several sizes, with padding. Its loss is linear, so gradients equal the given tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 class Given(nn.Linear):
-    """A product with given factors, in place of a linear map."""
+    """A module whose output is the product of its parameters with given tensors, not a linear map."""
 
     def forward(self, weight: Tensor, bias: Tensor) -> Tensor:
         return (self.weight * weight).sum() + (self.bias * bias).sum()
@@ -48,7 +48,7 @@ def make_model() -> Model:
 
 
 def given(step: int, rank: int) -> dict[str, Tensor]:
-    """The gradients of one rank: heavy tails, and a direction that stays."""
+    """Return the gradients of one rank in a step: heavy-tailed noise plus a constant direction."""
     draw = torch.Generator().manual_seed(100 * step + rank)
     return {
         name: torch.randn(p.shape, generator=draw) ** 3 + 0.1 * p.detach().sign()
@@ -57,7 +57,7 @@ def given(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def by_the_engine(settings: dict[str, object]) -> list[dict[str, Tensor]]:
-    """Main weights after each step of SGD at rate 1, so that they show each gradient's bits."""
+    """Return the main weights after each step of SGD with learning rate 1, which show every bit of the gradients."""
     model = make_model()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, make_config(**settings))
     found = []
@@ -70,7 +70,7 @@ def by_the_engine(settings: dict[str, object]) -> list[dict[str, Tensor]]:
 
 
 def virtually(settings: dict[str, object], nodes: int, local: int) -> list[dict[str, Tensor]]:
-    """The same on virtual ranks."""
+    """Return the main weights after each step on virtual ranks."""
     model = make_model()
     ranks = VirtualRanks(model, zeropp.load_config(make_config(**settings)), nodes, local)
     parameters, found = dict(model.named_parameters()), []
@@ -112,7 +112,7 @@ def test_gradients_have_the_engines_bits(settings: dict[str, object]) -> None:
 
 
 def test_one_hop_and_the_exact_mean() -> None:
-    """One node of three: the exact mean is that of the ranks' gradients, and plain float32 values arrive as such."""
+    """With one node of three ranks, ``exact`` is the mean of the gradients, and float32 arrives unquantized."""
     model = make_model()
     ranks = VirtualRanks(model, zeropp.load_config(make_config()), 1, 3)
     for rank in range(3):
@@ -145,11 +145,11 @@ def test_placements_without_shards_are_refused() -> None:
         VirtualRanks(make_model(), zeropp.load_config(make_config(stage=1)), 2, 2)
 
 
-# Weights.
+# Tests of weights.
 
 
 def weights_seen() -> dict[str, Tensor]:
-    """What a rank computes with, in a forward after a step."""
+    """Return the weights that a rank computes with, read in a forward after a step."""
     model = make_model()
     config = make_config(zero_quantized_weights=True, bf16={"enabled": True})
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, config)
@@ -186,12 +186,12 @@ def test_int8_weights_have_the_engines_bits() -> None:
 
 @pytest.mark.parametrize("kind", ["delta4", "lossless"])
 def test_differences_follow_the_weights(kind: str) -> None:
-    """Over steps of an optimizer's size the copy stays within what four bits lose of one difference, or is exact."""
+    """After each step the copy differs by at most one 4-bit quantization error, or not at all if lossless."""
     draw = torch.Generator().manual_seed(5)
     main, seen = torch.randn(4096, generator=draw), torch.empty(4096, dtype=torch.bfloat16)
     weights = make_weights(kind, 4096, 4, None, main.device, 1)
     weights.refresh(main, seen)
-    for _ in range(60):  # past the check that owners and receivers have the same copy
+    for _ in range(60):  # many steps, so that errors would exceed the bound if they accumulated
         main += 1e-3 * torch.randn(4096, generator=draw)
         weights.refresh(main, seen)
         if kind == "lossless":

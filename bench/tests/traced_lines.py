@@ -1,4 +1,4 @@
-"""Which lines of bench/gpu are gone through, in this process and in those that a wheel's ``sitecustomize`` watches."""
+"""Tracing of executed lines of bench/gpu, in this process and in subprocesses by a ``sitecustomize`` module."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 __all__ = ["FOLDER", "executable", "make_wheel", "read_lines", "traced"]
 
-FOLDER = "TRACED_LINES"  # variable that names where processes write theirs
+FOLDER = "TRACED_LINES"  # environment variable with the folder to which processes write their lines
 MARK = "/bench/gpu/"
 
-# Runs in every process that finds it, before anything else.
+# Source of sitecustomize.py, which Python runs at the start of every process that finds it.
 _SITE = f"""
 import atexit, os, sys
 seen = set()
@@ -37,7 +37,7 @@ if {FOLDER!r} in os.environ and any("bench.gpu" in word for word in sys.orig_arg
 
 
 def make_wheel(folder: Path) -> Path:
-    """A wheel of that one module, as a folder of wheels for a machine without a network has them."""
+    """Write a wheel that installs ``sitecustomize``, and return its path; bench/gpu.sh installs wheels of a folder."""
     path, info = folder / "traced-1.0-py3-none-any.whl", "traced-1.0.dist-info"
     files = {
         "sitecustomize.py": _SITE,
@@ -55,14 +55,14 @@ def make_wheel(folder: Path) -> Path:
 
 
 def read_lines(folder: Path) -> set[tuple[str, int]]:
-    """What such processes have written: file and line."""
+    """Return (file, line) of all lines that traced processes have written."""
     pairs = (line.split() for path in folder.iterdir() for line in path.read_text().splitlines())
     return {(name, int(number)) for name, number in pairs}
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[set[tuple[str, int]]]:
-    """The same of this thread, while it lasts."""
+    """Context that yields the set of (file, line) executed in this thread, filled while the context is active."""
     seen: set[tuple[str, int]] = set()
 
     def line(frame: FrameType, event: str, arg: object) -> Any:
@@ -81,7 +81,7 @@ def traced() -> Iterator[set[tuple[str, int]]]:
 
 
 def executable(path: Path) -> set[int]:
-    """Lines of a file that have code of their own."""
+    """Return the lines of a file that have code."""
     found: set[int] = set()
     codes: list[CodeType] = [compile(path.read_text(), str(path), "exec")]
     while codes:
