@@ -47,7 +47,7 @@ class Job:
         signal.signal(signal.SIGTERM, request)
 
     def agree(self, value: float = 0.0) -> tuple[bool, float]:
-        """Return True if any rank was asked to stop, and the mean of ``value`` over ranks. Collective.
+        """Return True if any rank got a signal to stop, and the mean of ``value`` over ranks. Collective.
 
         All ranks get the same result, so they leave the loop after the same step. A rank that left earlier would make
         the others wait for it in the next gather.

@@ -55,7 +55,7 @@ def shard(model: GPT, args: argparse.Namespace) -> nn.Module:
 
 
 def train(model: nn.Module, job: Job, args: argparse.Namespace) -> bool:
-    """Run all steps, and return True; return False if a rank was asked to stop before the end."""
+    """Run all steps, and return True; return False if any rank gets a signal to stop before the end."""
     batches = Batches(load_text(args.data).train, args.batch, args.seq_len, job.rank, job.world, args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(1, args.steps + 1):

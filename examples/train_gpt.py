@@ -295,7 +295,7 @@ def train(
     metrics: Metrics,
     checkpoints: Checkpoints,
 ) -> bool:
-    """Run all steps, and return True; return False if a rank was asked to stop before the end."""
+    """Run all steps, and return True; return False if any rank gets a signal to stop before the end."""
     batches = Batches(text.train, args.batch, args.seq_len, job.rank, job.world, args.seed, args.accumulate)
     done = checkpoints.resume(model, optimizer, scheduler)
     meter = Meter(model, job, args)

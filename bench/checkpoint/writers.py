@@ -79,7 +79,7 @@ class Process:
     def write(
         self, folder: Path, stem: str, parts: Sequence[TensorBox], checks: Checksums, limit: int, progress: Progress
     ) -> Written:
-        """Replace ``write_files``: the other process writes the parts, which must lie in the shared memory."""
+        """Replace ``write_files``: the other process writes the parts, which must be in the shared memory."""
         del progress
         begin = self.memory.data_ptr()
         rows: list[Row] = [(p.name, p.shape, p.box, p.values.dtype, p.values.data_ptr() - begin) for p in parts]

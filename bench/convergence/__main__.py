@@ -74,7 +74,6 @@ def supervise(args: argparse.Namespace, settings: Settings) -> None:
         SystemExit: a run failed; results of other runs are kept.
     """
     # Order by seed, so that an early report has complete pairs.
-    # Seed by seed: an early look has whole pairs.
     wanted = [(arm, seed) for seed in SEEDS[: args.seeds] for arm in args.arms]
     waiting = [(arm, seed) for arm, seed in wanted if not (args.runs / f"{settings.stem(arm, seed)}.json").exists()]
     print(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done, in {args.runs}", flush=True)

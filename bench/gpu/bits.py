@@ -54,7 +54,6 @@ def tests_step(
         workers: number of worker processes of pytest-xdist; 0 for none.
     """
     # Clear the project's own options, which need plugins that a GPU machine may lack.
-    # The project's own options want plugins that a machine with a card may lack.
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-o", "addopts="]
     command += ["-p", "bench.gpu.outcomes", "--outcomes={folder}/outcomes", *chosen, *files]
     if workers and _has("xdist"):

@@ -45,7 +45,7 @@ def _read(operation: str, ended: Ended) -> Outcome:
         return Outcome(State.WRONG, [], last_words(ended))
     path = ended.folder / _LOG
     text = path.read_text(errors="replace") if path.exists() else ""
-    # A driver may only allow root to read counters. A virtual machine may allow nobody.
+    # A driver may only allow root to read counters. A virtual machine may not allow any user to.
     denied = next((line for line in text.splitlines() if "ERR_NVGPUCTRPERM" in line or "LibraryNotLoaded" in line), "")
     if denied:
         return Outcome(State.ABSENT, [], denied)

@@ -50,7 +50,7 @@ class Runner:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def outcomes(self, steps: Sequence[Step]) -> list[tuple[Outcome, bool]]:
-        """Run steps at the same time, and return for each what :meth:`outcome` returns."""
+        """Run steps at the same time, and return the result of :meth:`outcome` for each."""
         if len(steps) == 1:
             return [self.outcome(steps[0])]
         with ThreadPoolExecutor(len(steps)) as pool:

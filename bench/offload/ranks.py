@@ -34,7 +34,7 @@ def in_turns(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
 
 
 def alone(args: argparse.Namespace, batches: Batches) -> dict[str, Any]:
-    """Return one system's bytes: memory beyond what the process had before the model, and files on disk."""
+    """Return one system's bytes: memory beyond the process's memory before the model, and files on disk."""
     if args.systems[0].startswith("deepspeed"):
         import deepspeed  # noqa: F401  # a library, as torch is: not a part of what its states take
     before = resident()

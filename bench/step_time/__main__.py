@@ -63,7 +63,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-memory", action="store_true", help="leave out the extra run per system for its memory")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where rank 0 of the child writes
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # file that rank 0 of the child process writes
     args = parser.parse_args(argv)
     args.reduce_dtype = args.reduce_dtype or args.dtype
     args.systems = args.systems.split(",")

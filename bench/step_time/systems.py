@@ -245,7 +245,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch
+                Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which importing torch has raised
         self.start = self._peak()
 
     def _peak(self) -> int:

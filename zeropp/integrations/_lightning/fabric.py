@@ -128,7 +128,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         """
         raise NotImplementedError(self._err_msg_joint_setup_required())
 
-    # The loop.
+    # Steps of the user's loop.
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward for a loss, multiplied by the loss scale of float16.

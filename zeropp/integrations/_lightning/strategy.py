@@ -151,7 +151,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         self.optimizers = []
         self.lr_scheduler_configs = []
 
-    # While it trains.
+    # During training.
 
     def on_train_start(self) -> None:
         """Set the engine's micro-batch size, which its counters need, unless the configuration has set it."""
