@@ -77,7 +77,7 @@ def bare(numel: int, device: str) -> dict[str, Way]:
 
 
 def engine_of(numel: int, device: str, *, pinned: bool, weights: bool) -> zeropp.ZeroOptimizer:
-    """Return an optimizer with one parameter and offloaded states; ``weights`` also offloads the weights that gathers read."""
+    """Return an optimizer of one parameter with offloaded states; ``weights`` offloads the weights for gathers, too."""
     block = {"device": "cpu", "pin_memory": pinned}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": block}
     if weights:
