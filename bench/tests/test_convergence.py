@@ -125,7 +125,7 @@ def test_page_plot_and_numbers_are_saved(tmp_path: Path) -> None:
     page = (tmp_path / "docs" / "convergence.md").read_text()
     assert page.count(report.FIRST) == page.count(report.LAST) == 1
     assert "| ZeRO++, LoCo cross | 0.10 |" in page and "worse" in page
-    assert "above plain, bound: the interval holds 0, or within 0.3 %: NOT MET" in page
+    assert "above plain | the interval contains 0, or within 0.3 % | NOT MET |" in page
 
 
 @pytest.mark.parametrize(
