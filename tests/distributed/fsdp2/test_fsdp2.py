@@ -1,6 +1,6 @@
-"""Gradients of zeropp.fsdp2: the mean over ranks of those of plain torch, within half a scale of each code.
+"""Gradients under zeropp.fsdp2 equal the mean over ranks of plain torch's gradients, within the codecs' error bound.
 
-Two nodes of two ranks where nothing else is said.
+The bound is half a quantization step per message. Unless a test says otherwise, the job has two nodes of two ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,19 @@ CODED: dict[str, Any] = {"weights": None, "gradient_bits": (8, 4)}
 def first_step(
     settings: dict[str, Any], reshard: bool | int, dtype: str, reduce: str, divide: float | None = None
 ) -> Found:
-    """What SGD takes away in the first step, every rank's own gradient in plain torch, and the units."""
+    """Train one step with SGD at a learning rate of 1, so that the change of the weights is the gradient.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``.
+        reshard: FSDP2's ``reshard_after_forward``.
+        dtype: compute dtype, a key of ``DTYPES``.
+        reduce: dtype of FSDP2's gradient reductions, a key of ``DTYPES``.
+        divide: FSDP2's gradient divide factor; None for the mean over ranks.
+
+    Returns:
+        The gradient of each trained parameter, a list with one element (the gradients of every rank in plain torch),
+        and the parameter names of each unit.
+    """
     model = sharded(reshard, dtype, reduce)
     cut = units(model)
     fsdp2.apply(model, **settings)
@@ -47,22 +59,24 @@ def first_step(
 
 
 def first_steps(*args: Any) -> list[Found]:
-    """:func:`first_step` with each of WIDTHS."""
+    """Return the results of :func:`first_step` for each pair of gradient bits in ``WIDTHS``."""
     return [first_step({"weights": None, "gradient_bits": bits}, *args) for bits in WIDTHS]
 
 
 def check_mean(found: Found, local: int, bits: tuple[int, int], *, rounding: float = 0.0, factor: float = 1.0) -> None:
-    """Each parameter's gradient is ``factor`` times the mean, as near as its codes are.
+    """Assert that each parameter's gradient is ``factor`` times the mean, within the codecs' error bound.
 
-    With 4 bits a parameter that shares groups with larger neighbours can be rounded to zero there, so that its slope
-    is looked at with 8 bits only, and with 4 that of the unit.
+    The slope is ``<gradient, mean> / <mean, mean>``; a wrong factor would change it. With 4 bits, a parameter whose
+    groups also contain much larger elements may be rounded to zero, so the slope of a single parameter is checked with
+    8 bits only. The slope of a whole unit is always checked.
 
     Args:
-        found: gradient, every rank's own for each reduction that was added up, units.
+        found: the reduced gradients; for each accumulated reduction, the gradients of every rank; the parameter names
+            of each unit.
         local: ranks per node.
-        bits: inside a node, between nodes.
-        rounding: relative, of what FSDP2 does in 16 bits.
-        factor: on the mean.
+        bits: bits per element (intra-node, inter-node).
+        rounding: relative error of rounding to the compute dtype or to FSDP2's reduce dtype.
+        factor: factor on the mean.
     """
     taken, rounds, cut = found
     for names in cut.values():
@@ -80,7 +94,8 @@ def check_mean(found: Found, local: int, bits: tuple[int, int], *, rounding: flo
                 one += torch.stack([each[name] for each in plain]).double().mean(0) * factor
         for name, limit, mean in zip(trained, limits, means, strict=True):
             error = (taken[name].double() - mean).abs()
-            slack = (mean.abs() + limit) * rounding + 2e-6  # float32 weights lose that much
+            # 2e-6: rounding error of a gradient that is computed as a difference of two float32 weights.
+            slack = (mean.abs() + limit) * rounding + 2e-6
             assert bool((error <= limit + slack).all()), f"{name}: {float((error - limit).max())} above the bound"
             if bits == (8, 8):
                 slope = float((taken[name] * mean).sum() / mean.square().sum())
@@ -95,6 +110,10 @@ def check_mean(found: Found, local: int, bits: tuple[int, int], *, rounding: flo
 @pytest.mark.parametrize("dtype, reduce", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp16")])
 @pytest.mark.parametrize("reshard", [True, False, 2])
 def test_gradients_are_the_mean_within_the_codecs_bound(reshard: bool | int, dtype: str, reduce: str) -> None:
+    """Gradients are the mean with 32 and 16 bits for weights and reductions, and with each resharding setting.
+
+    With a reduce dtype of 16 bits, FSDP2's own rounding is added to the bound.
+    """
     rounding = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-9}[reduce]
     for results in run_ranks(4, first_steps, reshard, dtype, reduce, local_world_size=2):
         for bits, found in zip(WIDTHS, results, strict=True):
@@ -104,6 +123,7 @@ def test_gradients_are_the_mean_within_the_codecs_bound(reshard: bool | int, dty
 @pytest.mark.campaign
 @pytest.mark.parametrize("local", [4, 1])
 def test_gradients_of_one_hop_are_the_mean(local: int) -> None:
+    """With one node, or with one rank per node, there is only one hop."""
     for results in run_ranks(4, first_steps, True, "fp32", "fp32", local_world_size=local):
         for bits, found in zip(WIDTHS, results, strict=True):
             check_mean(found, local, bits)
@@ -116,19 +136,24 @@ def test_the_divide_factor_replaces_the_mean() -> None:
 
 @pytest.mark.parametrize("settings", some([{"hadamard": True, "feedback": "both"}, {"hadamard": True}, {}], 3), ids=str)
 def test_gradients_with_everything_quantized(settings: dict[str, Any]) -> None:
-    """Backward sees other weights then: the error is small and the factor 1, but for a vector in crowded groups."""
+    """Quantized weights change the gradients themselves, so the codecs' bound does not apply.
+
+    The relative error is at most 0.3, and the factor is 1 within 0.1.
+    """
     for taken, (plain,), _ in run_ranks(4, first_step, settings, 2, "fp32", "fp32", local_world_size=2):
         for name, value in taken.items():
             mean = torch.stack([each[name] for each in plain]).mean(0)
             error, slope = float((value - mean).norm() / mean.norm()), float((value * mean).sum() / mean.square().sum())
-            if name == "head.bias":  # neighbours in its groups are twenty times as large, and most of it is rounded off
+            # A loose bound, which holds even if vectors are quantized in groups with elements twenty times as large. By
+            # default vectors are sent as bfloat16, and the error is about 0.02.
+            if name == "head.bias":
                 assert error < 0.9 and slope > 0.2, f"{name}: {error}, factor {slope}"
             else:
                 assert error < 0.3 and abs(slope - 1) < 0.1, f"{name}: {error}, factor {slope}"
 
 
 class Idle(Net):
-    """The last block and a vector have no gradient."""
+    """A model whose forward does not use the last block and the vector ``scale``, so that they have no gradient."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
@@ -150,7 +175,14 @@ def test_parameters_without_gradient_have_none() -> None:
 
 
 def as_torchtitan() -> tuple[Found, list[str]]:
-    """Its calls of fully_shard, on the meta device, one of them for two modules; no mean, but a sum."""
+    """Run one backward of a model that is sharded with torchtitan's calls.
+
+    The model is created on the meta device, and its weights are set after ``fsdp2.apply``. One call of ``fully_shard``
+    has two modules. A divide factor of 1 makes reductions sums and not means.
+
+    Returns:
+        Arguments for :func:`check_mean`, and the names of the units in the ledger.
+    """
     with torch.device("meta"):
         model = Net()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -171,6 +203,7 @@ def as_torchtitan() -> tuple[Found, list[str]]:
 
 
 def test_as_torchtitan_does_it() -> None:
+    """Gradients are the sum over ranks, 4 times the mean. The unit of two modules has both names."""
     for found, rows in run_ranks(4, as_torchtitan, local_world_size=2):
         check_mean(found, 2, (8, 4), factor=4.0)
         assert rows == ["(root)", "blocks.0", "blocks.1", "norm, head", "table"]
@@ -187,7 +220,12 @@ class Pair(nn.Module):
 
 
 def beside_tensor_parallel() -> list[tuple[float, float]]:
-    """Largest difference from FSDP2 as it is, relative to the largest gradient: plain hops, and codes."""
+    """Compare gradients with those of unchanged FSDP2 in a model that also uses tensor parallelism inside nodes.
+
+    Returns:
+        Per rank, the largest difference relative to the largest element of the gradient, with plain hops and with
+        codes.
+    """
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for settings in (None, PLAIN, {}):
@@ -202,13 +240,20 @@ def beside_tensor_parallel() -> list[tuple[float, float]]:
 
 
 def test_beside_tensor_parallel() -> None:
-    """Each rank of a node belongs to an FSDP2 group of its own, which has one rank on every node."""
+    """The FSDP2 groups connect nodes: each rank of a node is in another group, with one rank of every node."""
     for plain, coded in run_ranks(4, beside_tensor_parallel, local_world_size=2):
         assert plain < 1e-6 < coded < 0.3
 
 
 def accumulated(sync: bool) -> Found:
-    """Two micro-batches, each reduced by itself, or both together."""
+    """Accumulate the gradients of two micro-batches.
+
+    Args:
+        sync: True to reduce after each micro-batch; False to add both gradients locally and to reduce the sum.
+
+    Returns:
+        Arguments for :func:`check_mean`.
+    """
     model = sharded()
     cut = units(model)
     fsdp2.apply(model, **CODED)

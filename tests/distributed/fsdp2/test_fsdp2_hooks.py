@@ -1,4 +1,4 @@
-"""The hooks of zeropp.fsdp2 alone, compared to the bit with a second statement of what they compute."""
+"""The hooks of zeropp.fsdp2, called without FSDP2, give the bits of a reference without process groups."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from tests.support.fsdp2_reference import rounded, total
 from tests.support.rank_pool import run_ranks
 from zeropp import fsdp2
 
-SIZES = [1, 5, 127, 256, 700, 1024]  # of a rank's piece
+SIZES = [1, 5, 127, 256, 700, 1024]  # elements of one rank's piece
 BITS = [(8, 4), (8, 8), (4, 4), (4, 8), (16, 4), (8, 16), (32, 32), (16, 16)]
 
 
 def whole_collectives(*hops: Any) -> None:
-    """Let hops call the backend's collectives, as they do on NCCL, where gloo's default is sends and receives."""
+    """Let hops call the backend's collectives, as on NCCL. With gloo, hops use sends and receives by default."""
     for hop in hops:
         hop.pairwise = False
 
 
 def reduced(local: int, pairwise: bool = True) -> list[str]:
-    """What differs from the second statement."""
+    """Reduce buffers of all sizes and dtypes with all codecs.
+
+    Args:
+        local: ranks per node.
+        pairwise: True for sends and receives; False for the backend's collectives.
+
+    Returns:
+        Descriptions of the cases in which the result differs from the reference, or FSDP2's input buffer was changed.
+    """
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     sums = {"AVG": 1 / world, "SUM": 1.0, "PREMUL_SUM": 0.375}
     for bits in BITS:
@@ -54,12 +62,20 @@ def reduced(local: int, pairwise: bool = True) -> list[str]:
 @pytest.mark.every(5)
 @pytest.mark.parametrize("local, pairwise", [(2, True), (2, False), (4, True), (1, False)])
 def test_reductions_to_the_bit(local: int, pairwise: bool) -> None:
-    """Any size, both dtypes, one hop or two; the factor comes once, at the end, whatever FSDP2 asks for."""
+    """Reductions are exact for any size, in both dtypes, over one hop or two.
+
+    The factor of the requested operation is applied once, to the final sum.
+    """
     assert run_ranks(4, reduced, local, pairwise, local_world_size=local) == [[]] * 4
 
 
 def not_finite() -> list[str]:
-    """Inf or NaN of one rank that the rank it belongs to does not see; whatever else is lost with it."""
+    """Put Inf or NaN into the part of rank 3's gradient that rank 1 receives, and reduce twice.
+
+    Returns:
+        Descriptions of failures: the element is finite on rank 1, an element outside its block of 256 is not finite, or
+        the second reduction, without Inf and NaN, is not finite.
+    """
     rank, wrong = dist.get_rank(), []
     model = sharded()
     fsdp2.apply(model, feedback="both")
@@ -80,11 +96,15 @@ def not_finite() -> list[str]:
 
 
 def test_what_is_not_finite_arrives_and_is_not_carried_over() -> None:
+    """Error feedback does not store Inf or NaN, because they would spoil all later steps."""
     assert run_ranks(4, not_finite, local_world_size=2) == [[]] * 4
 
 
 def beside_outliers(hadamard: bool) -> float:
-    """Relative error of what shares groups with one element that is twenty times as large."""
+    """Return the relative error of the elements that share a 4-bit group with one outlier.
+
+    The outlier is twenty times the standard deviation. Every group of 128 elements has one.
+    """
     model, rank, place = sharded(), dist.get_rank(), slice(5, None, 128)
     fsdp2.apply(model, weights=None, gradient_bits=(4, 4), hadamard=hadamard)
     _, reduce, group = hooks(model)
@@ -100,11 +120,22 @@ def beside_outliers(hadamard: bool) -> float:
 
 
 def test_rotation_spreads_outliers() -> None:
+    """The Hadamard rotation reduces the error of an outlier's neighbours to less than 0.6 of the error without it."""
     usual, rotated = (run_ranks(4, beside_outliers, on, local_world_size=2) for on in (False, True))
     assert all(one < 0.6 * other for one, other in zip(rotated, usual, strict=True)), (rotated, usual)
 
 
 def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[str]:
+    """Gather shards of all sizes and dtypes.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``.
+        most_calls: largest number of messages that are decoded one at a time.
+        pairwise: True for sends and receives; False for the backend's collectives.
+
+    Returns:
+        Descriptions of the cases in which the result differs from the shards, rounded once with a codec.
+    """
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     module = fsdp2.gather
     before, module._MOST_CALLS = module._MOST_CALLS, most_calls
@@ -118,6 +149,7 @@ def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[
         for dtype in dtypes if settings["weights"] else (*dtypes, torch.uint8):
             shards = buffers(size, torch.float32)[0].abs().to(dtype)
             out = gather.allocate((world * size,), dtype=dtype, device=torch.device("cpu"))
+            # A value that no shard has, so that an element that the gather does not write shows.
             out.fill_(77)
             own = out[rank * size : (rank + 1) * size]
             own.copy_(shards[rank])
@@ -136,7 +168,10 @@ def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[
 @pytest.mark.parametrize("local", [2, 1])
 @pytest.mark.parametrize("weights", ["int8", None])
 def test_gathers_to_the_bit(weights: str | None, local: int) -> None:
-    """One hop or two; pieces decoded one by one, or all at once into a padded buffer."""
+    """Gathers are exact over one hop or two, and with both ways of decoding.
+
+    Messages whose size is no multiple of 256 are decoded one at a time, or all at once into a padded buffer.
+    """
     for hops, most_calls, pairwise in ((2, 16, True), (2, 0, False), (1, 0, True)) if local == 2 else ((2, 0, False),):
         settings = {"weights": weights, "gather_hops": hops}
         assert run_ranks(4, gathered, settings, most_calls, pairwise, local_world_size=local) == [[]] * 4

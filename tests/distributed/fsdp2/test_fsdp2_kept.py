@@ -1,6 +1,6 @@
-"""Errors that zeropp.fsdp2 feeds back belong to the parameters and to the rank that they come from.
+"""Error feedback of zeropp.fsdp2 keeps each error with the parameters and the rank that it belongs to.
 
-Two nodes of two ranks.
+The job has two nodes of two ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeropp import fsdp2
 
 
 class Twins(nn.Module):
-    """Matrices of one size, all of them used or those with the numbers that are given."""
+    """Matrices of equal size; forward uses the layers with the given numbers, or all layers if none is given."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -39,12 +39,21 @@ def batch() -> Tensor:
 
 
 def train_only(model: Any, *numbers: int) -> None:
+    """Freeze all layers except those with the given numbers."""
     for number, layer in enumerate(model.layers):
         layer.requires_grad_(number in numbers)
 
 
 def swapped(how: str, keep: bool) -> dict[str, Tensor]:
-    """Gradients after another parameter of the same size had gradients 1e5 times as large; ``keep`` its errors."""
+    """Train a parameter with gradients 1e5 times as large, and then another parameter of the same size.
+
+    Args:
+        how: case of the change; "one of two" trains a second parameter all the time, "and back" changes three times.
+        keep: False to call ``reset_feedback`` after the change.
+
+    Returns:
+        Gradients after the change.
+    """
     model: Any = Twins(3)
     train_only(model, *((0, 1) if how == "one of two" else (0,)))
     fully_shard(model)
@@ -52,7 +61,7 @@ def swapped(how: str, keep: bool) -> dict[str, Tensor]:
     (1e5 * model(batch())).backward()
     model.zero_grad()
     if how == "while gradients are accumulated":
-        # What has been accumulated is reduced with the next gradient.
+        # This gradient is reduced together with the next one.
         model.set_requires_gradient_sync(False)
         model(batch()).backward()
         model.set_requires_gradient_sync(True)
@@ -72,7 +81,7 @@ def swapped(how: str, keep: bool) -> dict[str, Tensor]:
 
 
 def swaps(how: str) -> dict[str, float]:
-    """Relative distance of each gradient from that without errors of before."""
+    """Return the relative distance of each gradient from its value with errors that were reset after the change."""
     kept, clean = swapped(how, True), swapped(how, False)
     assert kept.keys() == clean.keys() and kept
     return {name: float((kept[name] - clean[name]).norm() / clean[name].norm()) for name in kept}
@@ -80,13 +89,15 @@ def swaps(how: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("how", some(["one of two", "at once", "while gradients are accumulated", "and back"], 4))
 def test_an_error_does_not_go_to_another_parameter_of_the_same_size(how: str) -> None:
+    """The adapter must compare the parameters of FSDP2's buffer, and not only the size of the buffer."""
     for found in run_ranks(4, swaps, how, local_world_size=2):
-        # After the last of several swaps less than the last rounding is left of a difference.
+        # The distance is 0 because a change of the trained parameters sets errors to zero. If the error of the large
+        # gradient were added to another parameter, the distance would be far above both bounds.
         assert max(found.values()) < (0.5 if how == "and back" else 1e-6), found
 
 
 def unused() -> str:
-    """A parameter that is trained has no gradient; the other one has, and is as large."""
+    """Return the error of a backward in which only one of two trained parameters of equal size has a gradient."""
     model: Any = Twins(2)
     fully_shard(model)
     fsdp2.apply(model, weights=None, feedback="both")
@@ -97,13 +108,18 @@ def unused() -> str:
 
 
 def test_a_trained_parameter_without_a_gradient_is_named() -> None:
+    """FSDP2 omits such a parameter from its buffer, so errors stored by position would go to another one."""
     for said in run_ranks(4, unused, local_world_size=2):
         assert "(root): ['layers.1.weight'] have no gradient in this backward" in said
         assert "set_reduce_scatter_unused_params(True)" in said
 
 
 def checkpointed(folder: Path) -> list[str]:
-    """Buffers that are another's after torch.distributed.checkpoint has saved and loaded the adapter."""
+    """Save and load the adapter with torch.distributed.checkpoint.
+
+    Returns:
+        Names of errors that are all zero before they are saved, or differ after loading.
+    """
     model = sharded()
     adapter = fsdp2.apply(model, feedback="both")
     for step in range(2):
@@ -111,7 +127,7 @@ def checkpointed(folder: Path) -> list[str]:
     before = adapter.state_dict()
     dcp.save({"adapter": adapter, "model": model}, checkpoint_id=folder)
     wrong = [name for name, value in before.items() if not value.any()]
-    # Into a run that goes on, and into a new one.
+    # Load into the same adapter, as when a run continues, and into an adapter of a new model.
     again = sharded()
     for each in (adapter, fsdp2.apply(again, feedback="both")):
         each.reset_feedback()
@@ -126,7 +142,7 @@ def test_a_distributed_checkpoint_gives_each_rank_its_own_errors(tmp_path: Path)
 
 
 def without_errors(folder: Path) -> dict[str, Tensor]:
-    """The adapter feeds nothing back, and has nothing to save."""
+    """Save and load an adapter without error feedback, and return its state, which is empty."""
     adapter = fsdp2.apply(sharded())
     dcp.save({"adapter": adapter, "step": torch.tensor(3)}, checkpoint_id=folder)
     dcp.load({"adapter": adapter, "step": torch.tensor(0)}, checkpoint_id=folder)
@@ -138,7 +154,7 @@ def test_an_adapter_without_errors_can_be_saved(tmp_path: Path) -> None:
 
 
 def other_states() -> list[str]:
-    """Messages for states of other parameters, another rank and another codec."""
+    """Return the messages for states of another rank, of other trained parameters and of another codec."""
     model: Any = Twins(2)
     train_only(model, 0)
     fully_shard(model)
@@ -157,13 +173,15 @@ def other_states() -> list[str]:
         with pytest.raises(ValueError) as raised:
             adapter.load_state_dict(state)
         said.append(str(raised.value))
-    # What has been unfrozen since counts.
+    # load_state_dict expects errors of the parameters that are trained at that moment, so after this change the second
+    # state fits.
     train_only(model, 1)
     adapter.load_state_dict(others[1])
     return said
 
 
 def test_errors_of_others_are_not_loaded() -> None:
+    """Names of errors contain the rank, the codec and a hash of the parameters, so equal sizes do not suffice."""
     for said in run_ranks(4, other_states, local_world_size=2):
         assert all(
             "the state has no errors for" in each and "the same model, trained parameters" in each for each in said

@@ -1,6 +1,6 @@
-"""Calls after ``zeropp.fsdp2.apply``: fully_shard, hooks of the user's, and the ends of an adapter.
+"""Calls after ``zeropp.fsdp2.apply``: ``fully_shard``, hooks of the user, ``remove()``, state dicts and ``unshard()``.
 
-Two nodes of two ranks.
+The job has two nodes of two ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeropp.fsdp2.shards import parameter_groups
 
 
 def kinds(model: Any) -> list[tuple[str, str]]:
-    """Types of the hooks of each unit."""
+    """Return the class names of the gather hook and the reduce hook of each unit."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [(type(gather).__name__, type(reduce).__name__) for gather, reduce, _ in map(hooks, units)]
 
@@ -31,7 +31,15 @@ DEFAULT = [("DefaultAllGather", "DefaultReduceScatter")] * 3
 
 
 def cut(when: str, then: str) -> tuple[Any, Any]:
-    """A model that is sharded in two parts, ``apply`` between them or behind; and the adapter."""
+    """Shard a model with two calls or more of ``fully_shard``, and call ``fsdp2.apply``.
+
+    Args:
+        when: modules that are sharded last, "the root", "a block and the root" or "a new module".
+        then: "between" to call apply before those modules are sharded, "behind" to call it after them.
+
+    Returns:
+        The model and the adapter.
+    """
     model: Any = Net()
     fully_shard(model.blocks[0])
     if when == "a new module":
@@ -51,7 +59,12 @@ def cut(when: str, then: str) -> tuple[Any, Any]:
 
 
 def sharded_later(when: str) -> tuple[str, str, list[str]]:
-    """What the first forward and the next one raise; gradients that differ when training goes on as it says."""
+    """Train a model with modules that were sharded after ``fsdp2.apply``.
+
+    Returns:
+        The errors of the first and the second forward, and failures: parameters whose gradients are wrong after the
+        error's advice was followed, or bytes that were sent before the error.
+    """
     model, adapter = cut(when, "between")
     batch = tokens(0, dist.get_rank())
     said = []
@@ -74,6 +87,7 @@ def sharded_later(when: str) -> tuple[str, str, list[str]]:
 @pytest.mark.every(5)
 @pytest.mark.parametrize("when", ["the root", "a block and the root", "a new module"])
 def test_what_is_sharded_after_apply_is_refused_at_first_use(when: str) -> None:
+    """Following the error's advice (``remove()``, then ``apply``) gives the usual gradients."""
     names = {"a block and the root": "['(root)', 'blocks.1']", "a new module": "['head']"}.get(when, "['(root)']")
     for first, second, wrong in run_ranks(4, sharded_later, when, local_world_size=2):
         assert first == second and f"fully_shard was called on {names} after zeropp.fsdp2.apply" in first
@@ -81,7 +95,7 @@ def test_what_is_sharded_after_apply_is_refused_at_first_use(when: str) -> None:
 
 
 def a_part() -> list[str]:
-    """Adapters on parts of a model; what is sharded elsewhere is FSDP2's."""
+    """Install adapters on the two blocks only, train, and return the units of all reductions in their ledgers."""
     model: Any = Net()
     for part in (*model.blocks, model):
         fully_shard(part)
@@ -95,15 +109,15 @@ def test_an_adapter_on_a_part_leaves_the_rest_to_fsdp2() -> None:
 
 
 class Gather(DefaultAllGather):
-    """A hook of the user's."""
+    """A gather hook of the user."""
 
 
 class Reduce(DefaultReduceScatter):
-    """A hook of the user's."""
+    """A reduce hook of the user."""
 
 
 def hooks_of_others() -> list[str]:
-    """Hooks that remove has taken, of the user's, or left, of zeropp."""
+    """Return failures of ``remove()``: hooks of the user that it removed, or hooks of zeropp that it left."""
     model = sharded()
     adapter = fsdp2.apply(model)
     first, second = model.blocks
@@ -120,7 +134,7 @@ def hooks_of_others() -> list[str]:
     groups = [parameter_groups(module._get_fsdp_state())[0] for module in (model, first, second)]
     if [group._all_reduce_hook for group in groups] != [None, None, hook]:
         wrong.append("all-reduce hooks")
-    # A second call takes nothing either.
+    # A second call of remove() must not remove hooks, either.
     model.set_custom_all_gather(own := Gather())
     adapter.remove()
     if hooks(model)[0] is not own:
@@ -134,7 +148,7 @@ def test_remove_leaves_hooks_that_others_have_set() -> None:
 
 
 def after_the_end() -> list[tuple[str, str]]:
-    """The user has ended torch.distributed before."""
+    """Call ``remove()`` after the user has destroyed the process group, and return the hooks of all units."""
     model = sharded()
     adapter = fsdp2.apply(model, feedback="both")
     model(tokens(0, dist.get_rank())).backward()
@@ -150,7 +164,7 @@ def test_remove_after_the_process_group_is_gone() -> None:
 
 
 def exported() -> tuple[list[str], list[str]]:
-    """Parameters of a full state dict that are not the sharded ones; and those that ``unshard()`` shows as they are."""
+    """Return the parameters that a full state dict gives inexactly, and those that ``unshard()`` gives exactly."""
     model = sharded()
     fsdp2.apply(model)
     model(tokens(0, dist.get_rank()))
@@ -164,6 +178,8 @@ def exported() -> tuple[list[str], list[str]]:
 
 
 def test_a_state_dict_is_exact_and_unshard_shows_decoded_weights() -> None:
+    """A state dict reads the shards, which stay exact; ``unshard()`` shows weights after int8 rounding."""
     for rank, (wrong, shown) in enumerate(run_ranks(4, exported, local_world_size=2)):
-        # A full state dict is rank 0's; values such as 0 and 1 may survive.
+        # Only rank 0 has a full state dict. Biases and norms may have values, such as 0 and 1, that int8 represents
+        # exactly, so after unshard() only the first linear layer of each block is checked.
         assert wrong == [] and not any(name.endswith("0.weight") for name in shown), (rank, wrong, shown)

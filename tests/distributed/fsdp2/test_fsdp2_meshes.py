@@ -1,6 +1,6 @@
-"""zeropp.fsdp2 on meshes of two dimensions (HSDP), and where one module's parameters lie on several meshes.
+"""zeropp.fsdp2 on meshes of two dimensions (HSDP), and for modules whose parameters are on several meshes.
 
-Four ranks; the mean over all of them is FSDP2's own, or plain torch's.
+All tests have four ranks. The mean over all ranks is compared with that of unchanged FSDP2 or of plain torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeropp.fsdp2.shards import parameter_groups
 
 
 def hybrid(replicas: int, dtype: str = "fp32", reshard: bool | int = True) -> Any:
-    """HSDP: so many copies, each sharded over the ranks of one row."""
+    """Return an HSDP model: ``replicas`` copies, each sharded over the ranks of one row of the mesh."""
     mesh = dist.init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicas", "shards"))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     model: Any = Net()
@@ -36,25 +36,32 @@ def hybrid(replicas: int, dtype: str = "fp32", reshard: bool | int = True) -> An
 
 
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Largest difference of a parameter's gradient, relative to its largest element."""
+    """Return the largest difference of a parameter's gradient, relative to the gradient's largest element."""
     assert found.keys() == wanted.keys()
     return max(apart(found[name], wanted[name]) / float(wanted[name].abs().max()) for name in wanted)
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Norm of the difference of all gradients together, relative to theirs."""
+    """Return the norm of the difference of all gradients together, relative to the norm of ``wanted``."""
     both = [torch.cat([each[name].flatten() for name in wanted]) for each in (found, wanted)]
     return float((both[0] - both[1]).norm() / both[1].norm())
 
 
 def step(model: Any, how: str) -> dict[str, Tensor]:
+    """Run one backward, or two with accumulation, and return the gradients.
+
+    Args:
+        model: model sharded with FSDP2.
+        how: use of FSDP2's settings, one of the cases of the test below.
+    """
     rank, modules = dist.get_rank(), [each for each in model.modules() if isinstance(each, FSDPModule)]
     if how == "a divide factor":
         for module in modules:
             module.set_gradient_divide_factor(3.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     if how == "accumulated":
-        # Twice within a row, once over the replicas.
+        # The first gradient is reduced within a row of the mesh only. The next backward adds the second gradient and
+        # reduces the sum over the replicas.
         model.set_requires_all_reduce(False)
         model(tokens(1, rank)).backward()
         model.set_requires_all_reduce(True)
@@ -72,7 +79,10 @@ def step(model: Any, how: str) -> dict[str, Tensor]:
 
 
 def replicated(replicas: int, how: str, dtype: str) -> tuple[float, float, float]:
-    """Distance from FSDP2 as it is: of plain hops, of codes, and of codes behind ``remove``."""
+    """Return three distances from the gradients of unchanged FSDP2.
+
+    They are the distances with plain hops, with codes, and after ``remove()``.
+    """
     wanted = step(hybrid(replicas, dtype), how)
     model = hybrid(replicas, dtype)
     fsdp2.apply(model, **PLAIN)
@@ -93,12 +103,20 @@ def replicated(replicas: int, how: str, dtype: str) -> tuple[float, float, float
 )
 @pytest.mark.parametrize("replicas", some([2, 1], 2))
 def test_replicas_have_the_mean_over_all_ranks(replicas: int, how: str, dtype: str) -> None:
+    """Plain hops differ only in the order of sums. 8-bit codes differ by at most 0.03 of the norm."""
     for plain, coded, removed in run_ranks(4, replicated, replicas, how, dtype, local_world_size=2):
         assert plain < 2e-6 and 1e-4 < coded < 0.03 and removed == 0.0
 
 
 def with_everything() -> tuple[float, list[str]]:
-    """Slope against plain torch; what was sent. Shards lie across nodes, and are kept in the node after forward."""
+    """Run one backward with all quantizations on one replica, whose shards lie across nodes.
+
+    With a reshard size of 2, weights are kept inside the node after forward.
+
+    Returns:
+        Largest deviation from 1 of a slope ``<gradient, mean> / <mean, mean>`` over all matrices, with the mean of
+        plain torch, and the kind and codec of each ledger row.
+    """
     model = hybrid(1, reshard=2)
     adapter = fsdp2.apply(model, secondary="codes", hadamard=True, feedback="both")
     model(tokens(0, dist.get_rank())).backward()
@@ -118,7 +136,7 @@ def test_one_replica_with_everything_quantized() -> None:
 
 
 class Routed(nn.Module):
-    """Two experts of one layer, weighed by a router."""
+    """Two experts, stored in one linear layer and weighted by a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +163,13 @@ class Experts(nn.Module):
 
 
 def of_several_meshes(how: str) -> Any:
-    """Experts lie on a mesh of their own, as in torchtitan with expert parallelism."""
+    """Return a model whose experts are on another mesh than all other parameters.
+
+    torchtitan shards experts this way with expert parallelism.
+
+    Args:
+        how: mesh of the experts: "replicated experts" (HSDP), "across nodes" or "inside nodes".
+    """
     whole = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
     dense = _fsdp_common.FSDPMeshInfo(whole, shard_mesh_dim=0)
@@ -166,6 +190,12 @@ def of_several_meshes(how: str) -> Any:
 
 
 def expert_gradients(how: str, settings: dict[str, Any] | None) -> tuple[dict[str, Tensor], list[tuple[str, str, int]]]:
+    """Return the gradients of two micro-batches, and (unit, kind, ranks) of each ledger row.
+
+    Args:
+        how: mesh of the experts, see :func:`of_several_meshes`.
+        settings: arguments of ``fsdp2.apply``; None for unchanged FSDP2.
+    """
     model = of_several_meshes(how)
     adapter = fsdp2.apply(model, **settings) if settings is not None else None
     for part in range(2):
@@ -182,6 +212,7 @@ def expert_gradients(how: str, settings: dict[str, Any] | None) -> tuple[dict[st
 
 
 def experts(how: str) -> tuple[float, float, list[tuple[str, str, int]]]:
+    """Return the distances of plain hops and of codes from unchanged FSDP2, and the ledger rows with codes."""
     wanted, _ = expert_gradients(how, None)
     plain, _ = expert_gradients(how, PLAIN)
     coded, rows = expert_gradients(how, {"gradient_bits": (8, 8), "feedback": "both"})
@@ -197,20 +228,21 @@ def test_each_mesh_of_a_module_has_its_own_communication(how: str) -> None:
 
 
 def refused_in_one_row() -> str:
-    """A setting of the last rank only; the ranks of the other row must hear of it, too."""
+    """Return the error of an invalid setting on rank 3. The ranks of the other row must raise it, too."""
     with pytest.raises((ValueError, RuntimeError)) as raised:
         fsdp2.apply(hybrid(2), beta=2.0 if dist.get_rank() == 3 else 0.5, feedback="cross")
     return str(raised.value)
 
 
 def other_bits_in_one_row() -> str:
-    """Rows agree within themselves, and differ from each other."""
+    """Return the error if settings are equal within a row of the mesh, but differ between rows."""
     with pytest.raises((ValueError, RuntimeError)) as raised:
         fsdp2.apply(hybrid(2), gradient_bits=(8, 4 if dist.get_rank() < 2 else 8))
     return str(raised.value)
 
 
 def short_of_memory_in_one_row() -> str:
+    """Return the error if rank 3 runs out of memory while hooks are created. No hook may be installed."""
     made = routes.ReduceComm
 
     def failing(*args: Any) -> Any:
@@ -226,6 +258,7 @@ def short_of_memory_in_one_row() -> str:
 
 
 def test_a_refusal_reaches_the_ranks_of_every_replica() -> None:
+    """No process group contains all ranks, so an error must pass from group to group."""
     for said in run_ranks(4, refused_in_one_row, local_world_size=2):
         assert "beta is 2.0" in said
     for said in run_ranks(4, other_bits_in_one_row, local_world_size=2):

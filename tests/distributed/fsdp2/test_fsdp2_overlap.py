@@ -1,6 +1,7 @@
-"""Hops of different units of zeropp.fsdp2 run beside each other: shown by hops that wait for those of another unit.
+"""Hops of different units of zeropp.fsdp2 overlap: a hop of one unit can wait until a hop of another unit begins.
 
-Two nodes of two ranks where nothing else is said.
+Also the limit on reductions in flight, errors of hops, and the lifetime of the memory that hops use. Unless a test says
+otherwise, the job has two nodes of two ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from zeropp.comm.process_groups import CollectiveError
 from zeropp.fsdp2.shards import parameter_groups
 from zeropp.wire import paths
 
-PATIENCE = 8.0  # seconds for a hop that never begins where nothing overlaps
+PATIENCE = 8.0  # seconds after which the test fails because hops do not overlap
 SIZE = 700
 
 
 class Gate:
-    """Holds the hop of one unit until that of another begins."""
+    """Wrapper of two hops: one unit's hop waits until another unit's hop begins."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.begun = threading.Event()
 
     def opened_by(self, hop: Hop, unit: str) -> None:
-        """By the begin of this unit's hop."""
+        """Let the gate open when ``hop`` begins for ``unit``."""
 
         def before(name: str) -> None:
             if name == unit:
@@ -46,7 +47,7 @@ class Gate:
         self._watch(hop, before)
 
     def holds(self, hop: Hop, unit: str) -> None:
-        """This unit's hop."""
+        """Let ``hop`` wait for the gate when it begins for ``unit``; raise an error after ``PATIENCE`` seconds."""
 
         def before(name: str) -> None:
             if name == unit and not self.begun.wait(PATIENCE):
@@ -71,7 +72,11 @@ class Gate:
 
 
 def gathers_ahead(settings: dict[str, Any]) -> bool:
-    """Both blocks are gathered ahead; the first one's hop inside the node waits for the second's between nodes."""
+    """Gather both blocks ahead; the intra-node hop of block 0 waits for the inter-node hop of block 1.
+
+    Returns:
+        True if the loss equals the loss without the gate.
+    """
     losses = []
     for gated in (False, True):
         model = sharded()
@@ -94,7 +99,16 @@ def test_gathers_of_two_units_overlap(settings: dict[str, Any]) -> None:
 
 
 def reductions_at_once(settings: dict[str, Any], gated: bool) -> list[Tensor]:
-    """As FSDP2 calls them on a device: it goes on to the next unit before the result of the first is there."""
+    """Start both reductions before waiting for a result, as FSDP2 does on a GPU.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``.
+        gated: True to hold the inter-node hop of block 0 until the reduction of block 1 begins. False to run one
+            reduction after the other.
+
+    Returns:
+        The two results.
+    """
     rank, model = dist.get_rank(), sharded()
     fsdp2.apply(model, **settings)
     comms = [hooks(block)[1] for block in model.blocks]
@@ -123,7 +137,11 @@ def test_reductions_of_two_units_overlap(settings: dict[str, Any]) -> None:
 
 
 def gathered_while_reducing() -> list[str]:
-    """In backward, FSDP2's own: the gather that it starts ahead waits for the reduction of the unit behind it."""
+    """Let the gather of block 0, which FSDP2 starts ahead in backward, wait for the reduction of block 1.
+
+    Returns:
+        Names of the parameters whose gradients differ from those without the gate.
+    """
     found = []
     for gated in (False, True):
         model = sharded()
@@ -144,7 +162,7 @@ def test_a_gather_overlaps_with_a_reduction() -> None:
 
 
 def third_in_line() -> list[bool]:
-    """Whether a third reduction is queued while the first is still between nodes."""
+    """Return [True] if a third reduction is queued while the first one has not finished its inter-node hop."""
     rank, model, queued, seen = dist.get_rank(), sharded(), threading.Event(), []
     fsdp2.apply(model)
     comms = [hooks(part)[1] for part in (*model.blocks, model)]
@@ -168,11 +186,16 @@ def third_in_line() -> list[bool]:
 
 
 def test_two_reductions_are_under_way_at_most() -> None:
+    """The limit bounds the memory of messages in flight."""
     assert run_ranks(4, third_in_line, local_world_size=2) == [[False]] * 4
 
 
 def broken_hops(error: Exception) -> list[str]:
-    """What reaches the caller when a hop of one unit has failed: of a forward, of a later gather, of a backward."""
+    """Return the errors of a forward, of a later gather and of a backward after a hop of one unit has failed.
+
+    Args:
+        error: error that the hop raises.
+    """
     said, batch = [], tokens(0, dist.get_rank())
 
     def broken(*args: Any, **options: Any) -> None:
@@ -197,6 +220,7 @@ def broken_hops(error: Exception) -> list[str]:
 
 
 def test_errors_of_hops_reach_the_caller() -> None:
+    """Errors of a hop reach the caller unchanged. If a rank is absent, the error names the collective and the unit."""
     for said in run_ranks(4, broken_hops, ValueError("own"), local_world_size=2):
         assert said == ["own"] * 3
     for said in run_ranks(4, broken_hops, CollectiveError("Connection closed by peer"), local_world_size=2):
@@ -205,9 +229,10 @@ def test_errors_of_hops_reach_the_caller() -> None:
 
 
 def alone() -> str:
-    """One rank of four does not run the forward."""
+    """Return the error of a forward that the last of four ranks does not run."""
     model = sharded()
-    # `apply` is collective, with the same limit; torch's first import of what shards takes seconds on a busy machine.
+    # apply is collective with the same limit of 3 seconds. The first import of torch's sharding modules takes seconds
+    # on a busy machine, so wait for all ranks before apply.
     dist.barrier()
     fsdp2.apply(model, hang_timeout=3.0)
     if dist.get_rank() == 3:
@@ -223,7 +248,14 @@ def test_a_rank_that_does_not_come_ends_the_others_wait() -> None:
 
 
 def message_of_the_caller() -> list[bool]:
-    """One hop of plain values sends FSDP2's own buffer, which is dropped before the hop has read it."""
+    """Drop FSDP2's buffer before the hop has read it.
+
+    With one hop of plain values, FSDP2's own buffer is the message, without a copy.
+
+    Returns:
+        Three flags: the buffer exists when the hop reads it, the result is right, and the buffer is free after the next
+        reduction.
+    """
     rank, model, dropped, found = dist.get_rank(), sharded(), threading.Event(), []
     fsdp2.apply(model, **PLAIN)
     _, reduce, group = hooks(model)
@@ -243,11 +275,12 @@ def message_of_the_caller() -> list[bool]:
     reduce(out, given, group, dist.ReduceOp.AVG)
     del given
     gc.collect()
+    # If the buffer were free, these tensors would reuse its memory, and the result would be NaN.
     others = [torch.full((4 * SIZE,), torch.nan) for _ in range(8)]
     dropped.set()
     reduce.finish_reduction(out)
     found.append(torch.allclose(out, expected, atol=1e-6))
-    # The comm stream goes on to the next work, and keeps nothing of the last.
+    # After its next work, the comm stream must not keep a reference to the buffer of the previous one.
     hop.all_to_all = send
     reduce(out, others[0], group, dist.ReduceOp.AVG)
     reduce.finish_reduction(out)
@@ -259,16 +292,23 @@ def test_what_a_hop_reads_lives_until_it_has_ended() -> None:
 
 
 class FakeStreams:
-    """Which memory was named as in use on which comm stream, and which memory the hops took there."""
+    """Recorder of the memory that hops use, in place of the allocator of a GPU.
+
+    Attributes:
+        named: (thread name, data pointer) of each storage that was passed to ``used_here``.
+        taken: (thread name, data pointer) of each storage that a hop received.
+    """
 
     def __init__(self) -> None:
         self.named: set[tuple[str, int]] = set()
         self.taken: list[tuple[str, int]] = []
 
     def name(self, tensor: Tensor) -> None:
+        """Record that memory is marked as used on the current thread; a replacement of ``used_here``."""
         self.named.add((threading.current_thread().name, tensor.untyped_storage().data_ptr()))
 
     def watch(self, hop: Any) -> None:
+        """Record the memory that a hop receives."""
         for kind in ("all_gather", "all_to_all"):
             setattr(hop, kind, self._noting(getattr(hop, kind)))
 
@@ -281,7 +321,9 @@ class FakeStreams:
 
 
 def named_memory(settings: dict[str, Any]) -> list[bool]:
-    """As on a device: whether all that a comm stream reads and was not made on it is named there, and on FSDP2's
+    """Return one flag per use of memory on another stream than the one that allocated it.
+
+    A flag is True if the memory is marked as used there with ``used_here``. The uses are on comm streams and on FSDP2's
     stream.
     """
     comm_streams, model, rank = FakeStreams(), sharded(), dist.get_rank()
@@ -298,7 +340,7 @@ def named_memory(settings: dict[str, Any]) -> list[bool]:
         gather(out, out[rank * SIZE : (rank + 1) * SIZE], group).wait()
         (_, column), *inside = comm_streams.taken
         found = [("zeropp fsdp2 gather local", column) in comm_streams.named]
-        # FSDP2 looks after its own result.
+        # FSDP2 keeps the gather's result alive until it is copied out, so the result itself needs no mark.
         found += [taken[1] == whole or taken in comm_streams.named for taken in inside]
         comm_streams.taken.clear()
         out = torch.empty(SIZE)
@@ -314,7 +356,7 @@ def named_memory(settings: dict[str, Any]) -> list[bool]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, PLAIN], ids=["coded", "plain"])
 def test_memory_on_several_streams_is_named_there(settings: dict[str, Any]) -> None:
-    """[Note: memory on several streams]; on CPU nothing follows from it, so that it is written down here."""
+    """See [Note: memory on several streams]. A CPU has no such streams, so the test records the calls."""
     assert run_ranks(4, named_memory, settings, local_world_size=2) == [[True] * 7] * 4
 
 
@@ -323,7 +365,13 @@ def _note_sum(sums: list[float], out: Tensor) -> None:
 
 
 def with_a_hook(when: str) -> list[str]:
-    """A hook of the user's sees finished gradients, and they are the same."""
+    """Return the parameters whose gradients differ if the user sets an all-reduce hook.
+
+    The hook must be called for each of the three units, and must stay after ``remove()``.
+
+    Args:
+        when: "before" or "after" ``fsdp2.apply``.
+    """
     found = []
     for own in (False, True):
         model, sums = sharded(), list[float]()
@@ -348,6 +396,7 @@ def test_beside_an_all_reduce_hook(when: str) -> None:
 
 
 def without_gradients() -> bool:
+    """Return True if a forward in inference mode gives the loss of a usual forward."""
     model = sharded()
     fsdp2.apply(model)
     batch = tokens(0, dist.get_rank())
@@ -357,4 +406,5 @@ def without_gradients() -> bool:
 
 
 def test_in_inference_mode() -> None:
+    """Hops run on other threads, and inference mode is per thread, so zeropp must set it there."""
     assert run_ranks(4, without_gradients, local_world_size=2) == [True] * 4

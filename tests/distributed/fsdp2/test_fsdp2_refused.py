@@ -1,4 +1,7 @@
-"""What zeropp.fsdp2 refuses, on every rank and before anything is sent; its ends and its corners."""
+"""Settings and models that zeropp.fsdp2 refuses, on every rank and before anything is installed or sent.
+
+Also ``remove()``, asynchronous ``unshard``, and a job of one rank.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ from zeropp.fsdp2.shards import parameter_groups
 
 
 def refused(case: str) -> str:
-    """Message of the error; afterwards the ranks can still talk, and FSDP2 has its own communication."""
+    """Return the error for one of ``CASES``.
+
+    After the error, the ranks can still communicate, and FSDP2 has its own hooks.
+    """
     make, settings = CASES[case]
     model = make()
     with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
@@ -40,19 +46,23 @@ def refused(case: str) -> str:
 
 
 class Mixed(Net):
+    """A model with a frozen parameter of another dtype."""
+
     def __init__(self) -> None:
         super().__init__()
         self.fixed.bfloat16()
 
 
 class Whole(Net):
+    """A model with a parameter of integers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.counts = nn.Parameter(torch.zeros(8, dtype=torch.int64), requires_grad=False)
 
 
 def unmixed(cls: type[nn.Module]) -> Any:
-    """Without a policy: every parameter travels in its own dtype."""
+    """Return a model sharded without a mixed-precision policy, so that each parameter is gathered in its own dtype."""
     model = cls()
     for block in model.blocks:
         fully_shard(block)
@@ -60,23 +70,26 @@ def unmixed(cls: type[nn.Module]) -> Any:
 
 
 def otherwise_frozen() -> nn.Module:
-    """The last rank trains one parameter less."""
+    """Return a model of which the last rank trains one parameter less."""
     model = Net()
     model.head.bias.requires_grad_(dist.get_rank() < 3)
     return fully_shard(model)
 
 
 def replicated() -> nn.Module:
+    """Return a model whose parameters are only replicated, by torch's ``replicate``."""
     return replicate(Net(), mesh=dist.init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)))
 
 
 def applied() -> nn.Module:
+    """Return a model on which ``fsdp2.apply`` has been called."""
     model = sharded()
     fsdp2.apply(model)
     return model
 
 
 def extended() -> nn.Module:
+    """Return a model with a parameter that has its own all-gather extension."""
     model = sharded()
     param = parameter_groups(model.blocks[0]._get_fsdp_state())[0].fsdp_params[0]
     param._sharded_local_tensor.fsdp_pre_all_gather = lambda *_: None
@@ -160,7 +173,7 @@ def refused_all() -> dict[str, str]:
 
 
 def other_nodes() -> str:
-    """The last rank's launcher tells of larger nodes than the others'."""
+    """Return the error if the last rank's LOCAL_WORLD_SIZE differs from that of the other ranks."""
     if dist.get_rank() == 3:
         os.environ["LOCAL_WORLD_SIZE"] = "4"
     with pytest.raises((ValueError, RuntimeError)) as raised:
@@ -169,6 +182,7 @@ def other_nodes() -> str:
 
 
 def test_nodes_that_differ_between_ranks_are_refused_before_groups_are_made() -> None:
+    """Creating process groups is collective, so ranks with different groups would wait for each other forever."""
     for said in run_ranks(4, other_nodes, local_world_size=2):
         assert "ranks 0 and 3 disagree" in said, said
 
@@ -197,7 +211,14 @@ def test_what_fits_together_is_accepted(settings: dict[str, Any]) -> None:
 
 
 def late_changes() -> list[str]:
-    """A dtype that changes after apply is refused while training. After remove FSDP2 is as it was."""
+    """Change a dtype after apply, and remove the adapter.
+
+    Training with the changed dtype raises an error. After ``remove()``, gradients are those of FSDP2, no bytes are
+    counted, and no process group of the adapter exists.
+
+    Returns:
+        Names of wrong gradients, and other failures.
+    """
     model = unmixed(Net)
     fsdp2.apply(model)
     model.fixed.bfloat16()
@@ -228,7 +249,7 @@ def test_late_changes_and_removal() -> None:
 
 
 def asynchronous() -> list[tuple[float, int]]:
-    """Loss and bytes, with gathers that FSDP2 starts in its usual way, and asynchronously."""
+    """Return (loss, bytes sent) with FSDP2's usual gathers, and with gathers started by ``unshard(async_op=True)``."""
     found = []
     for ahead in (False, True):
         model = sharded()
@@ -248,6 +269,7 @@ def test_gathers_that_are_started_ahead() -> None:
 
 
 def lone() -> float:
+    """Return the difference of one rank's loss from plain torch. The ledger must stay empty."""
     model = sharded()
     adapter = fsdp2.apply(model, feedback="both")
     loss = model(tokens(0, 0))

@@ -1,4 +1,4 @@
-"""Weights, losses, bytes and carried errors of zeropp.fsdp2, against FSDP2 as it is and against one process."""
+"""Weights, losses, bytes and stored errors of zeropp.fsdp2, compared with unchanged FSDP2 and with one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,18 @@ from zeropp.fsdp2.shards import ShardedUnit
 
 
 def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
-    """Parameters that differ, in forward or backward of two steps, from shards rounded to int8 once, or twice."""
+    """Train two steps and compare the weights in forward and backward with shards rounded to int8.
+
+    Weights are rounded once; in backward twice if the secondary gather sends codes.
+
+    Args:
+        reshard: FSDP2's ``reshard_after_forward``.
+        dtype: compute dtype, a key of ``DTYPES``.
+        secondary: "values" or "codes", the encoding of the gather in backward if ``reshard`` is a number.
+
+    Returns:
+        Names of parameters whose values differ, with the pass.
+    """
     world, wrong = dist.get_world_size(), []
     model = sharded(reshard, dtype)
     cut = units(model)
@@ -56,7 +67,8 @@ def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
             shapes = [values[name].shape for name in parameters]
             table = table_of([whole(values[name]).detach().to(DTYPES[dtype]) for name in parameters], world)
             decoded = torch.stack([rounded(row, 8) for row in table]).to(DTYPES[dtype]).float()
-            # Two ranks share what they keep parameter by parameter: each has two of the four rows of every one.
+            # The secondary group has two ranks. FSDP2 splits each parameter between them, so the shard of one rank has
+            # two of the table's four rows of each parameter, parameter by parameter.
             sizes = [-(-shape[0] // world) * shape[1:].numel() for shape in shapes]
             halves = torch.cat([part.reshape(2, -1) for part in decoded.split(sizes, dim=1)], dim=1)
             twice = torch.stack([rounded(row.to(DTYPES[dtype]), 8) for row in halves]).to(DTYPES[dtype]).float()
@@ -73,7 +85,10 @@ def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard, secondary", [(True, "values"), (False, "values"), (2, "codes"), (2, "values")])
 def test_every_rank_computes_with_the_decoded_weights(reshard: bool | int, secondary: str, dtype: str) -> None:
-    """In forward and backward; from a smaller group the same, unless they travel as codes a second time."""
+    """Weights are equal in forward and backward.
+
+    The exception are codes in a secondary gather, which round the weights once more for backward.
+    """
     assert run_ranks(4, weights_seen, reshard, dtype, secondary, local_world_size=2) == [[]] * 4
 
 
@@ -81,7 +96,14 @@ def test_every_rank_computes_with_the_decoded_weights(reshard: bool | int, secon
 
 
 def losses(settings: dict[str, Any] | None, reshard: bool | int, dtype: str, steps: int = 5) -> list[float]:
-    """Mean over ranks, each step's."""
+    """Train, and return each step's loss, the mean over ranks.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``; None for unchanged FSDP2.
+        reshard: FSDP2's ``reshard_after_forward``.
+        dtype: compute dtype, a key of ``DTYPES``.
+        steps: number of steps.
+    """
     model = sharded(reshard, dtype)
     if settings is not None:
         fsdp2.apply(model, **settings)
@@ -99,10 +121,14 @@ def losses(settings: dict[str, Any] | None, reshard: bool | int, dtype: str, ste
 
 
 def loss_bounds(steps: int = 5, world: int = 4) -> tuple[list[float], list[float]]:
-    """Losses of one process, and how far codes of 8 bits in weights and 8 and 4 in gradients can move each of them.
+    """Train in one process, and bound the change of each loss by quantization.
 
-    To first order: weights are off by half a scale of their own, and by what the gradients of the steps before were
-    off; a loss moves by at most the sum of those times its gradient.
+    The bounds are for 8-bit weights and gradients of 8 and 4 bits, to first order. The error of a weight is half a
+    quantization step of its own, plus the learning rate times the errors of all earlier gradients. The change of a loss
+    is at most the sum of weight errors times absolute gradients.
+
+    Returns:
+        The losses, and the bound of each.
     """
     model = Net()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -138,7 +164,10 @@ def loss_bounds(steps: int = 5, world: int = 4) -> tuple[list[float], list[float
 @pytest.mark.every(2)
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_losses_stay_within_the_codecs_bound(reshard: bool | int) -> None:
-    """Compared with FSDP2 as it is, and with one process."""
+    """Losses with codes differ from those of unchanged FSDP2 by at most twice the first-order bound.
+
+    Unchanged FSDP2 gives the losses of one process.
+    """
     single, limits = loss_bounds()
     assert single[0] > single[-1]
     usual = run_ranks(4, losses, None, reshard, "fp32", local_world_size=2)[0]
@@ -163,7 +192,12 @@ def test_losses_in_bf16() -> None:
 
 
 def compared(reshard: bool | int, dtype: str) -> tuple[list[float], list[float], float]:
-    """Losses of FSDP2 and of plain hops; largest relative difference of a parameter's gradient."""
+    """Train with plain hops and with unchanged FSDP2.
+
+    Returns:
+        Losses with plain hops, losses of unchanged FSDP2, and the largest relative difference of a parameter's
+        gradient.
+    """
     ours, usual = sharded(reshard, dtype), sharded(reshard, dtype)
     fsdp2.apply(ours, **PLAIN)
     found: tuple[list[float], list[float]] = ([], [])
@@ -192,7 +226,7 @@ def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype
 
 
 def exact(reshard: bool | int) -> list[str]:
-    """Gradients in float64 that are not those of plain torch, to more digits than float32 has."""
+    """Return the parameters whose float64 gradients differ from plain torch's by more than 1e-12, relatively."""
     model = sharded(reshard, "fp64", "fp64", lambda: Net().double())
     fsdp2.apply(model, **PLAIN)
     model(tokens(0, dist.get_rank())).backward()
@@ -204,6 +238,7 @@ def exact(reshard: bool | int) -> list[str]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_gradients_in_float64_are_summed_in_it(reshard: bool | int) -> None:
+    """A sum in float32 would differ by about 1e-7."""
     assert run_ranks(4, exact, reshard, local_world_size=2) == [[]] * 4
 
 
@@ -214,7 +249,16 @@ Rows = dict[tuple[str, str, str, str], tuple[int, int, str]]  # unit, kind, hop,
 
 
 def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str, tuple[int, int, int]]]:
-    """What a step sent; elements of a rank's shard of each unit, of what is trained of it, and of its vectors."""
+    """Run one step.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``.
+        reshard: FSDP2's ``reshard_after_forward``.
+
+    Returns:
+        The ledger's rows, and for each unit three numbers of elements of one rank's shard: all, trained, and those of
+        one-dimensional parameters.
+    """
     model = sharded(reshard)
     adapter = fsdp2.apply(model, **settings)
     cut, world = units(model), dist.get_world_size()
@@ -238,24 +282,26 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     ids=str,
 )
 def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshard: bool | int) -> None:
+    """The ledger's calls, bytes and codecs equal those computed from the sizes of shards."""
     plain = settings is PLAIN
     weight = "fp32" if plain else "int8"
     for rows, sizes in run_ranks(4, sent, settings, reshard, local_world_size=2):
         wanted = {}
         for unit, (numel, trained, vectors) in sizes.items():
             shard = 4 * numel if plain else kernels.message_layout(numel, 8).nbytes
-            # FSDP2's root is gathered once, unless told otherwise; its blocks anew in backward.
+            # With reshard_after_forward=True, backward gathers the weights again. This includes the root, because the
+            # model gives the setting to the root, too.
             times = 2 if reshard is True else 1
             if settings.get("gather_hops") == 1:
                 wanted[unit, "gather", "4->1", "cross"] = (times, times * 3 * shard, weight)
             else:
                 wanted[unit, "gather", "4->2", "cross"] = (times, times * shard, weight)
-                wanted[unit, "gather", "2->1", "local"] = (2 * times, times * 2 * shard, weight)  # one call a node
+                wanted[unit, "gather", "2->1", "local"] = (2 * times, times * 2 * shard, weight)  # one call per node
             if reshard == 2:
                 coded = settings.get("secondary") == "codes"
                 nbytes = kernels.message_layout(2 * numel, 8).nbytes if coded else 4 * 2 * numel
                 wanted[unit, "second", "2->1", "local"] = (1, nbytes, "int8" if coded else "fp32")
-            # A value lies where four codes would: 16 bits of int4, 32 of int8.
+            # A plain value takes the bytes of four codes: 16 bits beside int4, 32 bits beside int8.
             piece = -(-trained // 256) * 256 + -(-4 * vectors // 256) * 256
             pair = (8 * trained, 4 * trained)
             if not plain:
@@ -265,11 +311,20 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
         assert rows == wanted
 
 
-# Errors that are fed back.
+# Error feedback.
 
 
 def fed(feedback: str | None) -> tuple[float, float, list[str]]:
-    """Error of one gradient and of the mean of twelve, and what is wrong with the state."""
+    """Reduce the same gradient several times with 4 bits.
+
+    With feedback, also save, load and reset the errors, and reduce without one parameter.
+
+    Args:
+        feedback: "cross", "both" or None.
+
+    Returns:
+        Relative error of one gradient, relative error of the mean of twelve, and descriptions of wrong states.
+    """
     model, wrong = sharded(), []
     adapter = fsdp2.apply(model, weights=None, gradient_bits=(4, 4), feedback=feedback)
     _, reduce, group = hooks(model.blocks[0])
@@ -308,6 +363,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
 
 
 def test_what_encoding_loses_goes_with_the_next_gradient() -> None:
+    """With feedback, errors of equal gradients cancel in their mean. Without it, every gradient has the same error."""
     for single, several, _ in run_ranks(4, fed, None, local_world_size=2):
         assert several == pytest.approx(single)
     one = run_ranks(4, fed, "cross", local_world_size=2)
@@ -317,7 +373,11 @@ def test_what_encoding_loses_goes_with_the_next_gradient() -> None:
 
 
 def kept_share(beta: float | None) -> Tensor:
-    """The third of three gradients that are alike."""
+    """Return the third of three reductions of the same gradient.
+
+    Args:
+        beta: factor on the old error; None for the default.
+    """
     model = sharded()
     fsdp2.apply(model, weights=None, feedback="cross", beta=beta)
     _, reduce, group = hooks(model.blocks[0])
@@ -332,13 +392,14 @@ def kept_share(beta: float | None) -> Tensor:
 
 
 def test_the_share_of_an_old_error_that_is_kept_is_a_setting() -> None:
+    """The default of ``beta`` is 0.8."""
     usual, same, less = (run_ranks(4, kept_share, beta, local_world_size=2) for beta in (None, 0.8, 0.2))
     for rank in range(4):
         assert torch.equal(usual[rank], same[rank]) and not torch.equal(usual[rank], less[rank])
 
 
 def frozen_units(feedback: str) -> tuple[list[float], list[str]]:
-    """Losses of a model of which one unit is frozen wholly, as with LoRA; whose errors are carried."""
+    """Train a model with a frozen block, as with LoRA, and return the losses and the names of stored errors."""
     model = Net()
     model.blocks[0].requires_grad_(False)
     for block in model.blocks:
@@ -366,7 +427,7 @@ def test_units_that_are_frozen_wholly_carry_no_errors(feedback: str) -> None:
 
 
 def fails_half_way() -> list[str]:
-    """Hooks that are FSDP2's no more after ``apply`` failed at its last unit."""
+    """Let ``apply`` fail at its last unit, and return the names of hooks that are not FSDP2's own afterwards."""
     model = sharded()
     made = routes.ReduceComm
 
@@ -378,7 +439,7 @@ def fails_half_way() -> list[str]:
     with mock.patch.object(routes, "ReduceComm", failing), pytest.raises(MemoryError):
         fsdp2.apply(model, feedback="cross")
     left = [name for module in (*model.blocks, model) for name in map(type_name, hooks(module)[:2])]
-    fsdp2.apply(model, feedback="cross")  # nothing is in the way
+    fsdp2.apply(model, feedback="cross")  # no hook was left that would make a second call fail
     return [name for name in left if not name.startswith("Default")]
 
 
@@ -387,4 +448,5 @@ def type_name(value: object) -> str:
 
 
 def test_a_failure_changes_nothing() -> None:
+    """Hooks are installed only after those of all units have been created."""
     assert run_ranks(4, fails_half_way, local_world_size=2) == [[]] * 4

@@ -1,6 +1,6 @@
-"""Gradients of one-dimensional parameters behind zeropp.fsdp2: values of 16 bits or more beside codes.
+"""zeropp.fsdp2 sends gradients of one-dimensional parameters as values of 16 bits or more beside quantized gradients.
 
-Two nodes of two ranks where nothing else is said.
+Unless a test says otherwise, the job has two nodes of two ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ WIDTH = 2.0**-7  # largest relative error of a sum of values that bfloat16 round
 
 
 class Attention(nn.Module):
-    """Norms and biases between matrices, as Qwen3 and Qwen2 have them; some have tiny gradients, some huge ones.
+    """Norms and biases between matrices, as in Qwen2 and Qwen3; some have tiny gradients, some huge ones.
 
-    And vectors that are written with more dimensions, as RWKV and vision transformers have them.
+    ``mix`` and ``gain`` are vectors with additional dimensions of size 1, as in RWKV and vision transformers.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,17 @@ class Stack(nn.Module):
 
 
 def stack(dtype: str = "fp32", reduce: str = "fp32") -> Any:
+    """Return a :class:`Stack` sharded with FSDP2, with compute dtype ``dtype`` and reduce dtype ``reduce``."""
     model: Any = Stack()
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=DTYPES[reduce])
-    # The norm by itself has nothing but vectors.
+    # The norm is a unit of its own, which has only vectors.
     for part in (*model.blocks, model.norm, model):
         fully_shard(part, mp_policy=policy)
     return model
 
 
 def is_vector(value: Tensor) -> bool:
+    """Return True if at most one dimension has a size other than 1."""
     return max(value.shape) == value.numel()
 
 
@@ -73,7 +75,12 @@ def batch(step: int = 0) -> Tensor:
 
 
 def of_one_step(settings: dict[str, Any] | None, *dtypes: str) -> tuple[dict[str, Tensor], set[str]]:
-    """Gradients, and the codecs that carried them."""
+    """Return the gradients of one step, and the codecs that carried them.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``; None for unchanged FSDP2.
+        *dtypes: compute dtype and reduce dtype.
+    """
     model = stack(*dtypes)
     adapter = None if settings is None else fsdp2.apply(model, weights=None, **settings)
     model(batch()).backward()
@@ -82,7 +89,15 @@ def of_one_step(settings: dict[str, Any] | None, *dtypes: str) -> tuple[dict[str
 
 
 def compared(settings: dict[str, Any], *dtypes: str) -> tuple[float, float, set[str]]:
-    """Largest relative error of a parameter of one dimension, and of a matrix; codecs."""
+    """Compare one step's gradients with those of unchanged FSDP2.
+
+    Args:
+        settings: arguments of ``fsdp2.apply``.
+        *dtypes: compute dtype and reduce dtype.
+
+    Returns:
+        Largest relative error of a vector, largest relative error of a matrix, and the codecs of the reductions.
+    """
     wanted, _ = of_one_step(None, *dtypes)
     found, codecs = of_one_step(settings, *dtypes)
     assert found.keys() == wanted.keys()
@@ -112,10 +127,11 @@ SETTINGS = {
 @pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp16")], ids=str)
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_vectors_are_those_of_fsdp2_to_16_bits(name: str, dtypes: tuple[str, str]) -> None:
+    """Vectors are rounded to bfloat16 at most once per hop, and matrices are still quantized."""
     settings, wanted = SETTINGS[name]
     if dtypes[1] != "fp32" and name == "8, 32":
         pytest.skip("32 bits are float32 whatever FSDP2 reduces in")
-    # Autograd's own sums differ with the order of a sum that FSDP2 rounds to 16 bits.
+    # With a reduce dtype of 16 bits, the gradients of FSDP2 that the test compares with are rounded to 16 bits, too.
     rounding = 2 * WIDTH if dtypes[1] == "fp32" else 4 * WIDTH
     for vectors, matrices, codecs in run_ranks(4, compared, settings, *dtypes, local_world_size=2):
         assert vectors < rounding and matrices > 1e-4, (vectors, matrices)
@@ -123,12 +139,13 @@ def test_vectors_are_those_of_fsdp2_to_16_bits(name: str, dtypes: tuple[str, str
 
 
 def test_without_them_vectors_share_scales() -> None:
+    """With ``vector_bits=None``, a vector is quantized with a matrix's scale and loses most of its gradient."""
     for vectors, _, codecs in run_ranks(4, compared, {"vector_bits": None}, "fp32", "fp32", local_world_size=2):
         assert vectors > 0.5 and codecs == {"int8", "int4"}
 
 
 def matrices_beside_loud_vectors() -> list[float]:
-    """Error of the matrices with vectors as codes, and as values: huge neighbours spoil their groups no longer."""
+    """Return the largest relative error of a matrix with vectors as codes, and with vectors as values."""
     wanted, _ = of_one_step(None)
     found = []
     for bits in (None, 16):
@@ -140,12 +157,13 @@ def matrices_beside_loud_vectors() -> list[float]:
 
 @pytest.mark.campaign
 def test_matrices_do_not_share_scales_with_vectors() -> None:
+    """A vector with huge gradients would raise the scale of the matrix elements in its groups."""
     for codes, values in run_ranks(4, matrices_beside_loud_vectors, local_world_size=2):
         assert values < 0.3 and values < codes
 
 
 class Chosen(nn.Module):
-    """Experts with biases, of which each step uses others."""
+    """Experts with biases, of which each step uses another set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +178,11 @@ class Chosen(nn.Module):
 
 
 def many_sets() -> tuple[int, float]:
-    """Packings that are kept after more sets of parameters than that; largest error of a bias in the last step."""
+    """Train with 70 different sets of used parameters.
+
+    Returns:
+        Number of cached packings, and the largest relative error of a bias in the last step.
+    """
     found = []
     for coded in (False, True):
         model: Any = fully_shard(Chosen())
@@ -176,12 +198,21 @@ def many_sets() -> tuple[int, float]:
 
 @pytest.mark.campaign
 def test_packings_of_many_sets_of_parameters_are_not_all_kept() -> None:
+    """The cache is cleared at 64 packings, so that its memory is bounded."""
     for kept, error in run_ranks(4, many_sets, local_world_size=2):
         assert kept <= 64 and error < 2 * WIDTH
 
 
 def with_parts_missing(how: str) -> dict[str, float]:
-    """Errors of vectors where parameters have no gradient, are frozen in between, or gradients are accumulated."""
+    """Train three steps in which FSDP2's gradient buffer has varying contents.
+
+    Args:
+        how: "unused" or "unused as zeros" for parameters without a gradient, "frozen" for parameters that are frozen in
+            some steps, "accumulated" for one reduction after three micro-batches.
+
+    Returns:
+        Relative error of each vector's gradient, by step and name.
+    """
     found = []
     for settings in (None, {}):
         model = stack()
@@ -200,7 +231,7 @@ def with_parts_missing(how: str) -> dict[str, float]:
                 model.set_requires_gradient_sync(step == 2)
             model(batch(step), how not in ("unused", "unused as zeros") or step == 1).backward()
             if how != "accumulated":
-                # The last step's alone, so that each set of parameters is seen.
+                # Compare each step's gradients alone, so that each set of parameters is checked.
                 last = gradients(model)
                 found.append({f"{step} {name}": value for name, value in last.items()})
                 model.zero_grad()
@@ -221,13 +252,19 @@ def with_parts_missing(how: str) -> dict[str, float]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["unused", "unused as zeros", "frozen", "accumulated"])
 def test_vectors_are_found_whichever_parameters_have_a_gradient(how: str) -> None:
+    """FSDP2 omits parameters without a gradient, so the positions of vectors in its buffer vary."""
     for errors in run_ranks(4, with_parts_missing, how, local_world_size=2):
-        # What several batches have added partly cancels over the ranks, and rounding does not.
+        # Gradients of several batches partly cancel in the sum over ranks, and rounding errors do not, so the relative
+        # error is larger.
         assert errors and max(errors.values()) < (0.1 if how == "accumulated" else 2 * WIDTH), errors
 
 
 def not_finite(value: float) -> tuple[list[str], list[str]]:
-    """Parameters with Inf or NaN after one rank's norm had it; and a step later, with feedback."""
+    """Multiply the output of a norm on rank 3 by Inf or NaN in the first of two steps, with error feedback.
+
+    Returns:
+        Parameters with gradients that are not finite, in the first step and in the second.
+    """
     model = stack()
     fsdp2.apply(model, weights=None, feedback="both")
     x = batch()
@@ -251,7 +288,12 @@ def test_vectors_that_are_not_finite_arrive_and_are_not_carried_over(value: floa
 
 
 def bytes_sent() -> tuple[int, int, int, int]:
-    """Bytes of gradients without values and with them; elements of vectors that they carry; collectives more."""
+    """Run one step with vectors as codes, and one with vectors as values.
+
+    Returns:
+        Bytes of gradients with codes, bytes with values, number of elements of all vectors, and number of additional
+        collectives with values.
+    """
     sent, calls = [], []
     for bits in (None, 16):
         model = stack()
@@ -265,13 +307,15 @@ def bytes_sent() -> tuple[int, int, int, int]:
 
 
 def test_values_go_in_the_same_messages() -> None:
+    """Plain values need no collectives of their own, and add few bytes."""
     for codes, values, vectors, calls in run_ranks(4, bytes_sent, local_world_size=2):
-        # 4 bytes an element inside the node and 2 between nodes, half and a quarter of them sent; blocks of 256.
+        # A value has 4 bytes on the intra-node hop and 2 bytes on the inter-node hop. A rank sends half and a quarter
+        # of the elements, 2.5 bytes per element of a vector. The last term bounds the padding to blocks of 256.
         assert calls == 0 and codes < values < codes + 3 * vectors + 2 * 4 * 3 * 256
 
 
 def unwatched() -> list[bool]:
-    """Whether FSDP2's method is replaced: it must not be where nobody asks for parts."""
+    """Return, for each of four settings, True if FSDP2's ``post_backward`` is replaced."""
     found = []
     for settings in ({}, {"vector_bits": None}, {"gradient_bits": None}, {"vector_bits": None, "feedback": "cross"}):
         model = stack()
@@ -284,4 +328,8 @@ def unwatched() -> list[bool]:
 
 
 def test_fsdp2_is_watched_only_where_parts_matter() -> None:
+    """The replaced method runs for each unit in every backward, so zeropp replaces it only if needed.
+
+    It is needed to find vectors in the buffer, and for error feedback.
+    """
     assert run_ranks(4, unwatched, local_world_size=2) == [[True, False, False, True]] * 4
