@@ -1,4 +1,4 @@
-"""Training, evaluation and branches that alternate: nothing is learned again, and nothing is sent in vain."""
+"""When training, evaluation and branches alternate, no known order is learned again and no gather is superfluous."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from tests.support.sharded_and_plain import Pair
 
 
 def gathered_by(pair: Pair, routes: list[Route], training: bool) -> Counter[str]:
+    """Run one training step or one evaluation, and return its gathers by unit.
+
+    Args:
+        pair: sharded model and plain model.
+        routes: one route for all ranks, or one route per rank.
+        training: True for a training step of both models; False for a forward of the sharded model.
+    """
     before = Counter(gathers(pair.optimizer))
     if training:
         pair.train(*routes)
@@ -26,7 +33,7 @@ def gathered_by(pair: Pair, routes: list[Route], training: bool) -> Counter[str]
 
 
 def alone(route: Route, training: bool, settings: dict[str, object]) -> Counter[str]:
-    """Gathers of the third pass of one kind, when nothing else runs."""
+    """Return the gathers of the third pass of one kind if no other pass runs in between."""
     pair = Pair(Routed(6), make_config(**settings))
     found = Counter[str]()
     for _ in range(3):
@@ -37,7 +44,17 @@ def alone(route: Route, training: bool, settings: dict[str, object]) -> Counter[
 def alternate(
     passes: list[tuple[Route, bool]], settings: dict[str, object], rounds: int
 ) -> tuple[list[Counter[str]], list[Counter[str]], int]:
-    """Gathers of each pass in the last round, of each pass alone, and agreements in the last round."""
+    """Run several passes in turn.
+
+    Args:
+        passes: route of each pass, and True if the pass is a training step.
+        settings: keys for ``make_config``.
+        rounds: number of times that all passes run.
+
+    Returns:
+        Gathers of each pass in the last round, gathers of each pass without the others, and number of exchanges in the
+        last round.
+    """
     alones = [alone(route, training, settings) for route, training in passes]
     pair = Pair(Routed(6), make_config(**settings))
     last: list[Counter[str]] = []
@@ -55,7 +72,7 @@ LIMITS: dict[str, dict[str, object]] = {"default": {}, "prefetch": {"reuse": 0},
 
 @pytest.mark.parametrize("limits", some(LIMITS, 3))
 def test_train_and_eval_alternate(limits: str) -> None:
-    """Both orders are known: nothing is learned again, and nothing is gathered in vain."""
+    """The orders of both kinds of forward are known after the first round, so the last round has no exchange."""
     for last, alones, talked in run_ranks(2, alternate, [(chain(6), True), (chain(6), False)], LIMITS[limits], 3):
         assert last == alones
         assert talked == 0
@@ -63,7 +80,7 @@ def test_train_and_eval_alternate(limits: str) -> None:
 
 @pytest.mark.parametrize("limits", some(["prefetch", "bare", "default"], 3))
 def test_two_branches_alternate(limits: str) -> None:
-    """A flag that is the same on all ranks chooses between two halves of the model."""
+    """A flag that is equal on all ranks chooses one half of the model. The alternation is predicted."""
     passes = [(chain(0, 1, 2), True), (chain(3, 4, 5), True)]
     for last, alones, _ in run_ranks(2, alternate, passes, LIMITS[limits], 4):
         for found, needed in zip(last, alones, strict=True):
@@ -72,7 +89,7 @@ def test_two_branches_alternate(limits: str) -> None:
 
 @pytest.mark.parametrize("limits", some(LIMITS, 3))
 def test_two_branches_with_a_common_stem_alternate(limits: str) -> None:
-    """Behind the stem the branch is a guess: a wrong one may fetch the other branch's two units, once."""
+    """The branch behind the stem is predicted. A wrong prediction may gather the two units of the other branch once."""
     passes = [(chain(0, 1, 2, 5), True), (chain(0, 3, 4, 5), True)]
     wrong = [Counter({"blocks.3": 1, "blocks.4": 1}), Counter({"blocks.1": 1, "blocks.2": 1})]
     for last, alones, _ in run_ranks(2, alternate, passes, LIMITS[limits], 4):
@@ -81,7 +98,11 @@ def test_two_branches_with_a_common_stem_alternate(limits: str) -> None:
 
 
 def relearned(log: bool) -> list[list[str]]:
-    """Messages of each of five steps along two alternating branches."""
+    """Return the logged messages of each of five steps along two alternating branches.
+
+    Args:
+        log: True to log when a known order is given up.
+    """
     with logged() as messages:
         pair = Pair(Routed(), make_config(log_trace_cache_warnings=log))
         found = []
@@ -94,7 +115,10 @@ def relearned(log: bool) -> list[list[str]]:
 
 
 def talk_in_evaluation() -> tuple[int, int]:
-    """Agreements in a forward that is alike on all ranks: before ranks part in a step, and after."""
+    """Return the exchanges of an evaluation that is equal on all ranks.
+
+    The first number is from before a training step in which ranks differ, the second from after it.
+    """
     pair = Pair(Routed(3), make_config())
 
     def evaluate() -> int:
@@ -106,11 +130,15 @@ def talk_in_evaluation() -> tuple[int, int]:
     evaluate()
     quiet = evaluate()
     pair.train(chain(3))
-    pair.train(chain(3), chain(0, 2))  # rank 1 passes over a block
+    pair.train(chain(3), chain(0, 2))  # rank 1 skips block 1
     return quiet, evaluate()
 
 
 def test_only_phases_since_the_last_boundary_vary_where_ranks_part() -> None:
+    """If ranks differ, only the kinds of phases since the last step sync are marked as varying.
+
+    The evaluation ran before that step sync, so it still needs no exchange.
+    """
     assert run_ranks(2, talk_in_evaluation) == [(0, 0)] * 2
 
 
@@ -123,11 +151,15 @@ def test_relearning_happens_once_and_is_logged_on_demand() -> None:
 
 
 def reductions(pair: Pair) -> int:
+    """Return the number of reductions so far, over all hops."""
     return sum(row.calls for row in pair.optimizer.engine.comm.ledger.rows if row.kind == "reduce")
 
 
 def evaluated_in_a_window() -> list[int]:
-    """Reductions during evaluations, the first of them while no_sync keeps gradients back."""
+    """Return the reductions during three evaluations inside an accumulation window.
+
+    Gradients are held by ``no_sync`` when the evaluations run.
+    """
     pair = Pair(Routed(), make_config())
     pair.train(ALL)
     pair.zero_grad()
@@ -151,7 +183,11 @@ def test_a_forward_sends_no_gradients() -> None:
 
 
 def other_kinds(first: str) -> None:
-    """A kind of phase whose first time uses less than others of its sort; then one rank alone uses more."""
+    """Run a new kind of phase that uses two blocks, and then use all blocks in it on one rank alone.
+
+    Args:
+        first: the new kind of phase, "no_sync" (a backward inside no_sync) or "eval" (a forward without gradients).
+    """
     pair = Pair(Routed(), make_config())
     pair.train(ALL)
     for routes in ([chain(0, 1)], [chain(0, 1), ALL]):
@@ -170,4 +206,8 @@ def other_kinds(first: str) -> None:
 
 @pytest.mark.parametrize("first", ["no_sync", "eval"])
 def test_what_one_kind_of_phase_knows_another_may_use(first: str) -> None:
+    """A unit that other phases have used may be needed in the new kind of phase, too.
+
+    So ranks exchange at the end of such a phase, although all phases of this kind were equal so far.
+    """
     run_ranks(2, other_kinds, first)

@@ -1,4 +1,7 @@
-"""Ranks whose backwards part though no forward tells: each starts at outputs, or comes after forwards, of its own."""
+"""Ranks whose backwards differ although their forwards do not.
+
+Each rank starts its backward at other outputs, or runs other forwards before it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Experts(nn.Module):
-    """A stem, and three experts on what it gives; each a unit."""
+    """A stem, and three experts that take the stem's output. Each is a unit.
+
+    Args:
+        recompute: True to run experts with activation checkpointing.
+        frozen: True to freeze the stem and expert 1.
+    """
 
     def __init__(self, *, recompute: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -44,26 +52,31 @@ Backwards = Callable[[nn.Module, Tensor, int, NoSync], None]
 
 
 def one_of_two_outputs(model: nn.Module, x: Tensor, choice: int, no_sync: NoSync) -> None:
+    """Run one forward of two experts, and backward from the output of expert ``choice`` only."""
     model(x, (0, 1))[choice].backward()
 
 
 def first_of_two_forwards(model: nn.Module, x: Tensor, choice: int, no_sync: NoSync) -> None:
+    """Run one backward from the losses of two forwards; ``choice`` is the expert of the first forward."""
     (model(x, (choice,))[0] + model(x, (0,))[0]).backward()
 
 
 def backward_without_a_forward_of_its_own(model: nn.Module, x: Tensor, choice: int, no_sync: NoSync) -> None:
+    """Run two forwards, then the second one's backward, then the first one's."""
     first, second = model(x, (choice,))[0], model(x, (0,))[0]
     second.backward()
     first.backward()
 
 
 def backwards_in_the_order_of_forwards(model: nn.Module, x: Tensor, choice: int, no_sync: NoSync) -> None:
+    """Run two forwards, then the first one's backward, then the second one's."""
     first, second = model(x, (choice,))[0], model(x, (0,))[0]
     first.backward()
     second.backward()
 
 
 def forward_outside_no_sync(model: nn.Module, x: Tensor, choice: int, no_sync: NoSync) -> None:
+    """Run a forward outside of ``no_sync`` and its backward inside, then a usual forward and backward."""
     loss = model(x, (choice,))[0]
     with no_sync():
         loss.backward()
@@ -80,13 +93,18 @@ WAYS = [
 
 
 class Chooser:
-    """Takes steps in which every rank has a choice of its own, beside a plain model that takes all of them."""
+    """Trains a sharded model on which each rank has a choice, and a plain model that runs the choices of all ranks."""
 
     def __init__(self, settings: dict[str, object], **kind: bool) -> None:
         self.pair = Pair(Experts(**kind), make_config(**settings))
 
     def step(self, way: Backwards, *choices: int) -> int:
-        """One step; a choice for each rank, taken in turn. Returns how often ranks have agreed on something."""
+        """Train one step, compare the weights, and return the number of exchanges.
+
+        Args:
+            way: function that runs the forwards and backwards of a step.
+            *choices: choices of expert, given to the ranks in turn.
+        """
         pair = self.pair
         talked = -agreements(pair.optimizer)
         pair.zero_grad()
@@ -103,6 +121,7 @@ class Chooser:
 
 
 def part(way: Backwards, settings: dict[str, object], recompute: bool) -> int:
+    """Train steps with equal and with different choices, and return the exchanges of a last step that differs."""
     chooser = Chooser(settings, recompute=recompute)
     for choices in ((0,), (0,), (0, 1), (1, 0), (2 if way is not one_of_two_outputs else 1, 0), (0,)):
         chooser.step(way, *choices)
@@ -114,12 +133,16 @@ def part(way: Backwards, settings: dict[str, object], recompute: bool) -> int:
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_ranks_part_in_backward(way: Backwards, settings: dict[str, object], recompute: bool) -> None:
-    """Backwards are known from steps in which all ranks chose alike, and then one needs what the others do not."""
+    """Orders are learned in steps with equal choices. Then one rank needs units that the other ranks do not need."""
     run_ranks(2, part, way, settings, recompute)
 
 
 def thaw(settings: dict[str, object]) -> None:
-    """A frozen expert is of no use to backward until the stem before it is trained."""
+    """Train a frozen stem from the third step on.
+
+    Behind a frozen stem, backward does not reach a frozen expert. Once the stem is trained, backward needs the expert's
+    weights.
+    """
     chooser = Chooser(settings, frozen=True)
     for _ in range(2):
         chooser.step(one_of_two_outputs, 0)
@@ -135,7 +158,11 @@ def test_ranks_part_once_more_is_trained(settings: dict[str, object]) -> None:
 
 
 def quiet(frozen: bool) -> int:
-    """Agreements in a step of a model to some of whose units backward may never come."""
+    """Return the number of exchanges in the fourth of four equal steps.
+
+    Args:
+        frozen: True to freeze the stem and expert 1, so that backward reaches neither.
+    """
     pair = Pair(Experts(frozen=frozen), make_config())
     talked = 0
     for _ in range(4):
@@ -148,12 +175,12 @@ def quiet(frozen: bool) -> int:
 
 
 def test_backward_of_a_frozen_stem_needs_no_word() -> None:
-    """That nothing is to come back to it is known, and no rank waits for another's word on it."""
+    """Units that backward cannot reach must not make ranks exchange at the end of backward."""
     assert run_ranks(2, quiet, True) == run_ranks(2, quiet, False) == [0, 0]
 
 
 class Repeats(nn.Module):
-    """One block around another that is called as often as is asked for."""
+    """A model that calls block 0 once, and then blocks 0 and 1 ``times`` times; block 1 runs with checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +194,7 @@ class Repeats(nn.Module):
 
 
 def repeat(settings: dict[str, object]) -> None:
+    """Train steps in which the first forward calls the blocks with varying frequency."""
     pair = Pair(Repeats(), make_config(**settings))
     for times, second in (((1, 1), 1), ((1, 1), 1), ((3, 3), 0), ((1, 3), 1), ((2, 1), 1)):
         pair.zero_grad()
@@ -178,6 +206,7 @@ def repeat(settings: dict[str, object]) -> None:
 
 
 def _repeated(model: nn.Module, x: Tensor, first: int, second: int) -> Tensor:
+    """Return the loss of a forward with ``first`` repetitions, plus another with ``second`` ones unless that is 0."""
     loss: Tensor = model(x, first)
     return loss + model(x, second) if second else loss
 
@@ -186,8 +215,9 @@ def _repeated(model: nn.Module, x: Tensor, first: int, second: int) -> Tensor:
     "settings", some([{}, {"reuse": 0, "prefetch": 0}, {"live": 0}], 3), ids=["default", "bare", "live0"]
 )
 def test_a_forward_before_the_last_calls_a_block_more_often(settings: dict[str, object]) -> None:
-    """Backward needs no unit that it has not known, but on one rank more often; such forwards have been seen to vary.
+    """Backward needs a known unit more often on one rank than in the learned order.
 
-    They varied before another kind of backward, that of one forward alone.
+    Ranks expect this because such forwards have varied before, in a step with another kind of backward (after one
+    forward).
     """
     run_ranks(2, repeat, settings)

@@ -1,4 +1,4 @@
-"""Twenty rounds of training, evaluation and generation: nothing is gathered that a pass alone would not gather."""
+"""Twenty rounds of training, evaluation and generation issue no more gathers than each pass does without the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.branching_models import WIDTH, Block, logged, make_config
 from tests.support.rank_pool import run_ranks
 
 ROUNDS = 20
-# Ranks, ranks per node, settings.
+# Number of ranks, ranks per node, and keys for make_config, by name of the placement.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
     "stage 3": (2, 2, {}),
     "stage 3 bare": (2, 2, {"prefetch": 0, "reuse": 0, "live": 0}),
@@ -28,7 +28,7 @@ PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
 
 
 class Decoder(nn.Module):
-    """Blocks over a growing text, and a head that training alone uses."""
+    """Blocks that are applied to a growing sequence, and a head that only training uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +48,7 @@ class Decoder(nn.Module):
 
 
 def campaign(placement: str) -> object:
+    """Return a placement that only the campaign runs."""
     return pytest.param(placement, marks=pytest.mark.campaign)
 
 
@@ -74,12 +75,21 @@ def generate(model: Decoder, optimizer: zeropp.ZeroOptimizer) -> None:
 PASSES: dict[str, Callable[[Decoder, zeropp.ZeroOptimizer], None]] = {
     "train": train, "evaluate": evaluate, "generate": generate,
 }  # fmt: skip
-PASSED_OVER = 5  # forwards of a round that pass over the critic: each asks at its end whether another rank wanted it
+# Forwards of a round that skip the critic. Each ends with an exchange, because another rank may need the critic.
+PASSED_OVER = 5
 Calls = Counter[tuple[str, str]]
 
 
 def rounds(settings: dict[str, object], names: list[str]) -> tuple[list[Calls], list[int], list[str]]:
-    """For each round what was called, by kind and unit, and how many agreements; and what was logged."""
+    """Run twenty rounds of some passes.
+
+    Args:
+        settings: keys for ``make_config``.
+        names: the passes of a round, keys of ``PASSES``.
+
+    Returns:
+        For each round, the collectives by (kind, unit); for each round, the number of exchanges; all logged messages.
+    """
     with logged() as messages:
         model = Decoder()
         config = make_config(**settings, log_trace_cache_warnings=True, gradient_accumulation_steps=2)
@@ -97,12 +107,14 @@ def rounds(settings: dict[str, object], names: list[str]) -> tuple[list[Calls], 
 
 
 def all_rounds(settings: dict[str, object]) -> dict[str, tuple[list[Calls], list[int], list[str]]]:
+    """Return the results of :func:`rounds` for each pass without the others, and for all passes in turn."""
     return {" ".join(names): rounds(settings, names) for names in (*([name] for name in PASSES), list(PASSES))}
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("placement", [p if p == "hpz" else campaign(p) for p in PLACED])
 def test_no_more_gathers_than_each_pass_alone(placement: str) -> None:
+    """From the third round on, all orders are known, and each forward without the critic has at most one exchange."""
     world, local, settings = PLACED[placement]
     for found in run_ranks(world, all_rounds, settings, local_world_size=local):
         calls, agreed, messages = found[" ".join(PASSES)]
@@ -111,4 +123,4 @@ def test_no_more_gathers_than_each_pass_alone(placement: str) -> None:
         for number in range(2, ROUNDS):
             assert calls[number] <= alone, f"round {number}: {calls[number] - alone} beyond {alone}"
             assert agreed[number] <= PASSED_OVER, f"round {number}: {agreed[number]} agreements"
-        assert not messages, "an order was given up"
+        assert not messages, "a known order was given up"

@@ -1,4 +1,7 @@
-"""A rank that does something else than the others stops every rank, soon, by name, and before weights change."""
+"""A rank that makes other calls than the other ranks stops all ranks with an error.
+
+The error comes within a bounded time, names the ranks, and is raised before any weights change.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,19 @@ from tests.support.branching_models import Route, Routed, make_config, shards
 from tests.support.rank_pool import run_ranks
 from tests.support.sharded_and_plain import Pair
 
-HANG, SILENCE = 2, 4  # seconds
+HANG, SILENCE = 2, 4  # seconds: hang_timeout, and the pause of a silent rank
 REACHED = f"hang_timeout, {HANG} s, was reached"
 
 
 class Leaver:
-    """What the last rank does in place of a step; everyone else trains."""
+    """The calls of the last rank, while every other rank trains. Each method is one case of ``LEAVES``."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.optimizer, self.model = pair.optimizer, pair.model
 
     def forward(self, route: Route = ALL) -> Tensor:
+        """Return the loss of a forward."""
         loss: Tensor = self.model(self.pair.batch(0), route).square().mean()
         return loss
 
@@ -37,62 +41,75 @@ class Leaver:
         self.optimizer.step()
 
     def no_forward(self) -> None:
-        """Goes straight to the step, as after a batch that was thrown away."""
+        """Call ``step()`` without a forward, as after a batch that was discarded."""
         self.optimizer.zero_grad()
         self.optimizer.step()
 
     def second_step(self) -> None:
-        """Steps again, with the gradients of the step before."""
+        """Call ``step()`` again, with the gradients of the previous step."""
         self.optimizer.step()
 
     def silent(self) -> None:
-        """Does something else for longer than the others wait, and comes back."""
+        """Wait for longer than the other ranks wait, and then train."""
         time.sleep(SILENCE)
         self.train()
 
     def two_forwards(self) -> None:
-        """One pass too many."""
+        """Run an additional forward before training."""
         with torch.no_grad():
             self.forward()
         self.train()
 
     def no_backward(self) -> None:
+        """Call ``step()`` after a forward without a backward."""
         self.optimizer.zero_grad()
         self.forward()
         self.optimizer.step()
 
     def no_sync(self) -> None:
+        """Run the backward inside ``no_sync``."""
         with self.optimizer.no_sync():
             self.forward().backward()
         self.optimizer.step()
 
     def skipped_step(self) -> None:
-        """Does not step; its weights are old in the step after, which must not count."""
+        """Leave out one ``step()``. The other ranks take it, and the next step must then fail on all ranks."""
         self.optimizer.zero_grad()
         self.forward().backward()
         self.train()
 
     def saves(self) -> None:
-        """``state_dict`` gathers every unit, on one rank only."""
+        """Call ``state_dict``, which gathers every unit, on one rank only."""
         self.model.state_dict()
         self.train()
 
     def saves_all(self) -> None:
+        """Call ``full_state``, which gathers every unit, on one rank only."""
         zeropp.full_state(self.model)
         self.train()
 
     def loads(self) -> None:
-        """Loading refreshes what is kept whole, on one rank only."""
+        """Load weights on one rank only, which refreshes cached weights."""
         self.model.load_state_dict(Routed(5).state_dict())
         self.train()
 
     def resumes(self) -> None:
+        """Load the optimizer's state on one rank only."""
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         self.train()
 
 
 def leave(how: str, settings: dict[str, object]) -> tuple[str, float, bool, bool]:
-    """Three common steps, then the last rank leaves; error, seconds, whether weights changed, whether one was late."""
+    """Train three steps on all ranks; then the last rank makes other calls.
+
+    Args:
+        how: name of a method of :class:`Leaver`.
+        settings: keys for ``make_config``.
+
+    Returns:
+        The error, the seconds until it was raised, True if weights changed without a completed step, and True if this
+        rank completed another step before the error.
+    """
     pair = Pair(Routed(5), make_config(hang_timeout=HANG, **settings))
     for _ in range(3):
         pair.train(ALL)
@@ -122,20 +139,23 @@ LEAVES = [
     "no_forward", "second_step", "silent", "two_forwards", "no_backward", "no_sync", "skipped_step",
     "saves", "saves_all", "loads", "resumes",
 ]  # fmt: skip
-GRACE = 5  # seconds beside hang_timeout: for the ranks' accounts of the failure, and for slow machines
+# Seconds in addition to hang_timeout: ranks exchange reports about the failure, and the machine may be slow.
+GRACE = 5
 
 
 def check_left(results: list[tuple[str, float, bool, bool]], how: str) -> None:
+    """Assert that every rank raised the error in time, that the error names the rank, and that no weights changed."""
     for rank, (message, seconds, changed, stepped) in enumerate(results):
         assert "no longer in step" in message, f"rank {rank} said {message!r}"
-        # Ranks that were at the same place are told together: "ranks 0, 1 and 2 were ...".
+        # The message lists ranks at the same place together: "ranks 0, 1 and 2 were ...".
         told = re.findall(r"ranks? ([\d, and]+) (?:was|were) ", message.partition("no longer in step: ")[2])
         assert str(rank) in re.findall(r"\d+", " ".join(told)), message
         assert "hang_timeout" not in message or (REACHED in message and seconds >= HANG)
         assert not changed, f"rank {rank} changed weights, then said {message!r}"
         assert seconds < HANG + GRACE + (SILENCE if how == "silent" else 0), f"rank {rank} took {seconds:.1f} s"
         assert not stepped or how == "skipped_step", f"rank {rank} stepped alone"
-    if how == "silent":  # somebody has waited for it; the others may have seen that one go
+    # At least one rank has reached the timeout. Other ranks may have failed because that rank had ended.
+    if how == "silent":
         assert any(REACHED in message for message, *_ in results)
 
 
@@ -150,12 +170,12 @@ def test_a_rank_that_leaves_stops_every_rank(how: str) -> None:
 @pytest.mark.parametrize("how", LEAVES)
 def test_a_rank_that_leaves_four(how: str, settings: dict[str, object]) -> None:
     if how == "two_forwards" and "persist" in settings:
-        pytest.skip("one rank may use weights that are whole everywhere alone: see test_generation.py")
+        pytest.skip("one rank may run a forward of persistent parameters alone: see test_generation.py")
     check_left(run_ranks(4, leave, how, settings, local_world_size=2), how)
 
 
 def hung_gather(settings: dict[str, object]) -> tuple[str, float]:
-    """Rank 1 never calls the model; the others say which unit they wait for."""
+    """Let rank 1 never call the model; return the other rank's error and the seconds until it was raised."""
     pair = Pair(Routed(), make_config(hang_timeout=1, **settings))
     for _ in range(2):
         pair.train(ALL)
@@ -177,7 +197,7 @@ def test_the_unit_that_is_waited_for_is_named() -> None:
 
 
 def silent_peer() -> str:
-    """Rank 1 stays away; what rank 0 raises when everything runs in the caller's order."""
+    """Return rank 0's error if rank 1 does not train and collectives run on the caller's thread."""
     pair = Pair(Routed(), make_config(overlap_comm=False, hang_timeout=1))
     pair.train(ALL)
     if pair.rank == 1:

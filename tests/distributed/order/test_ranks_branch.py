@@ -1,6 +1,7 @@
-"""Ranks branch by their data where all ranks did the same before: they train as in plain torch, and no round is added.
+"""Ranks whose data choose different branches, after steps in which all ranks did the same, train like plain torch.
 
-`tests.order.branching` simulates many more such programs; here modules, autograd and checkpointing are real.
+The steps in which all ranks do the same need no exchange. `tests.order.branching` simulates many more such programs;
+here modules, autograd and checkpointing are real.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tests.support.branching_models import WIDTH, make_config
 from tests.support.rank_pool import RankFailure, run_ranks, some, spread
 from tests.support.sharded_and_plain import Pair
 
-Way = str  # words that a model's forward looks for
+Way = str  # words that choose the branches of a model's forward
 
 
 class Gate(nn.Module):
-    """Its weight is used, or not, as the way says; backward comes to its output in any case."""
+    """A layer that uses its weight, or skips it if the way has "closed". Its output has a gradient in both cases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """Gates in one order or the other, which share their unit with nobody."""
+    """Two gates, each a unit of its own, called in reverse order if the way has "flip"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Gates(nn.Module):
 
 
 class Outer(nn.Module):
-    """Runs a module that is run without it, too."""
+    """A block around a module that the model also calls directly."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Outer(nn.Module):
 
 
 class Nest(nn.Module):
-    """A block that holds another one of its list, so that both have one unit."""
+    """A list in which block 0 contains block 1, so that both are in one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Nest(nn.Module):
 
 
 class Leftover(nn.Module):
-    """Modules that are left over share a unit; one of them is run for some data only."""
+    """A model whose ``branch`` and ``head`` are in no block and share a unit; ``branch`` runs for some data only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Leftover(nn.Module):
 
 
 class Touching(nn.Module):
-    """A weight is used outside its module, and after it modules of its unit."""
+    """A model that may use the weight of ``some`` outside of its module, before the modules of that unit run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Touching(nn.Module):
 
 
 class Reader(nn.Module):
-    """Uses its weight twice, once without a gradient for it; in which order, and how, the way says."""
+    """A block that uses its weight twice, once with a gradient and once detached; the way chooses order and manner."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,10 @@ class Reader(nn.Module):
 
 
 class Readers(nn.Module):
-    """In backward, the first use of a weight comes after the weight has its gradient."""
+    """A model in whose backward a weight is read again after the weight's gradient is complete, for some ways.
+
+    This happens if forward reads the weight first and uses it with a gradient later.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +146,10 @@ class Readers(nn.Module):
 
 
 class Asking(nn.Module):
-    """Its forward asks for gradients: one block for that of its input, or the model for that of all blocks' input."""
+    """A model whose forward calls ``torch.autograd.grad``.
+
+    One block takes the gradient of its own input, or the model takes the gradient of the input of all blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,12 +166,19 @@ class Asking(nn.Module):
 
 
 def asked(y: Tensor, x: Tensor) -> Tensor:
+    """Return a tenth of the gradient of ``y.square().sum()`` by ``x``."""
     (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
     return gradient * 0.1
 
 
 def two_forwards(model: nn.Module, x: Tensor, way: Way) -> Tensor:
-    """One loss of two forwards, or of the second alone."""
+    """Return the sum of the losses of all forwards, without the first one if its way has "skip".
+
+    Args:
+        model: model whose forward takes an input and a way.
+        x: input.
+        way: the ways of the forwards, separated by "+".
+    """
     ways = way.split("+")
     outputs = [model(x * (number + 1), each) for number, each in enumerate(ways)]
     if "skip" in ways[0]:
@@ -228,7 +242,15 @@ LIMITS = {"nothing stays": {"live": 0}, "default": {}, "bare": {"reuse": 0, "pre
 
 
 def branching(name: str, settings: dict[str, object]) -> int:
-    """Train along each rank's way; returns the rounds that ranks took in the second step, which all do alike."""
+    """Train with each rank's own ways.
+
+    Args:
+        name: key of ``CASES``.
+        settings: keys for ``make_config``.
+
+    Returns:
+        Number of exchanges in the second step, in which all ranks do the same.
+    """
     model, loss, steps = CASES[name]
     pair = Pair(model(), make_config(**settings), loss=loss)
     rounds = []
@@ -242,13 +264,14 @@ def branching(name: str, settings: dict[str, object]) -> int:
 
 @pytest.mark.parametrize(("name", "settings"), spread(CASES, LIMITS, 3))
 def test_ranks_branch(name: str, settings: str) -> None:
-    # A forward ends with a round where some module has not run yet: any rank's data may call for it.
+    """Weights equal those of plain torch within 1e-12 after every step."""
+    # A forward ends with an exchange if some module has not run yet, because another rank may need that module.
     rounds = 1 if name == "a module that no rank has run" else 0
     assert run_ranks(2, branching, name, LIMITS[settings]) == [rounds, rounds]
 
 
 class Borrowing(nn.Module):
-    """A block's weight is used once more, outside of the block, for some data."""
+    """A model that uses the weight of block 0 once more outside of the block, for some data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +285,7 @@ class Borrowing(nn.Module):
 
 
 def borrows(settings: dict[str, object]) -> None:
-    """A rank uses a weight whose unit stays gathered, since another rank has used it there before."""
+    """Train steps in which one rank uses a weight outside of its module."""
     pair = Pair(Borrowing(), make_config(**settings), loss=one_forward)
     for ways in (["borrow", ""], ["", "borrow"], ["", ""], ["borrow", "borrow"]):
         pair.train(*ways)
@@ -271,11 +294,12 @@ def borrows(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("settings", some(LIMITS, 2))
 def test_a_weight_is_used_outside_its_module_while_its_unit_stays_gathered(settings: str) -> None:
+    """The unit is gathered at that place because the other rank has used it there in an earlier step."""
     run_ranks(2, borrows, LIMITS[settings])
 
 
 class Loop(nn.Module):
-    """A block that is run as often as the way has letters, and another one."""
+    """A model that runs block 0 once for each letter of the way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,6 +326,7 @@ MORE = {
 
 
 def more_often_than_ever(name: str) -> None:
+    """Train the steps of a row of ``MORE``; in the last one, rank 1 needs a unit more often than any rank before."""
     model, steps, _ = MORE[name]
     pair = Pair(model(), make_config(live=0, reuse=0, prefetch=0, hang_timeout=2), loss=one_forward)
     for ways in steps:
@@ -310,6 +335,7 @@ def more_often_than_ever(name: str) -> None:
 
 @pytest.mark.parametrize("name", MORE)
 def test_a_rank_that_alone_does_more_than_ever_is_told_so(name: str) -> None:
+    """The other rank does not gather the unit, so this is an error, which names the rank and the module."""
     failures = run_ranks(2, more_often_than_ever, name, catch=True)
     told = [each.message for each in failures if isinstance(each, RankFailure)]
     assert any(re.search(f"rank 1 alone {MORE[name][2]}", text) for text in told), told

@@ -1,4 +1,4 @@
-"""Ranks that use different parts of a model, or the same in other orders, train as in plain torch."""
+"""Ranks that use different parts of a model, or the same parts in different orders, train like plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.branching_models import Block, Route, Routed, chain, make_con
 from tests.support.rank_pool import run_ranks, some, spread
 from tests.support.sharded_and_plain import Pair
 
-# Other orders.
+# Different orders of the same blocks.
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tests.support.sharded_and_plain import Pair
     ids=["default", "bare", "inline", "live0"],
 )
 def test_gradients_finished_in_opposite_orders(settings: dict[str, object]) -> None:
-    """Two equal units swapped between ranks would corrupt both without any error."""
+    """If two ranks issued reductions of equal size in different orders, sums would be wrong without any error."""
     assert run_ranks(2, follow, [BRANCHES] * 3, settings) == [0, 0]
 
 
@@ -36,7 +36,7 @@ def test_opposite_orders_on_four_ranks() -> None:
     run_ranks(4, follow, [routes] * 2 + [routes[::-1]], {}, local_world_size=2)
 
 
-# Parts of what is known, and more.
+# Parts of a known order, and additional blocks.
 
 
 PARTS = [{}, {"reuse": 0, "prefetch": 0}, {"persist": 1000}, {"live": 0}]
@@ -44,7 +44,11 @@ PARTS = [{}, {"reuse": 0, "prefetch": 0}, {"persist": 1000}, {"live": 0}]
 
 @pytest.mark.parametrize("settings", some(PARTS, 2), ids=["default", "bare", "persistent", "live0"])
 def test_parts_of_a_known_sequence(settings: dict[str, object]) -> None:
-    """A rank joins gathers and reductions of what it skips; a round at the end of each phase asks who wants more."""
+    """A rank takes part in gathers and reductions of blocks that it skips.
+
+    Forward and backward each end with an exchange, because a rank may need more. Persistent parameters need no gathers
+    and thus no exchange.
+    """
     steps = [
         [ALL],
         [ALL, chain(0, 3)],
@@ -57,12 +61,16 @@ def test_parts_of_a_known_sequence(settings: dict[str, object]) -> None:
 
 
 def test_used_on_one_rank_only_counts_zero_elsewhere() -> None:
+    """Ranks that skip a block contribute zeros to the mean of its gradient."""
     routes = [ALL, chain(0, 3), chain(0, 3), chain(0, 2, 3)]
     run_ranks(4, follow, [routes] * 3, {})
 
 
 def test_unused_module_keeps_its_weights_and_momentum() -> None:
-    """Not updated by the gradient of the step before, nor decayed: as with ``grad is None`` in plain torch."""
+    """A module that no rank uses gets no update, as with ``grad is None`` in plain torch.
+
+    Neither weight decay nor the previous step's gradient may change it.
+    """
     run_ranks(2, follow, [[ALL], [ALL], [chain(0, 1)], [chain(2, 3)], [ALL]], {})
 
 
@@ -76,19 +84,30 @@ PERSIST = {"partitioned": 0, "persistent": 1000}
 
 @pytest.mark.parametrize(("known", "persist"), spread(KNOWN, PERSIST, 2))
 def test_first_use_after_several_steps(known: str, persist: str) -> None:
-    """Where the last blocks are known, backward reaches the new ones after their unit has been sent."""
+    """Persistent parameters are one unit. If the last blocks are known, backward reaches the first ones too late.
+
+    Their gradients arrive after the unit was reduced, so they are stray.
+    """
     run_ranks(2, follow, [[KNOWN[known]]] * 3 + [[ALL]] * 2 + [[KNOWN[known]]], {"persist": PERSIST[persist]})
 
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_late_gradient_on_one_rank(known: str) -> None:
-    """Whole weights need no gather, so one rank may use them first; its gradient is found at the step sync."""
+    """Persistent parameters need no gather, so one rank may use them first; the step sync finds its stray gradient."""
     steps = [[KNOWN[known]]] * 3 + [[KNOWN[known], ALL]] * 2 + [[ALL]]
     run_ranks(2, follow, steps, {"persist": 1000})
 
 
 def forward_fails(settings: dict[str, object], steps: list[list[Route]]) -> bool:
-    """A forward fails after each backward, and the step takes the gradients; whether one ever was late on this rank."""
+    """Let a forward fail between each backward and its step, which must still use the gradients.
+
+    Args:
+        settings: keys for ``make_config``; in stage 2 gradients are held by ``no_sync``.
+        steps: the routes of each step.
+
+    Returns:
+        True if this rank had a stray gradient in some step.
+    """
     pair, late = Pair(Routed(), make_config(**settings)), False
     for routes in steps:
         pair.zero_grad()
@@ -112,7 +131,7 @@ def test_a_forward_fails_while_gradients_are_held_by_no_sync() -> None:
 
 
 class Detached(Routed):
-    """Blocks from ``cut`` on run in forward, but no gradient reaches them."""
+    """A model in which blocks from number ``cut`` on run in forward, but get no gradient."""
 
     def forward(self, x: Tensor, cut: int) -> Tensor:
         for index, block in enumerate(self.blocks):
@@ -122,6 +141,7 @@ class Detached(Routed):
 
 
 def detached(settings: dict[str, object]) -> None:
+    """Train with varying ``cut``, so that backward reaches blocks for the first time after their order was learned."""
     pair = Pair(Detached(), make_config(**settings))
     for cut in (2, 2, 4, 2, 4):
         pair.train(cut)
@@ -134,14 +154,21 @@ def test_gradient_that_comes_late(settings: dict[str, object]) -> None:
 
 
 def test_ranks_take_different_branches() -> None:
-    """Both are known, from steps in which all ranks took the same; the others learn of a wish at the phase's end."""
+    """Both branches are known from steps in which all ranks took the same one.
+
+    The two known orders part at their first use, so ranks exchange the units that they need there.
+    """
     branches = [chain(0, 1), chain(2, 3)]
     common = [[branches[0]], [branches[1]], [branches[0]], [branches[1]]]
     run_ranks(2, follow, [*common, branches, branches[::-1], [ALL], branches, [branches[1]]], {})
 
 
 def random_routes(seed: int, world: int) -> list[list[Route]]:
-    """A common pass through all blocks, then steps in which every rank takes blocks and orders of its own."""
+    """Return the routes of seven steps.
+
+    All ranks call all blocks in the first step. In every other step the ranks take one common route with probability
+    0.3, and otherwise each takes its own random blocks.
+    """
     rng = random.Random(seed)
 
     def route() -> Route:
@@ -184,7 +211,7 @@ def test_random_parts(seed: int, world: int) -> None:
     run_ranks(world, follow, random_routes(seed, world), random_settings(seed))
 
 
-# Leaving a known order.
+# Units that the known orders lack.
 
 
 LEAVES: dict[str, list[list[Route]]] = {
@@ -204,12 +231,15 @@ def test_ranks_leave_a_known_order(steps: str, settings: dict[str, object]) -> N
 
 
 def test_a_rank_comes_back_for_what_the_live_limit_took() -> None:
-    """Known in one order, used in the other: within limit 0 nothing may wait for its use."""
+    """With a live limit of 0, a unit that is gathered for the other rank is released at once.
+
+    So a rank that uses the blocks in the other order must ask for the unit again.
+    """
     run_ranks(2, follow, [[BRANCHES[0]], [BRANCHES[0]], BRANCHES, BRANCHES], {"live": 0})
 
 
 class Around(Block):
-    """A block that may run another one in its middle; backward then comes to that one before its own gradients."""
+    """A block that may run another block inside itself. Backward reaches the inner block before the outer weights."""
 
     def forward(self, x: Tensor, inner: nn.Module | None = None) -> Tensor:
         middle = self.lin(x)
@@ -217,7 +247,7 @@ class Around(Block):
 
 
 class Encircled(nn.Module):
-    """Block 0, then block 1 after block 2, or around it, or alone."""
+    """A model that runs block 0, and then block 1 after block 2 ("after"), around block 2 ("around"), or without it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,6 +260,7 @@ class Encircled(nn.Module):
 
 
 def encircle(settings: dict[str, object]) -> None:
+    """Train steps in which ranks run block 1 in different ways."""
     pair = Pair(Encircled(), make_config(**settings))
     for ways in (["alone"], ["alone"], ["after", "around"], ["around", "after"], ["alone"], ["after"]):
         pair.train(*ways)
@@ -238,5 +269,5 @@ def encircle(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("settings", some([{}, BARE, {"overlap_comm": False}], 2), ids=str)
 def test_ranks_leave_a_known_order_when_one_has_sent_more(settings: dict[str, object]) -> None:
-    """Both come to block 2 in backward, one with block 1's gradients sent, the other before it has any."""
+    """When backward needs block 2, one rank has reduced block 1, and the other has no gradient of block 1 yet."""
     run_ranks(2, encircle, settings)

@@ -1,4 +1,7 @@
-"""The promise that passes of a kind are alike: nothing is said between ranks, and who breaks it is named."""
+"""With ``static_graph`` ranks exchange nothing once all orders are known.
+
+A use that the orders lack is an error on every rank.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from tests.support.branching_models import Route, Routed, chain, make_config
 from tests.support.rank_pool import RankFailure, run_ranks
 from tests.support.sharded_and_plain import Pair
 
-USED = chain(0, 2)  # of four blocks
+USED = chain(0, 2)  # two of the four blocks
 
 
 def talk(static: bool) -> list[int]:
-    """Agreements of each of four steps with an evaluation, in which some blocks are left out."""
+    """Return the number of exchanges in each of four steps with an evaluation, in which two blocks are not used.
+
+    Args:
+        static: value of ``static_graph``.
+    """
     pair = Pair(Routed(), make_config(static_graph=static))
     found = []
     for _ in range(4):
@@ -31,10 +38,18 @@ def talk(static: bool) -> list[int]:
 def test_nothing_is_said_once_all_is_known() -> None:
     for promised, plain in zip(run_ranks(2, talk, True), run_ranks(2, talk, False), strict=True):
         assert promised[2:] == [0, 0], promised
-        assert min(plain) > 0, plain  # another rank may want one of the blocks that are left out
+        # Without the promise, ranks exchange at the end of each phase, because another rank may need a block that was
+        # left out.
+        assert min(plain) > 0, plain
 
 
 def broken(routes: list[Route], evaluating: bool) -> None:
+    """Train two equal steps, and then use one block more.
+
+    Args:
+        routes: one route for all ranks, or one route per rank.
+        evaluating: True to use the additional block in an evaluation; False to use it in training.
+    """
     pair = Pair(Routed(), make_config(static_graph=True, hang_timeout=3))
     for _ in range(2):
         pair.train(USED)
@@ -61,7 +76,7 @@ def test_a_broken_promise_is_an_error_on_every_rank(routes: list[Route], evaluat
 
 
 def passed_over() -> float:
-    """Fewer uses than are known are no breach: others' gathers are joined, as ever."""
+    """Train steps of which one skips blocks, and return the difference from plain torch."""
     pair = Pair(Routed(), make_config(static_graph=True))
     for route in (chain(4), chain(4), chain(0, 3), chain(4)):
         pair.train(route)
@@ -70,4 +85,5 @@ def passed_over() -> float:
 
 
 def test_fewer_uses_are_served() -> None:
+    """Skipping a unit does not break the promise: the rank still takes part in the unit's gather."""
     run_ranks(2, passed_over)
