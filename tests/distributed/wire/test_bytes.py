@@ -1,4 +1,4 @@
-"""Bytes on the wire: the ledger against formulas made from the layout, and the device's counters against the ledger."""
+"""The ledger counts the bytes that formulas from the layout give, and the network device carries the ledger's bytes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ from zeropp.comm.hops import Ledger
 from zeropp.partition.levels import BLOCK
 
 SCRIPT = ROOT / "tests" / "support" / "step_bytes_job.py"
-Traffic = dict[tuple[str, str, str, str], tuple[int, int]]  # unit, kind, hop, link -> calls, bytes sent
+Traffic = dict[tuple[str, str, str, str], tuple[int, int]]  # (unit, kind, hop, link) -> (calls, bytes sent)
 
 
 def traffic(ledger: Ledger) -> Traffic:
+    """Return (calls, bytes sent) for each (unit, kind, hop, link) in a ledger."""
     return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes) for r in ledger.rows}
 
 
 def one_step(settings: dict[str, object], warm: int, micro: int = 1) -> tuple[Traffic, dict[str, list[int]], list[int]]:
-    """The ledger of one step; each unit's parameter sizes; sizes of the boundary vector's parts."""
+    """Train ``warm + 1`` steps, and return the traffic of the last one.
+
+    Args:
+        settings: keys for ``make_config``.
+        warm: number of steps before the step that is counted.
+        micro: micro-batches per step.
+
+    Returns:
+        The traffic; for each unit, the elements of its parameters; the number of units and the number of trainable
+        parameters, which the vector of the step sync has entries for.
+    """
     model = Uneven()
     config = make_config(reuse=0, gradient_accumulation_steps=micro, **settings)
     optimizer = zeropp.ZeroOptimizer(
@@ -48,7 +59,10 @@ def one_step(settings: dict[str, object], warm: int, micro: int = 1) -> tuple[Tr
 
 
 def padded(sizes: list[int], world: int) -> int:
-    """DESIGN: every parameter starts on a block, and every rank's piece is a whole number of blocks."""
+    """Return the elements of a flat buffer for parameters of these sizes.
+
+    Each parameter starts at a multiple of 256 elements, and the slice of each rank is a multiple of 256 elements.
+    """
     blocks = sum(-(-size // BLOCK) for size in sizes)
     return -(-blocks // world) * world * BLOCK
 
@@ -63,7 +77,21 @@ def formula(
     frozen: set[str],
     backwards: int = 1,
 ) -> Traffic:
-    """Bytes one rank sends: n-1 pieces on a gather hop, (n-1)/n of the message on a reduce hop."""
+    """Return the traffic of one rank in one step.
+
+    On a gather hop of n ranks, a rank sends n - 1 times its piece. On a reduce hop, it sends (n - 1) / n of the
+    message.
+
+    Args:
+        world: number of ranks.
+        local: ranks per node.
+        sizes: for each unit, the elements of its parameters.
+        itemsize: bytes per element in gathers.
+        wire: bytes per element in reductions.
+        persistent: names of persistent units, which are refreshed once per step.
+        frozen: names of frozen units, which have no reductions.
+        backwards: number of backwards per step.
+    """
     nodes = world // local
     gather = [(world, local, nodes, "cross"), (local, 1, local, "local")]
     if local in (1, world):
@@ -82,7 +110,8 @@ def formula(
     return found
 
 
-# World, ranks per node, settings, bytes an element takes in gathers and in reductions, warm-up steps.
+# Number of ranks, ranks per node, settings, bytes per element in gathers, bytes per element in reductions, warm-up
+# steps.
 CASES = {
     "two": (2, 2, {}, 4, 4, 2),
     "two-no-prefetch": (2, 2, {"prefetch": 0}, 4, 4, 2),
@@ -97,6 +126,7 @@ CASES = {
 
 
 def named(found: Traffic, *, control: bool) -> Traffic:
+    """Return the control traffic, or all other traffic."""
     return {key: value for key, value in found.items() if (key[1] == "control") is control}
 
 
@@ -114,7 +144,7 @@ def test_the_ledger_follows_the_formulas(name: str) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("world", "local"), [(4, 2), (2, 2)])
 def test_persistent_units_are_gathered_once_a_step(world: int, local: int) -> None:
-    """Frozen persistent weights never change, so nothing of them travels."""
+    """Frozen persistent weights never change, so they are not refreshed."""
     settings = {"persist": 700}
     for found, sizes, _ in run_ranks(world, one_step, settings, 2, local_world_size=local):
         persistent = {unit for unit in sizes if unit.startswith("persistent")}
@@ -124,8 +154,8 @@ def test_persistent_units_are_gathered_once_a_step(world: int, local: int) -> No
         assert named(found, control=False) == wanted
 
 
-# Settings, and what travels for a unit that trains: kind, levels, calls in a step of four micro-batches. On two nodes
-# of two ranks, so that what touches level 4 crosses nodes.
+# Settings, and the traffic of a trained unit in a step of four micro-batches: kind, hop and calls. There are two nodes
+# of two ranks, so hops from or to level 4 cross nodes.
 PLACED: dict[str, tuple[dict[str, object], str]] = {
     "stage 0": ({"stage": 0}, "reduce 1->2 1, reduce 2->4 1, reduce 4->2 1, reduce 2->1 1"),
     "stage 1": ({"stage": 1}, "refresh 4->2 1, refresh 2->1 1, reduce 1->2 1, reduce 2->4 1"),
@@ -143,7 +173,15 @@ PLACED: dict[str, tuple[dict[str, object], str]] = {
 
 
 def placed(unit: str, numel: int, hops: str) -> Traffic:
-    """What one rank sends of a float32 unit: half of what two ranks have after a gather, or before a sum."""
+    """Return the traffic of one rank for one float32 unit.
+
+    Each hop connects two ranks. A rank sends half of the elements that both have after a gather, or before a reduction.
+
+    Args:
+        unit: name of the unit; a frozen one has gathers only.
+        numel: elements of the unit.
+        hops: kind, hop and calls of each hop, as in ``PLACED``.
+    """
     found: Traffic = {}
     for kind, hop, calls in (text.split() for text in hops.split(", ")):
         if not unit.startswith("frozen") or kind == "gather":
@@ -155,7 +193,7 @@ def placed(unit: str, numel: int, hops: str) -> Traffic:
 
 @pytest.mark.parametrize("name", PLACED)
 def test_each_placement_sends_what_its_levels_say(name: str) -> None:
-    """Four micro-batches, so that what crosses nodes once a step is told from what crosses in each."""
+    """Steps have four micro-batches, so that hops used once per step differ from hops used in each micro-batch."""
     settings, hops = PLACED[name]
     for rank, (found, sizes, _) in enumerate(run_ranks(4, one_step, settings, 2, 4, local_world_size=2)):
         wanted: Traffic = {}
@@ -165,7 +203,7 @@ def test_each_placement_sends_what_its_levels_say(name: str) -> None:
 
 
 def test_a_replica_over_nodes_gathers_by_hops_or_at_once() -> None:
-    """Four nodes of one rank, two to a replica."""
+    """With one rank per node and shards over two ranks, a gather is one hop between two nodes."""
     for found, sizes, _ in run_ranks(4, one_step, {"mics_shard_size": 2}, 2, local_world_size=1):
         (unit,) = [name for name in sizes if name.startswith("frozen")]
         assert found[unit, "gather", "2->1", "cross"] == (2, 2 * padded(sizes[unit], 4) // 2 * 4)
@@ -178,9 +216,10 @@ def test_accumulation_reduces_every_micro_batch() -> None:
 
 
 def test_control_traffic_is_one_small_vector_a_step() -> None:
-    """Squared norm, two hashes in three numbers each, five flags, one for each unit and trainable parameter: float64.
+    """Each step sums one vector, the step sync's, and one float32, which shows if all gradients are finite.
 
-    And, after the last backward, one number that tells whether all gradients are finite.
+    The vector is float64: the squared norm, two hashes of three numbers, five flags, a flag per unit, and a flag per
+    trainable parameter.
     """
     for found, _, (units, trainable) in run_ranks(4, one_step, {}, 2, local_world_size=2):
         ((_, calls_bytes),) = named(found, control=True).items()
@@ -189,6 +228,7 @@ def test_control_traffic_is_one_small_vector_a_step() -> None:
 
 
 def totals(settings: dict[str, object]) -> tuple[dict[str, int], int, list[int]]:
+    """Return the bytes by class of link, the total bytes and the calls of each row, from one step's report."""
     model = Uneven()
     optimizer = zeropp.ZeroOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model, make_config(**settings)
@@ -206,6 +246,7 @@ def totals(settings: dict[str, object]) -> tuple[dict[str, int], int, list[int]]
 
 
 def test_the_report_adds_up() -> None:
+    """One rank without torch.distributed sends nothing."""
     for links, total, calls in run_ranks(4, totals, {}, local_world_size=2):
         assert sum(links.values()) == total
         assert links["cross"] > 0 and links["local"] > links["cross"] / 2 and min(calls) > 0
@@ -213,7 +254,17 @@ def test_the_report_adds_up() -> None:
 
 
 def check_the_device(tcp: str | None, busy: bool, *, ranks: int, local: int, dtype: str) -> None:
-    """5 M parameters, so that barriers and the boundary's vector stay below a thousandth."""
+    """Compare the ledger with the counters of the network device.
+
+    The model has 5 M parameters, so that barriers and the vector of the step sync are below a thousandth of the bytes.
+
+    Args:
+        tcp: TCP congestion control; None for the default choice.
+        busy: True to keep a core busy meanwhile.
+        ranks: number of ranks.
+        local: ranks per node.
+        dtype: compute dtype, "fp32" or "bf16".
+    """
     with private_network(tcp) as network, beside(busy):
         done = network.torchrun(SCRIPT, str(local), "3", dtype, ranks=ranks)
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -237,7 +288,7 @@ def test_the_device_carries_what_the_ledger_says_of_two_nodes(tcp: str | None, b
 
 
 def state_traffic() -> tuple[list[tuple[str, int]], int]:
-    """(codec, bytes) of what a state dict of a bf16 run sends, all units together; bytes of edits that are shared."""
+    """Return (codec, bytes) of the gathers of a state dict with bf16 weights, and the bytes of one shared edit."""
     model = Uneven()
     config = make_config(bf16={"enabled": True})
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)

@@ -1,4 +1,7 @@
-"""Weights renewed by differences: exact ones change nothing, four bits what they should, and no fault stays unseen."""
+"""Refreshes by differences: "lossless" ones give the bits of whole weights, and "delta4" ones send four bits.
+
+Ranks find cached weights that differ between them, and renew them.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +37,27 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def wrapped(settings: dict[str, object], lr: float, freeze: bool = False) -> tuple[Model, zeropp.ZeroOptimizer]:
+    """Return a model and its optimizer.
+
+    Args:
+        settings: keys for ``make_config``.
+        lr: learning rate of AdamW.
+        freeze: True to freeze block 0.
+    """
     model = Model()
     model.blocks[0].requires_grad_(not freeze)
     return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=lr), model, make_config(**settings))
 
 
 def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, fault: bool = False) -> float:
-    """One step's loss.
+    """Train one step, and return the loss of the last micro-batch.
 
     Args:
-        model, optimizer: wrapped.
-        step: number of the data.
-        spoilt: the last rank has a gradient that is not finite.
-        fault: a bit of what the last rank keeps flips between backward and boundary.
+        model: wrapped model.
+        optimizer: its optimizer.
+        step: number of the step, which chooses the data.
+        spoilt: True for a NaN loss on the last rank, so that all ranks skip the step.
+        fault: True to flip a bit in the last rank's cached weights between backward and step.
     """
     optimizer.zero_grad()
     loss = torch.zeros(())
@@ -62,7 +73,7 @@ def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, 
 
 
 def flip_a_bit(engine: Engine) -> None:
-    """Flip one in the middle of what the last rank caches of a parameter."""
+    """Flip a bit in the middle of the last rank's cached weights of one parameter."""
     engine.wait_for_refresh()
     if engine.comm.rank == engine.comm.world - 1:
         buffer = next(buffer for buffer in engine.buffers if buffer.base is not None)
@@ -73,7 +84,7 @@ def flip_a_bit(engine: Engine) -> None:
 
 
 def refreshes(engine: Engine) -> dict[str, int]:
-    """How what is kept was renewed, by manner."""
+    """Return the number of refreshes by their way: differences, whole weights, or whole because of their size."""
     engine.wait_for_refresh()
     found: Counter[str] = Counter()
     for (_, what), times in engine.comm.ledger.events.items():
@@ -85,11 +96,19 @@ DIFFERENCES, WHOLE, CROWDED = "refresh: differences", "refresh: whole", "refresh
 FAULT = "cached weights differ between ranks"
 
 
-# Exact differences.
+# Lossless differences.
 
 
 def eventful(settings: dict[str, object], steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, int], int]:
-    """Losses and weights of a run with everything in it that touches weights; how they were renewed; buffers."""
+    """Train with every event that changes weights: a skipped step, a load, an edit, a resumption and a flipped bit.
+
+    Args:
+        settings: keys for ``make_config``.
+        steps: number of steps.
+
+    Returns:
+        The losses, the full weights, the number of refreshes by way, and the number of buffers with cached weights.
+    """
     model, optimizer = wrapped(settings, lr=1e-3)
     engine, losses, faults = optimizer.engine, [], 0
     optimizer.step_sync.cache_checksum.every = steps // 3
@@ -117,7 +136,11 @@ def eventful(settings: dict[str, object], steps: int) -> tuple[list[float], dict
 
 
 def both(settings: dict[str, object], steps: int) -> tuple[list[str], dict[str, int], int]:
-    """What differs between a run with exact differences and one without."""
+    """Run :func:`eventful` with and without lossless differences.
+
+    Returns:
+        Losses and weights that differ, the number of refreshes by way, and the number of buffers with cached weights.
+    """
     losses, weights, _, _ = eventful(settings, steps)
     found, others, renewed, buffers = eventful({**settings, "weight_codec": "lossless"}, steps)
     wrong = [f"loss {index}" for index, pair in enumerate(zip(losses, found, strict=True)) if pair[0] != pair[1]]
@@ -133,19 +156,24 @@ STEPS += [pytest.param(name, 200, marks=pytest.mark.campaign) for name in PLACED
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "steps"), STEPS)
 def test_exact_differences_change_no_bit(name: str, steps: int) -> None:
-    """Through evaluation, a skipped step, a load, an edit, a resumption, and a bit that flips on one rank."""
+    """Losses and weights stay equal through an evaluation, a skipped step, a load, an edit, a resume and a fault."""
     for wrong, renewed, buffers in run_ranks(4, both, PLACED[name], steps, local_world_size=2, timeout=280):
         assert wrong == []
-        assert renewed[FAULT] == 1, "the fault was not seen, or seen more than once"
-        # Whole weights at the start, after a load, a resumption and the fault, and of the one buffer that was edited.
+        assert renewed[FAULT] == 1, "the fault was not found, or found more than once"
+        # Whole weights are sent at the start, after the load, after the resumption and after the fault, and for the one
+        # buffer that was edited.
         assert renewed[WHOLE] == 4 * buffers + 1
-        # One step was skipped, one taken back.
+        # Of the steps + 1 steps that ran, one was skipped, and the one that found the fault sent whole weights.
         assert renewed[DIFFERENCES] + renewed.get(CROWDED, 0) == (steps - 1) * buffers
         assert renewed.get(CROWDED, 0) < 0.05 * steps * buffers
 
 
 def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
-    """Steps after which faults were counted, of a bit that flips long before anyone compares; what ranks keep then."""
+    """Flip a bit at step 13, long before the comparison at step 19.
+
+    Returns:
+        The steps after which a fault was counted, and sums of this rank's cached weights at the end.
+    """
     model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3)
     engine, checksum = optimizer.engine, optimizer.step_sync.cache_checksum
     checksum.every = 10
@@ -164,14 +192,22 @@ def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 1", "hpz"])
 def test_a_fault_that_was_computed_with_is_found_at_the_next_comparison_and_once(name: str) -> None:
+    """Ranks compare every ten steps. After the comparison, ranks with the same slice have the same weights."""
     results = run_ranks(4, found_late, PLACED[name], local_world_size=2)
     assert [faults for faults, _ in results] == [[19]] * 4
-    alike = [results[1], results[3]] if name == "hpz" else results  # those that hold the slice with the bit
+    alike = [results[1], results[3]] if name == "hpz" else results  # ranks 1 and 3 cache the slice with the flipped bit
     assert len({tuple(keeps) for _, keeps in alike}) == 1
 
 
 def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
-    """Two graphs, and a norm asked for between their backwards, which compares; weights after a step, and faults."""
+    """Run two forwards, and compare the cached weights between their two backwards, by computing the norm.
+
+    Args:
+        fault: True to flip a bit before the comparison.
+
+    Returns:
+        The weights after a step, and the number of faults found.
+    """
     model, optimizer = wrapped({**HPZ, "weight_codec": "lossless", "live": 0}, lr=1e-3)
     train(model, optimizer, 2)
     optimizer.zero_grad()
@@ -187,7 +223,10 @@ def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
 
 
 def test_a_backward_goes_on_with_what_a_comparison_before_it_has_renewed() -> None:
-    """No weight has changed, so the graph stands; what the fault touched is renewed before anything gathers it."""
+    """Main weights are unchanged, so the graph of the second forward stays valid.
+
+    The damaged weights are renewed before the second backward gathers them.
+    """
     sound, faulty = (run_ranks(4, between_backwards, fault, local_world_size=2) for fault in (False, True))
     for (weights, none), (found, one) in zip(sound, faulty, strict=True):
         assert (none, one) == (0, 1)
@@ -195,7 +234,11 @@ def test_a_backward_goes_on_with_what_a_comparison_before_it_has_renewed() -> No
 
 
 def crowd(settings: dict[str, object]) -> tuple[list[str], dict[str, int]]:
-    """What differs after steps so large that differences take more than weights; how weights were sent."""
+    """Train with steps so large that differences take more bytes than weights.
+
+    Returns:
+        Weights that differ between lossless differences and whole weights, and the number of refreshes by way.
+    """
     results = []
     for codec in ({}, {"weight_codec": "lossless"}):
         model, optimizer = wrapped({**settings, **codec}, lr=0.5)
@@ -209,16 +252,22 @@ def crowd(settings: dict[str, object]) -> tuple[list[str], dict[str, int]]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 1", "hpz"])
 def test_where_too_much_has_changed_all_ranks_send_weights(name: str) -> None:
+    """Messages have one size on all ranks, so all send whole weights if the differences of one rank are too large."""
     for wrong, renewed in run_ranks(4, crowd, PLACED[name], local_world_size=2):
         assert wrong == []
-        assert renewed[CROWDED] >= 6, "nothing was crowded"
+        assert renewed[CROWDED] >= 6, "too few refreshes sent whole weights because of their size"
 
 
-# Four bits.
+# Differences in four bits.
 
 
 def followed(settings: dict[str, object]) -> list[str]:
-    """Parameters that differ, in a forward or backward, from a base that gained each step's difference in four bits."""
+    """Train five steps with "delta4".
+
+    Returns:
+        Names of parameters that differ, in a forward or backward, from a base to which each step's difference was added
+        in four bits.
+    """
     model, optimizer = wrapped({**settings, "weight_codec": "delta4"}, lr=1e-2)
     wrong: list[str] = []
     bases = {name: value.bfloat16() for name, value in zeropp.full_state(model).items()}
@@ -230,7 +279,8 @@ def followed(settings: dict[str, object]) -> list[str]:
     watch_weights(model, look)
     for step in range(5):
         train(model, optimizer, step)
-        if step == 3:  # what was carried is gone: the base is set anew
+        # A load sends whole weights, so the base is the rounded weight again and earlier rounding errors are gone.
+        if step == 3:
             model.load_state_dict(model.state_dict())
         for name, value in zeropp.full_state(model).items():
             if step == 3:
@@ -248,6 +298,7 @@ def followed(settings: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", some(PLACED, 3))
 def test_four_bit_differences_reach_every_rank_and_what_they_lose_is_carried(world: int, name: str) -> None:
+    """Differences are taken from the rounded base, so each one includes the rounding errors of earlier ones."""
     settings = PLACED[name]
     if world == 2 and "zero_hpz_partition_size" in settings:
         settings = {**settings, "zero_hpz_partition_size": 1, "stage": 2}
@@ -256,11 +307,18 @@ def test_four_bit_differences_reach_every_rank_and_what_they_lose_is_carried(wor
     assert run_ranks(world, followed, settings, local_world_size=2) == [[]] * world
 
 
-# Bytes, memory, what is refused.
+# Bytes, refused settings, and ranks that refresh at different times.
 
 
 def sent(settings: dict[str, object]) -> tuple[dict[tuple[str, str, str], float], dict[str, int]]:
-    """Bytes a call of each refresh, by unit, hop and codec; elements of each unit."""
+    """Train four steps.
+
+    Args:
+        settings: keys for ``make_config``.
+
+    Returns:
+        Bytes per call of the last step's refreshes, by (unit, hop, codec), and the elements of each unit.
+    """
     model, optimizer = wrapped(settings, lr=1e-4)
     engine = optimizer.engine
     for step in range(4):
@@ -277,6 +335,7 @@ def sent(settings: dict[str, object]) -> tuple[dict[tuple[str, str, str], float]
 @pytest.mark.parametrize("codec", ["delta4", "lossless"])
 @pytest.mark.parametrize("placed", [{**HPZ}, {**BF16, "stage": 1}], ids=str)
 def test_bytes_are_those_of_differences(codec: str, placed: dict[str, object]) -> None:
+    """Lossless messages have four bits per element, and up to half as many bytes for larger differences."""
     for rows, numels in run_ranks(4, sent, {**placed, "weight_codec": codec}, local_world_size=2):
         hops = {"4->2": 1} if "zero_hpz_partition_size" in placed else {"4->2": 1, "2->1": 2}
         assert set(rows) == {(unit, hop, codec) for unit in numels for hop in hops}
@@ -290,6 +349,7 @@ def test_bytes_are_those_of_differences(codec: str, placed: dict[str, object]) -
 
 
 def refused(settings: dict[str, object]) -> None:
+    """Wrap a model with settings that are refused."""
     wrapped(settings, lr=0.1)
 
 
@@ -311,7 +371,17 @@ def test_differences_that_have_no_base_are_refused(codec: str, settings: dict[st
 
 
 def half_a_step(settings: dict[str, object], how: str, freeze: bool) -> list[str]:
-    """What is wrong after one rank alone failed inside a portion, or has a hook after its steps."""
+    """Train with a rank that starts refreshes at other times than the other ranks.
+
+    Args:
+        settings: keys for ``make_config``.
+        how: "error" to interrupt rank 1's optimizer after its second chunk, "hook" to give rank 1 a step post-hook,
+            which delays its refreshes.
+        freeze: True to freeze block 0.
+
+    Returns:
+        Names of weights that differ from a run without differences.
+    """
     model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3, freeze=freeze)
     plain, other = wrapped(settings, lr=1e-3, freeze=freeze)
     for each, own in ((model, optimizer), (plain, other)):
@@ -340,7 +410,7 @@ def half_a_step(settings: dict[str, object], how: str, freeze: bool) -> list[str
         for step in range(4, 7):
             train(each, own, step)
         with torch.no_grad():
-            each(tokens(7, dist.get_rank()))  # where a rank with a hook begins its last renewal
+            each(tokens(7, dist.get_rank()))  # a rank with a post-hook starts its last refresh in this forward
     weights, expected = zeropp.full_state(model), zeropp.full_state(plain)
     return [name for name, value in expected.items() if not torch.equal(value, weights[name])]
 
@@ -350,12 +420,18 @@ def half_a_step(settings: dict[str, object], how: str, freeze: bool) -> list[str
 @pytest.mark.parametrize("how", ["error", "hook"])
 @pytest.mark.parametrize("name", ["hpz", "stage 1"])
 def test_ranks_that_start_refreshes_in_other_cuts_agree_all_the_same(name: str, how: str, freeze: bool) -> None:
-    """Frozen blocks take no part in steps, and so have no place in the cuts."""
+    """The chunks of units, for which ranks agree on sizes, do not depend on the time when a rank starts refreshes.
+
+    Frozen blocks are not stepped, so they are not counted in the chunks.
+    """
     assert run_ranks(4, half_a_step, PLACED[name], how, freeze, local_world_size=2) == [[]] * 4
 
 
 def unfrozen(settings: dict[str, object]) -> list[float]:
-    """Losses of a bfloat16 model whose frozen float32 norms are trained later: no base for differences."""
+    """Return the losses of a bfloat16 model with frozen float32 norms that are trained from the second step on.
+
+    Such norms have no base for differences.
+    """
     model = Model(torch.bfloat16)
     for block in model.blocks:
         block[1].float().requires_grad_(False)

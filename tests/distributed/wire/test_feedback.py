@@ -1,4 +1,4 @@
-"""What encoding loses goes with the next gradient, so that sums of gradients over steps lose next to nothing."""
+"""Error feedback adds the quantization error of a gradient to the next one, so sums over steps lose almost nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 16
 
 
 class Slopes(nn.Module):
-    """Its gradients are the same at every step."""
+    """A model whose gradients are its inputs, the same at every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,13 @@ class Slopes(nn.Module):
 
 
 def slopes(rank: int) -> list[Tensor]:
+    """Return the gradients of a rank: of the matrix and of the vector."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(60, 50, generator=generator), torch.randn(700, generator=generator)]
 
 
 def averaged(settings: dict[str, object]) -> dict[str, Tensor]:
-    """What SGD has seen of each gradient, on average over steps."""
+    """Return the mean over steps of each gradient as SGD received it."""
     model = Slopes()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, make_config(**settings))
     for _ in range(STEPS):
@@ -60,9 +61,10 @@ def averaged(settings: dict[str, object]) -> dict[str, Tensor]:
     ids=str,
 )
 def test_over_steps_only_the_last_error_is_lost(settings: dict[str, Any], beta: float) -> None:
-    """With e the carried error the losses of all steps add up to e / (1 - beta), of the last step.
+    """The errors of all steps add up to ``e / (1 - beta)``, where e is the stored error after the last step.
 
-    e itself is carried in 8 bits, which loses up to a 254th of it at each step.
+    The stored error itself is rounded to 8 bits, so each step loses up to 1/254 of it. Without feedback, errors exceed
+    this bound.
     """
     bits = (4, 4) if "gradient_bits" in settings else (8, 4)
     zero = {**GRADIENTS, "zeropp_loco_param": {"err_beta": beta}, **settings}
@@ -72,7 +74,8 @@ def test_over_steps_only_the_last_error_is_lost(settings: dict[str, Any], beta: 
             mean = torch.stack([each[name] for each in plain]).mean(0)
             error, both = float((value - mean).abs().max()), bound(plain, name, 2, bits)
             carried = both * (1 / STEPS + 1 / 254) / (1 - beta)
-            # Inside a node nothing is carried over by default; and replicas get sums in 8 bits more.
+            # By default intra-node hops have no feedback. MiCS gathers the sums to its replicas in 8 bits, also without
+            # feedback.
             rest = 0.0 if settings.get("feedback") == "both" else bound(plain, name, 2, (8, 0))
             if "mics_shard_size" in settings:
                 rest += float(mean.abs().max()) * 0.51 / 127
@@ -81,7 +84,7 @@ def test_over_steps_only_the_last_error_is_lost(settings: dict[str, Any], beta: 
 
 
 def carried(settings: dict[str, object], steps: int) -> list[tuple[int, list[bool]]]:
-    """After each step: steps counted, and whether each error is anything."""
+    """Train, and return after each step the counted steps and, for each stored error, True if it is not zero."""
     model, optimizer = wrapped(make_config(**settings), 0.1)
     found = []
     for step in range(steps):
@@ -96,6 +99,7 @@ def carried(settings: dict[str, object], steps: int) -> list[tuple[int, list[boo
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
 def test_errors_are_cleared_by_steps_and_all_at_once(feedback: str) -> None:
+    """With ``reset_T`` 3 all errors are cleared after every third step, not after micro-batches."""
     settings = {**GRADIENTS, "zeropp_loco_param": {"reset_T": 3}, "feedback": feedback}
     settings["gradient_accumulation_steps"] = 2
     for found in run_ranks(4, carried, settings, 7, local_world_size=2):
@@ -105,7 +109,7 @@ def test_errors_are_cleared_by_steps_and_all_at_once(feedback: str) -> None:
 
 
 def trained_with(settings: dict[str, object], factors: list[float]) -> dict[str, Tensor]:
-    """Weights after steps with the loss times each factor; where that is not finite the step is skipped."""
+    """Train with the loss multiplied by each factor, and return the weights. A NaN loss is not followed by a step."""
     model, optimizer = wrapped(make_config(**settings), 1e-3)
     for factor in factors:
         optimizer.zero_grad()
@@ -117,6 +121,7 @@ def trained_with(settings: dict[str, object], factors: list[float]) -> dict[str,
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
 def test_what_was_cleared_does_not_come_back_where_the_next_gradient_is_not_finite(feedback: str) -> None:
+    """A NaN gradient between the clearing and the next step must not bring the cleared errors back."""
     settings = {**GRADIENTS, "zeropp_loco_param": {"reset_T": 1}, "feedback": feedback}
     without, found = (
         run_ranks(4, trained_with, settings, factors, local_world_size=2)
@@ -127,9 +132,16 @@ def test_what_was_cleared_does_not_come_back_where_the_next_gradient_is_not_fini
 
 
 def thrown_away(settings: dict[str, object], how: str | None, size: float) -> dict[str, Tensor]:
-    """Weights after steps, in the middle of which gradients are thrown away that are not finite on one rank alone.
+    """Train six steps, of which one discards a gradient that is NaN on rank 1.
 
-    Without them, where ``how`` is None, errors are cleared at that place.
+    Args:
+        settings: keys for ``make_config``.
+        how: "skipped" if the optimizer skips the step, "by GradScaler" if GradScaler does, "forgotten" if no step is
+            called. None to clear the errors instead of running the step.
+        size: factor on the loss of all other ranks in this step.
+
+    Returns:
+        The weights after the last step.
     """
     model, optimizer = wrapped(make_config(**settings), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "by GradScaler")
@@ -154,7 +166,7 @@ def thrown_away(settings: dict[str, object], how: str | None, size: float) -> di
 
 
 def left_behind(settings: dict[str, object]) -> list[str]:
-    """Weights that differ where gradients were thrown away, finite ones of ranks with small and with huge ones."""
+    """Return the weights that differ between a run with discarded gradients and one with cleared errors."""
     cleared, wrong = thrown_away(settings, None, 1.0), []
     for how, size in (("skipped", 1e8), ("forgotten", 1.0), ("by GradScaler", 1e8)):
         found = thrown_away(settings, how, size)
@@ -164,13 +176,17 @@ def left_behind(settings: dict[str, object]) -> list[str]:
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
 def test_gradients_that_no_step_takes_leave_nothing_behind(feedback: str) -> None:
-    """Errors of a gradient of 1e8 would be hundreds of thousands of times the next one."""
+    """The errors of a gradient of 1e8 would be hundreds of thousands of times as large as the next gradient."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}, "feedback": feedback}
     assert run_ranks(4, left_behind, settings, local_world_size=2) == [[]] * 4
 
 
 def loaded_inside_a_window(settings: dict[str, object]) -> bool:
-    """Whether errors that are loaded stay, where gradients of before are forgotten for the load."""
+    """Load a state after a backward, which discards that backward's gradient.
+
+    Returns:
+        True if the loaded errors are not zero and are kept.
+    """
     model, optimizer = wrapped(make_config(**settings), 0.1)
     model(tokens(0, dist.get_rank())).backward()
     optimizer.step()
@@ -185,11 +201,12 @@ def loaded_inside_a_window(settings: dict[str, object]) -> bool:
 
 
 def test_errors_that_are_loaded_stay_where_gradients_are_forgotten() -> None:
+    """Discarding gradients clears their errors; the clearing must come before the load."""
     assert run_ranks(2, loaded_inside_a_window, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2
 
 
 def resumed(settings: dict[str, object]) -> list[str]:
-    """Weights that differ between a run and one that was saved and loaded half-way."""
+    """Return the weights that differ between a run and one that was saved and loaded after three steps."""
     config = make_config(**settings)
 
     def train(model: nn.Module, optimizer: Any, steps: range) -> None:
@@ -219,7 +236,15 @@ def test_a_resumed_run_carries_its_errors_on(settings: dict[str, object]) -> Non
 
 
 def scaled(settings: dict[str, object], init: float | None) -> dict[str, Tensor]:
-    """Weights after steps whose losses were scaled by a factor that doubles every second step, or not at all."""
+    """Train with losses scaled by GradScaler.
+
+    Args:
+        settings: keys for ``make_config``.
+        init: first scale, which doubles every second step; None for no scaling.
+
+    Returns:
+        The weights after seven steps.
+    """
     model, optimizer = wrapped(make_config(**settings), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=init or 1.0, growth_interval=2, enabled=init is not None)
     optimizer.grad_scaler = scaler
@@ -228,7 +253,7 @@ def scaled(settings: dict[str, object], init: float | None) -> dict[str, Tensor]
         scaler.scale(model(tokens(step, dist.get_rank()))).backward()
         scaler.step(optimizer)
         scaler.update()
-        if step == 3:  # the scale has just doubled
+        if step == 3:  # the scale has doubled after the last step
             optimizer.load_state_dict(optimizer.state_dict())
     assert init is None or scaler.get_scale() == init * 8
     return zeropp.full_state(model)
@@ -236,7 +261,7 @@ def scaled(settings: dict[str, object], init: float | None) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
 def test_a_loss_scale_that_changes_does_not_disturb_what_is_carried(feedback: str) -> None:
-    """By powers of two everything scales exactly, so not a bit may differ from no scale at all."""
+    """Scaling by powers of two is exact, so weights have the bits of a run without scaling."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}, "feedback": feedback}
     plain = run_ranks(4, scaled, settings, None, local_world_size=2)
     for found, expected in zip(run_ranks(4, scaled, settings, 4.0, local_world_size=2), plain, strict=True):
@@ -244,7 +269,11 @@ def test_a_loss_scale_that_changes_does_not_disturb_what_is_carried(feedback: st
 
 
 def steps_carried(settings: dict[str, object]) -> list[int]:
-    """Steps whose errors are carried: after two with a scaler, after one without, after one with another."""
+    """Return the number of steps since the errors were cleared, three times.
+
+    They are the numbers after two steps with a GradScaler, after one step without, and after one with another
+    GradScaler.
+    """
     model, optimizer = wrapped(make_config(**settings), 0.01)
     found = []
     for scaler, steps in ((torch.amp.GradScaler("cpu"), 2), (None, 1), (torch.amp.GradScaler("cpu"), 1)):
@@ -261,12 +290,13 @@ def steps_carried(settings: dict[str, object]) -> list[int]:
 
 
 def test_errors_of_scaled_losses_are_cleared_where_nobody_scales_any_more() -> None:
+    """Without a scaler, the scale of the next losses is unknown, so errors of scaled losses cannot be rescaled."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}}
     assert run_ranks(2, steps_carried, settings) == [[2, 1, 2]] * 2
 
 
 def old_state(settings: dict[str, object]) -> bool:
-    """Whether a state of a run that carried nothing loads, with a warning where there is something to carry."""
+    """Load a state without errors, and return True if that gives a warning."""
     _model, optimizer = wrapped(make_config(**settings), 0.1)
     state = optimizer.state_dict()
     del state["zeropp"]["carried"]
@@ -277,7 +307,13 @@ def old_state(settings: dict[str, object]) -> bool:
 
 
 def warned(settings: dict[str, object], changed: dict[str, object]) -> list[str]:
-    """Warnings where the state of a run is loaded into one of other settings; what is carried then must be nothing."""
+    """Load the state of a run into a run with other settings.
+
+    If there is a warning, all errors must be zero afterwards, and otherwise not.
+
+    Returns:
+        The first 14 characters of each warning.
+    """
     model, optimizer = wrapped(make_config(**settings), 0.1)
     model(tokens(0, dist.get_rank())).backward()
     optimizer.step()
@@ -295,18 +331,29 @@ def warned(settings: dict[str, object], changed: dict[str, object]) -> list[str]
     "changed", [{}, {"hadamard": True}, {"feedback": "both"}, {"gradient_bits": {"local": 8, "cross": 8}}], ids=str
 )
 def test_errors_of_other_codecs_are_not_taken_over(changed: dict[str, object]) -> None:
+    """An error is stored in the layout of its codec, so it fits no other codec."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}}
     expected = ["carried errors"] if changed else []
     assert run_ranks(4, warned, settings, changed, local_world_size=2) == [expected] * 4
 
 
 def test_a_state_that_carries_nothing_loads() -> None:
+    """A run with error feedback warns, because it expects errors."""
     assert run_ranks(2, old_state, {}) == [False] * 2
     assert run_ranks(2, old_state, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2
 
 
 def lost_on_one(settings: dict[str, object], change: str, who: int) -> tuple[int, bool, str]:
-    """One rank of two has lost what it carried, or has a file of another step; steps and errors after loading."""
+    """Load a state that is incomplete or from another step on one of two ranks.
+
+    Args:
+        settings: keys for ``make_config``.
+        change: "lost" without errors, "age" with another number of steps, "of no unit" with an empty set of errors.
+        who: the rank.
+
+    Returns:
+        Counted steps after loading, True if any error is not zero, and the text of the warning.
+    """
     model, optimizer = wrapped(make_config(**settings), 0.1)
     model(tokens(0, dist.get_rank())).backward()
     optimizer.step()
@@ -335,13 +382,14 @@ def lost_on_one(settings: dict[str, object], change: str, who: int) -> tuple[int
     ],
 )
 def test_errors_that_one_rank_has_lost_begin_anew_on_all(change: str, who: int, cause: str) -> None:
+    """All ranks must count the same steps, because they clear errors at the same step."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}}
     for steps, anything, said in run_ranks(2, lost_on_one, settings, change, who):
         assert (steps, anything) == (0, False) and cause in said, said
 
 
 class Unequal(nn.Module):
-    """A parameter whose gradient is huge, and is not always used, beside one with a small gradient; one unit."""
+    """A unit of two parameters: ``huge`` has a large gradient and is not always used, ``small`` has a small one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +401,15 @@ class Unequal(nn.Module):
 
 
 def left_alone(settings: dict[str, Any], frozen: bool) -> list[tuple[float, float, float]]:
-    """Norm before clipping, and how far each parameter moves, in steps after the huge one's last gradient."""
+    """Train with ``huge`` used or trained in the first two steps only.
+
+    Args:
+        settings: keys for ``make_config``.
+        frozen: True to freeze ``huge`` after two steps; False to leave it unused.
+
+    Returns:
+        For each later step, the norm before clipping, the change of ``small``, and the change of ``huge``.
+    """
     model = Unequal()
     config = make_config(**settings, gradient_clipping=1.0)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, config)
@@ -377,7 +433,11 @@ def left_alone(settings: dict[str, Any], frozen: bool) -> list[tuple[float, floa
 def test_what_is_carried_for_a_parameter_without_gradient_is_no_gradient(
     settings: dict[str, Any], frozen: bool
 ) -> None:
-    """Errors of a huge gradient would be thousands of times the gradient that there is, and clip it away."""
+    """Stored errors of ``huge`` must not count as a gradient.
+
+    They would be thousands of times as large as the gradient of ``small``, and clipping would scale that to almost
+    zero.
+    """
     zero = {**GRADIENTS, "zeropp_loco_param": {}, **settings}
     plain = [torch.Generator().manual_seed(rank) for rank in range(4)]
     means = [torch.stack([torch.randn(1600, generator=each) for each in plain]).mean(0)[:900] for _ in range(5)]

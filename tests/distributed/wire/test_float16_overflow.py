@@ -1,4 +1,4 @@
-"""Gradients in float16 whose sum over ranks is beyond it, and whose mean is not."""
+"""float16 gradients whose sum over ranks exceeds float16 have a correct mean, because sums are scaled down."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ class Steep(nn.Module):
 
 
 def stepped(settings: dict[str, object], backwards: int, divided: bool = True) -> tuple[int, Tensor]:
-    """(steps skipped, weights after two steps); a step's loss is the mean over its backwards, or their sum."""
+    """Train two steps.
+
+    Args:
+        settings: keys for ``make_config``.
+        backwards: number of backwards per step.
+        divided: True if a step's loss is the mean over its backwards; False for their sum.
+
+    Returns:
+        The number of skipped steps, and the weights.
+    """
     model = Steep()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, make_config(**settings))
     for _ in range(2):
@@ -52,13 +61,16 @@ def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
     backwards = 2 if TWICE.items() <= settings.items() else 1
     for skipped, weight in run_ranks(4, stepped, settings, backwards, local_world_size=2):
         assert skipped == 0
-        torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 a hop
+        torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 per hop
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["stage 1", "deferred", "mics, held"])
 def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
-    """What a rank or a node holds is the sum over its backwards and ranks; it goes on scaled down by both."""
+    """Held gradients are sums over backwards, or over backwards and the ranks of a node.
+
+    They are scaled down by the number of summands before they are sent in float16.
+    """
     expected = torch.full((300,), 1 - 4 * RATE * SLOPE)
     for skipped, weight in run_ranks(4, stepped, PLACED[name], 2, False, local_world_size=2):
         assert skipped == 0
@@ -66,7 +78,10 @@ def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
 
 
 def many_groups() -> Tensor:
-    """A step of sixteen times two backwards, whose sum, 2^-21, is near the smallest that float16 has."""
+    """Take a step of sixteen times two backwards whose gradients of ``2**-22`` are reduced in pairs.
+
+    The smallest float16 is ``2**-24``.
+    """
     model = Steep()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**14), model, make_config())
     for _ in range(16):
@@ -78,6 +93,9 @@ def many_groups() -> Tensor:
 
 
 def test_room_is_kept_for_what_is_sent_together() -> None:
-    """Not for what was sent before, which would make small gradients vanish in time."""
+    """The scaling depends on the backwards that are reduced together, and not on earlier ones of the step.
+
+    With every further reduction, small gradients would otherwise be scaled down more, and become zero.
+    """
     for weight in run_ranks(4, many_groups, local_world_size=2):
         torch.testing.assert_close(weight, torch.full((300,), 1 - 16 * 2.0**-7), rtol=0, atol=2.0**-12)

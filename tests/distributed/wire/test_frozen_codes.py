@@ -1,4 +1,4 @@
-"""Frozen weights that exist in 8-bit codes only: what ranks compute with, what they hold, and what moves it."""
+"""Frozen weights that are stored as 8-bit codes only: the values that ranks compute with, memory, saving and edits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def lora() -> Model:
-    """The blocks' norms and the head's bias are trained, all else is frozen, an odd-sized table among it."""
+    """Return a model in which the blocks' norms and the head's bias are trained, and all else is frozen."""
     model = Model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.split(".")[-2:-1] == ["1"] or name == "head.bias")
@@ -39,6 +39,7 @@ def lora() -> Model:
 
 
 def wrapped(settings: dict[str, object]) -> tuple[Model, Any]:
+    """Return a model with frozen codes, and its optimizer."""
     model = lora()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, zeropp.ZeroOptimizer(torch.optim.SGD(trained, lr=0.1), model, make_config(**{**CODED, **settings}))
@@ -51,7 +52,10 @@ def train(model: nn.Module, optimizer: Any, step: int) -> None:
 
 
 def frozen_seen(settings: dict[str, object]) -> list[str]:
-    """Frozen parameters that differ, in a forward or backward, from their decoded codes; or are held otherwise."""
+    """Return the frozen parameters whose values differ from their decoded codes, and buffers that are not codes.
+
+    Values are checked in forward, in backward, and in the full state.
+    """
     original = {name: p.detach().clone() for name, p in lora().named_parameters() if not p.requires_grad}
     model, optimizer = wrapped(settings)
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
@@ -65,7 +69,8 @@ def frozen_seen(settings: dict[str, object]) -> list[str]:
     for step in range(2):
         train(model, optimizer, step)
     state = zeropp.full_state(model)
-    conv = decoded(original["conv.weight"].permute(0, 2, 3, 1)).permute(0, 3, 1, 2)  # in the order of its memory
+    # conv.weight is channels_last, and blocks of codes follow the order of memory.
+    conv = decoded(original["conv.weight"].permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     wrong += [n for n, v in original.items() if n != "conv.weight" and not torch.equal(state[n], decoded(v))]
     return wrong + ["conv.weight"] * (not torch.equal(state["conv.weight"], conv))
 
@@ -81,6 +86,7 @@ def test_every_rank_computes_with_the_decoded_codes(world: int, name: str) -> No
 
 
 def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return this rank's bytes by term after one step, and the bytes that ``zeropp.plan.memory`` predicts."""
     plan = zeropp.plan.memory(lora(), make_config(**{**CODED, **settings}), dist.get_world_size(), 2)
     model, optimizer = wrapped(settings)
     train(model, optimizer, 0)
@@ -98,18 +104,19 @@ def test_owned_bytes_equal_the_plan(name: str) -> None:
 
 
 def shards(optimizer: Any) -> list[Tensor]:
+    """Return copies of this rank's frozen shards."""
     return [buffer.shard.clone() for buffer in optimizer.engine.buffers if not buffer.trainable]
 
 
 def moved(settings: dict[str, object]) -> list[str]:
-    """What is wrong after codes were saved, loaded, replaced, edited and partly unfrozen."""
+    """Save, load, replace, edit and partly unfreeze codes, and return descriptions of wrong values."""
     model, optimizer = wrapped(settings)
     train(model, optimizer, 0)
     wrong, before = [], shards(optimizer)
 
     model.load_state_dict(model.state_dict())
     if not all(map(torch.equal, before, shards(optimizer))):
-        wrong.append("codes changed when what they say was loaded")
+        wrong.append("codes changed when their own values were loaded")
 
     new = {name: value * 1.3 + 0.01 for name, value in zeropp.full_state(model).items()}
     model.load_state_dict(new)
@@ -127,7 +134,7 @@ def moved(settings: dict[str, object]) -> list[str]:
     same[: held.numel()] = (held == edited).view(-1)
     same = same.view(-1, 256).all(1).repeat_interleave(256)[: held.numel()].view(held.shape)
     if not torch.equal(state["head.weight"], torch.where(same, held, decoded(edited))):
-        wrong.append("head.weight after an edit, which concerns its own blocks only")
+        wrong.append("head.weight after an edit: only the edited block may change")
 
     model.blocks[1][0].weight.requires_grad_(True)
     optimizer.add_param_group({"params": [model.blocks[1][0].weight]})
@@ -136,7 +143,7 @@ def moved(settings: dict[str, object]) -> list[str]:
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     wrong += [f"{n} after another was unfrozen" for n in frozen if not torch.equal(after[n], state[n])]
     if torch.equal(after["blocks.1.0.weight"], state["blocks.1.0.weight"]):
-        wrong.append("what was unfrozen was not trained")
+        wrong.append("the unfrozen weight was not trained")
     train(model, optimizer, 2)
     return wrong
 
@@ -145,4 +152,5 @@ def moved(settings: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize("name", ["stage 3", "one unit", "hpz", "hpz, codes", "persistent"])
 @pytest.mark.parametrize("world", [1, 4])
 def test_codes_are_moved_and_not_encoded_again(world: int, name: str) -> None:
+    """Decoding and encoding again could change codes, so codes must be kept wherever the values stay the same."""
     assert run_ranks(world, moved, PLACED[name], local_world_size=min(world, 2)) == [[]] * world

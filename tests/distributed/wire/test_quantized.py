@@ -1,7 +1,7 @@
-"""Quantized weights and gradients: the same weights on every rank at any world size, gradients within a bound.
+"""Quantized weights are equal on every rank at any number of ranks, and quantized gradients are within a bound.
 
-Compared with one process and plain torch on the same global batch. The mean is the mean: each parameter's gradient is
-checked by itself, with SGD, so that no optimizer hides a factor.
+Results are compared with plain torch in one process on the same global batch. Each parameter's gradient is checked
+alone, with SGD, because another optimizer could hide a wrong factor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.quantized_model import GRADIENTS, WEIGHTS, Model, bound, deco
 from tests.support.rank_pool import run_ranks
 from tests.support.used_weights import watch_weights
 
-# Nodes x ranks of each: all ranks, ranks to a node.
+# Nodes x ranks per node: total number of ranks, ranks per node.
 SHAPES = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2)}
 
 
@@ -30,7 +30,7 @@ SHAPES = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2)}
 
 
 def weights_seen(settings: dict[str, object]) -> list[str]:
-    """Names of parameters that differ, in any forward or backward of three steps, from what they should be."""
+    """Return the parameters that differ from their decoded codes in any forward or backward of three steps."""
     model, optimizer = wrapped(make_config(**settings), lr=0.1)
     wrong: list[str] = []
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
@@ -68,7 +68,7 @@ PLACED: dict[str, dict[str, object]] = {
     ("world", "name"), [(w, name) for w in (1, 2, 4) for name in PLACED if (w, name) != (1, "mics")]
 )
 def test_every_rank_computes_with_the_decoded_weights(world: int, name: str) -> None:
-    """In forward and backward, whatever the placement, the cut into units and the number of ranks."""
+    """Weights do not depend on placement, units and number of ranks, and are equal in forward and backward."""
     results = run_ranks(world, weights_seen, {**WEIGHTS, **PLACED[name]}, local_world_size=min(world, 2))
     assert results == [[]] * world
 
@@ -77,7 +77,14 @@ def test_every_rank_computes_with_the_decoded_weights(world: int, name: str) -> 
 
 
 def gradients_of(settings: dict[str, object]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """The mean gradient as SGD used it, and every rank's own as plain torch has it; over all micro-batches."""
+    """Take one step with SGD at a learning rate of 1, so that the change of the weights is the gradient.
+
+    Args:
+        settings: keys for ``make_config``.
+
+    Returns:
+        The gradient over all micro-batches, and the gradients of every rank in plain torch.
+    """
     model, optimizer = wrapped(make_config(**settings), lr=1.0)
     micros = optimizer.config.gradient_accumulation_steps or 1
     before = zeropp.full_state(model)
@@ -113,6 +120,10 @@ TELLING = [("default", "1x4"), ("both 4", "4x1"), ("feedback", "2x2")]
     [pytest.param(*row, marks=() if row in TELLING else pytest.mark.campaign) for row in product(QUANTIZED, SHAPES)],
 )
 def test_gradients_lie_within_the_codecs_bound(name: str, shape: str) -> None:
+    """The bound is half a quantization step per message.
+
+    The slope ``<gradient, mean> / <mean, mean>`` shows a wrong factor.
+    """
     world, local = SHAPES[shape]
     settings, bits = QUANTIZED[name]
     if name == "hpz" and local != 2:
@@ -138,6 +149,7 @@ ROTATED: list[dict[str, object]] = [
 @pytest.mark.every(5)
 @pytest.mark.parametrize("settings", ROTATED, ids=str)
 def test_rotated_gradients_and_those_with_replicas_are_the_mean(settings: dict[str, object]) -> None:
+    """The relative error is below 0.2 for each parameter."""
     for found, plain in run_ranks(4, gradients_of, {**GRADIENTS, "hadamard": True, **settings}, local_world_size=2):
         for key, value in found.items():
             mean = torch.stack([each[key] for each in plain]).mean(0)
@@ -146,7 +158,7 @@ def test_rotated_gradients_and_those_with_replicas_are_the_mean(settings: dict[s
 
 
 class Spiky(nn.Module):
-    """A gradient whose every 32nd element is far larger than the others."""
+    """A model whose gradient is its input, in which the test makes every 32nd element far larger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +169,7 @@ class Spiky(nn.Module):
 
 
 def error_beside_spikes(rotate: bool) -> tuple[float, set[str]]:
-    """(mean square error of the elements that are not large, codecs used)."""
+    """Return the mean square error of the elements beside large ones, and the codecs used."""
     spikes = torch.arange(4096) % 32 == 5
     each = [torch.randn(4096, generator=torch.Generator().manual_seed(rank)) + 20 * spikes for rank in range(4)]
     config = make_config(**GRADIENTS, hadamard=rotate, gradient_bits={"local": 4, "cross": 4})
@@ -171,6 +183,7 @@ def error_beside_spikes(rotate: bool) -> tuple[float, set[str]]:
 
 
 def test_rotation_spares_what_lies_beside_spikes() -> None:
+    """Without rotation, a large element sets the scale of its group, and small elements are rounded away."""
     plain = run_ranks(4, error_beside_spikes, False, local_world_size=2)
     for (error, used), (without, _) in zip(
         run_ranks(4, error_beside_spikes, True, local_world_size=2), plain, strict=True
@@ -180,7 +193,11 @@ def test_rotation_spares_what_lies_beside_spikes() -> None:
 
 
 def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]]:
-    """(norm the optimizer reports, norm of what SGD has applied) for each step; losses are scaled up and down again."""
+    """Train two steps with losses scaled by ``scale`` and gradients unscaled again.
+
+    Returns:
+        For each step, the norm that the optimizer reports and the norm of the gradient that SGD applied.
+    """
     model, optimizer = wrapped(make_config(**GRADIENTS, **settings), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     found = []
@@ -200,21 +217,25 @@ def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize(
     "settings",
-    # 1 rank a node: one hop.
+    # With one rank per node there is one hop.
     [{}, {"local_world_size": 1}, {"mics_shard_size": 2}, {"stage": 1, "gradient_bits": {"local": 4, "cross": 4}}],
     ids=str,
 )
 def test_norms_are_those_of_parameters_alone(settings: dict[str, object], scale: float) -> None:
-    """Rotated codes leave errors in the padding behind a parameter, which unscaling does not reach."""
+    """Rotated codes leave errors in the padding behind a parameter.
+
+    Unscaling does not change the padding, so the norm must leave it out.
+    """
     for found in run_ranks(4, norms, {"hadamard": True, **settings}, scale, local_world_size=2):
         for reported, applied in found:
             assert reported == pytest.approx(applied, rel=1e-4)
 
 
-# State that quantizing brings along.
+# Memory of quantization.
 
 
 def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return this rank's bytes by term after two steps, and the bytes that ``zeropp.plan.memory`` predicts."""
     config = make_config(**settings)
     plan = zeropp.plan.memory(Model(), config, dist.get_world_size(), 2)
     model, optimizer = wrapped(config, lr=0.1)
@@ -248,11 +269,11 @@ def test_owned_bytes_equal_the_plan(settings: dict[str, object]) -> None:
 # Bytes.
 
 
-Sent = dict[tuple[str, str, str], tuple[int, float]]  # unit, kind, hop -> calls, bytes a call
+Sent = dict[tuple[str, str, str], tuple[int, float]]  # (unit, kind, hop) -> (calls, bytes per call)
 
 
 def one_step(settings: dict[str, object]) -> tuple[Sent, dict[str, int]]:
-    """What this rank sends in a step; elements of each unit."""
+    """Return this rank's traffic in the third step, and the elements of each unit."""
     model, optimizer = wrapped(make_config(reuse=0, **settings), lr=0.1)
     ledger = optimizer.engine.comm.ledger
     for step in range(3):
@@ -269,13 +290,14 @@ def one_step(settings: dict[str, object]) -> tuple[Sent, dict[str, int]]:
 
 @pytest.mark.parametrize("placed", [{}, {"zero_hpz_partition_size": 2, "secondary": "codes"}], ids=str)
 def test_bytes_are_those_of_the_codes(placed: dict[str, object]) -> None:
-    """Two nodes of two: messages of 8-bit codes in gathers and inside nodes, of 4-bit codes between nodes."""
+    """With two nodes of two ranks, gathers and intra-node reductions send 8-bit codes, inter-node ones 4-bit codes."""
     results = run_ranks(4, one_step, {**WEIGHTS, **GRADIENTS, **placed}, local_world_size=2)
     for sent, numels in results:
         wanted: Sent = {}
         for unit, numel in numels.items():
             message = kernels.message_layout(numel // 4, 8).nbytes
-            times, _ = sent[unit, "gather", "2->1"]  # forward and backward, or more where a unit is used apart
+            # One gather each in forward and backward, and more if a unit is used at several places, because reuse is 0.
+            times, _ = sent[unit, "gather", "2->1"]
             assert times >= 2
             wanted[unit, "refresh" if placed else "gather", "4->2"] = (1 if placed else times, message)
             wanted[unit, "gather", "2->1"] = (times, 2 * message)
@@ -284,11 +306,16 @@ def test_bytes_are_those_of_the_codes(placed: dict[str, object]) -> None:
         assert sent == wanted
 
 
-# What is not finite.
+# Gradients that are not finite.
 
 
 def carried(optimizer: Any, before: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What the first hop carries over for the group around ``head.bias[299]``: as it was, and as it is."""
+    """Return the first hop's stored error of the group with ``head.bias[299]``: before and now.
+
+    Args:
+        optimizer: optimizer of the model.
+        before: copies of all error-feedback states, in the order of the trainable buffers.
+    """
     position = 0
     for buffer in optimizer.engine.trainable_buffers:
         feedback = buffer.gradient.feedbacks[0]
@@ -305,7 +332,15 @@ def carried(optimizer: Any, before: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def spoilt(settings: dict[str, object], value: float) -> list[str]:
-    """A gradient that is not finite on the last rank; what is wrong afterwards on this one."""
+    """Train three steps, of which the second has a gradient that is not finite on the last rank.
+
+    Args:
+        settings: keys for ``make_config``.
+        value: Inf or NaN.
+
+    Returns:
+        Descriptions of failures on this rank.
+    """
     model, optimizer = wrapped(make_config(**settings), 0.1)
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong = []
@@ -355,5 +390,6 @@ def spoilt(settings: dict[str, object], value: float) -> list[str]:
     ids=str,
 )
 def test_gradients_that_are_not_finite_are_skipped_everywhere(settings: dict[str, object], value: float) -> None:
+    """All ranks skip the step, weights do not change, and stored errors stay finite."""
     results = run_ranks(4, spoilt, {**WEIGHTS, **GRADIENTS, **settings}, value, local_world_size=2)
     assert results == [[]] * 4

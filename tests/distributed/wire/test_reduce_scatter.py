@@ -1,6 +1,6 @@
-"""Sums of plain gradients by the backend's reduce-scatter: the mean of plain torch, and the bytes that it sends.
+"""Reductions by the backend's reduce-scatter give the mean of plain torch, and the ledger counts their bytes.
 
-Over gloo, which adds in the dtype on the wire, in another order than an exchange does.
+The tests run over gloo, which adds in the wire dtype and in another order than an exchange of messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def differs(settings: dict[str, object], dtype: torch.dtype) -> tuple[float, int, int]:
-    """From plain torch after three steps, relative to the weights; sums by the backend, and those by hand."""
+    """Train three steps beside plain torch.
+
+    Args:
+        settings: keys for ``make_config``.
+        dtype: dtype of the model.
+
+    Returns:
+        The largest difference of weights relative to the largest weight, the number of calls of reduce-scatter, and the
+        number of calls of all-to-all.
+    """
     micros = int(str(settings.get("gradient_accumulation_steps", 1)))
     pair = Pair(Routed(3), make_config(**settings), micros=micros, dtype=dtype)
     patched = partial(mock.patch.object, hops.Hop, autospec=True)
@@ -50,20 +59,32 @@ def differs(settings: dict[str, object], dtype: torch.dtype) -> tuple[float, int
 @pytest.mark.parametrize("name", PLACED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_mean_is_that_of_plain_torch(name: str, dtype: torch.dtype) -> None:
-    """Within four roundings in each of three steps, since the order of additions differs; the others do not run."""
+    """Weights differ by at most four roundings in each of three steps, because the order of additions differs.
+
+    All reductions use the backend's reduce-scatter.
+    """
     bound = 12 * torch.finfo(dtype).eps
     for found, by_backend, by_hand in run_ranks(4, differs, {**PLACED[name], **BY_BACKEND}, dtype, local_world_size=2):
         assert found <= bound and by_backend > 0 and by_hand == 0
 
 
 def test_auto_and_exchange_leave_no_sum_to_gloo() -> None:
+    """gloo's reduce-scatter sends twice the bytes, so the default does not use it."""
     for choice in ({}, {"reduce_scatter": "exchange"}):
         for found, by_backend, by_hand in run_ranks(4, differs, choice, torch.float64, local_world_size=2):
             assert found <= 1e-12 and by_backend == 0 and by_hand > 0
 
 
 def halves(dtype: torch.dtype, large: float) -> tuple[bool, float]:
-    """Whether gradients are finite, and the relative error of the mean of those of size ``large``."""
+    """Take one step with gradients of size ``large``.
+
+    Args:
+        dtype: dtype of the model.
+        large: the gradient of every element, on every rank.
+
+    Returns:
+        True if the step was taken, and the relative error of the mean.
+    """
     model = Routed(1).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,13 +100,13 @@ def halves(dtype: torch.dtype, large: float) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_in_16_bits_do_not_overflow_where_their_mean_does_not(dtype: torch.dtype) -> None:
-    """Four times 40,000 is no float16, and its mean is."""
+    """Four times 40,000 exceeds float16, and the mean does not."""
     for finite, error in run_ranks(4, halves, dtype, 40_000.0, local_world_size=2):
         assert finite and error <= 2.0**-7
 
 
 def sent(settings: dict[str, object]) -> tuple[int, int]:
-    """Bytes of reductions that the ledger counts, and that the plan predicts."""
+    """Return the bytes of reductions that the ledger counts, and the bytes that the plan predicts."""
     model = Routed(3)
     config = make_config(**settings)
     plan = zeropp.plan.traffic(model, config, dist.get_world_size(), 2)
@@ -98,6 +119,7 @@ def sent(settings: dict[str, object]) -> tuple[int, int]:
 
 
 def test_the_ledger_has_what_gloo_sends() -> None:
+    """The plan predicts the bytes of an exchange; gloo's reduce-scatter sends twice as many."""
     for found, planned in run_ranks(4, sent, {}, local_world_size=2):
         assert found == planned > 0
     for found, planned in run_ranks(4, sent, BY_BACKEND, local_world_size=2):

@@ -1,4 +1,4 @@
-"""``zeropp.plan.traffic`` beside the ledger of real steps: every hop, codec and byte; and what follows from it."""
+"""``zeropp.plan.traffic`` predicts each hop, codec and byte of a real step, and the tokens that hide the traffic."""
 
 from __future__ import annotations
 
@@ -41,11 +41,19 @@ SETTINGS: dict[str, dict[str, object]] = {
     "frozen codes": {"zero_quantized_nontrainable_weights": True, **HPZ},
 }  # fmt: skip
 
-Sent = dict[TrafficKey, tuple[int, int]]  # calls, bytes
+Sent = dict[TrafficKey, tuple[int, int]]  # key of the ledger -> (calls, bytes)
 
 
 def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
-    """What the third step sends, and what it was to send; messages that all ranks get are left out."""
+    """Train three steps.
+
+    Args:
+        settings: keys for ``make_config``.
+
+    Returns:
+        The traffic of the third step, and the predicted traffic. Collectives of all ranks, such as the step sync, are
+        left out.
+    """
     model = Uneven()
     config = make_config(reuse=0, **settings)
     plan = zeropp.plan.traffic(model, config, dist.get_world_size(), min(2, dist.get_world_size()))
@@ -82,12 +90,13 @@ def test_every_byte_is_planned(name: str) -> None:
 @pytest.mark.parametrize("name", ["stage 3", "stage 0, plain and coded", "stage 0, 32 bits"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_node_and_one_rank(world: int, name: str) -> None:
-    """Where gradients take one hop it has the bits of hops between nodes."""
+    """If gradients take a single hop, it has the bits per element that ``gradient_bits`` gives for "cross"."""
     for found, wanted in run_ranks(world, step, SETTINGS[name], local_world_size=world):
         assert found == wanted
 
 
 def test_exact_differences_are_estimated() -> None:
+    """The size of lossless messages depends on the weights, so the plan's estimate is within a factor of 1.4."""
     for found, wanted in run_ranks(4, step, {**HPZ, **BF16, **LOSSLESS}, local_world_size=2):
         assert set(found) == set(wanted)
         for way, (calls, nbytes) in found.items():
@@ -100,7 +109,7 @@ def test_exact_differences_are_estimated() -> None:
 
 
 class Square(torch.nn.Module):
-    """2^20 weights."""
+    """A layer of ``2**20`` weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,11 +117,14 @@ class Square(torch.nn.Module):
 
 
 def test_tokens_that_hide_what_crosses_nodes() -> None:
-    """Stage 3 in bf16 sends 2 bytes a weight for 2 operations forward, 4 for 4 backward: F / B tokens, less 1/n."""
+    """Forward in bf16 sends 2 bytes per weight for 2 operations per token, backward 4 bytes for 4 operations.
+
+    So traffic is hidden from ``flops / bandwidth * (1 - 1 / nodes)`` tokens on.
+    """
     plan = zeropp.plan.traffic(Square(), make_config(**BF16), 4, 2)
     assert plan.between_nodes == 3 * 2 * 2**20 // 2
     assert plan.tokens_to_hide(flops=4e14, bandwidth=5e10) == pytest.approx(4e14 / 5e10 / 2)
-    # With hpZ and deferred reductions the same crosses once for four micro-batches.
+    # With hpZ and deferred reductions, the same bytes cross nodes once for four micro-batches.
     deferred = {"gradient_accumulation_steps": 4, "defer_cross_reduction": True}
     longer = zeropp.plan.traffic(Square(), make_config(**BF16, **HPZ, **deferred), 4, 2)
     assert longer.tokens_to_hide(flops=4e14, bandwidth=5e10) == pytest.approx(4e14 / 5e10 / 2 / 4)
@@ -124,7 +136,7 @@ def test_tokens_that_hide_what_crosses_nodes() -> None:
 
 
 def test_a_plan_as_printed() -> None:
-    """Weights are gathered twice a step, 2^18 of 2 bytes each; gradients go the same way back, once."""
+    """Weights are gathered twice per step, ``2**18`` per rank with 2 bytes; gradients are reduced once."""
     text = str(zeropp.plan.traffic(Square(), make_config(**BF16), 4, 2))
     assert [line.split(maxsplit=4) for line in text.splitlines()[:5]] == [
         ["gather", "2->1", "local", "bf16", "2,097,152 bytes a rank and step"],
@@ -141,7 +153,10 @@ def test_a_plan_as_printed() -> None:
 
 
 def test_exact_differences_are_estimated_at_4_9_bits() -> None:
-    """In place of 16, which a refresh takes otherwise: the mean of docs/convergence.md, and where escapes begin."""
+    """A lossless refresh has 4.87 bits per element instead of 16, and 1/32 bit for the starts of its sections.
+
+    4.87 is the mean in docs/convergence.md.
+    """
     plans = [zeropp.plan.traffic(Square(), make_config(**BF16, **HPZ, **codec), 4, 2) for codec in ({}, LOSSLESS)]
     plain, lossless = (sum(row.nbytes for row in plan.rows if row.way.kind == "refresh") for plan in plans)
     assert plain == 2 * 2**20 // 4
@@ -149,7 +164,7 @@ def test_exact_differences_are_estimated_at_4_9_bits() -> None:
 
 
 def test_tokens_that_hide_frozen_weights() -> None:
-    """Backward of a trained weight sends 2 + 4 bytes for 4 operations, of a frozen one 2 bytes for 2."""
+    """Backward of a trained weight sends 2 + 4 bytes for 4 operations, of a frozen one 2 bytes for 2 operations."""
     half = torch.nn.Sequential(Square(), Square().requires_grad_(False))
     plan = zeropp.plan.traffic(half, make_config(**BF16, communication_data_type="fp32"), 4, 2)
     assert plan.between_nodes == (2 + 6 + 2 + 2) * 2**20 // 2
