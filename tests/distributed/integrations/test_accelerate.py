@@ -1,4 +1,4 @@
-"""``zeropp.integrations.accelerate.prepare``: Accelerate's own loop, as in one process on the global batch."""
+"""``zeropp.integrations.accelerate.prepare``: Accelerate's training loop gives the results of one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rows(Dataset):
 
 @contextlib.contextmanager
 def accelerator_of(**given: Any) -> Iterator[Any]:
-    """One, whose state other calls on these ranks do not see."""
+    """Yield an Accelerator, and reset Accelerate's global state before and after, because ranks run many tests."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -54,7 +54,17 @@ def accelerator_of(**given: Any) -> Iterator[Any]:
 def looped(
     accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any, first: int, last: int
 ) -> list[float]:
-    """The loop of Accelerate's documentation; norms before clipping."""
+    """Run the training loop of Accelerate's documentation, and return the norms before clipping.
+
+    Args:
+        accelerator: the Accelerator.
+        model: prepared model.
+        optimizer: prepared optimizer.
+        scheduler: prepared scheduler.
+        loader: prepared loader.
+        first: first micro-batch to train on.
+        last: micro-batch to stop before.
+    """
     norms = []
     for number, ids in enumerate(loader):
         if not first <= number < last:
@@ -71,6 +81,13 @@ def looped(
 
 
 def parts(accelerator: Any, config: Any = CONFIG, rows: int = 32) -> tuple[Any, Any, Any, Any]:
+    """Return a prepared model, optimizer, scheduler and loader.
+
+    Args:
+        accelerator: the Accelerator.
+        config: zeropp's configuration.
+        rows: number of samples.
+    """
     from zeropp.integrations.accelerate import prepare
 
     model = Net()
@@ -81,12 +98,19 @@ def parts(accelerator: Any, config: Any = CONFIG, rows: int = 32) -> tuple[Any, 
 
 
 def plain(last: int) -> tuple[nn.Module, list[float]]:
-    """In one process: each window has MICRO micro-batches of both ranks; the last one may be shorter."""
+    """Train in one process on the batches of both ranks; the last window may have fewer than ``MICRO`` micro-batches.
+
+    Args:
+        last: number of micro-batches.
+
+    Returns:
+        The model, and the norms before clipping.
+    """
     model, norms, rows = Net(), [], Rows(last * 4).rows
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(-(-last // MICRO)):
         optimizer.zero_grad()
-        # Accelerate steps a schedule once for each process.
+        # With two processes, Accelerate steps a schedule twice per optimizer step.
         optimizer.param_groups[0]["lr"] = LR / (1 + 2 * step)
         for ids in rows[step * MICRO * 4 : (step + 1) * MICRO * 4].split(4):
             (nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()) / MICRO).backward()
@@ -96,13 +120,21 @@ def plain(last: int) -> tuple[nn.Module, list[float]]:
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """A run; and one that is saved half way, and goes on in other objects."""
+    """Train, and train again with a save and a load into new objects half-way.
+
+    Args:
+        folder: folder of the saved state.
+
+    Returns:
+        Norms before clipping, and the difference of the weights from one process without ("weights") and with
+        ("resumed") the save and load.
+    """
     found: dict[str, Any] = {}
     with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
         model, optimizer, scheduler, loader = parts(accelerator)
         found["norms"] = looped(accelerator, model, optimizer, scheduler, loader, 0, 8)
         found["weights"] = distance(zeropp.full_state(accelerator.unwrap_model(model)), plain(8)[0])
-        # Accelerate prepares everything that it is given; what is prepared stays as it is.
+        # Accelerate must leave objects that are prepared already as they are.
         assert accelerator.prepare(model, optimizer) == (model, optimizer)
     with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
         model, optimizer, scheduler, loader = parts(accelerator)
@@ -119,7 +151,7 @@ def trained(folder: Path) -> dict[str, Any]:
 
 
 def test_own_loop_as_one_process(tmp_path: Path) -> None:
-    """Accumulation, clipping by the whole model's norm, a schedule; saved and resumed: in float64."""
+    """Accumulation, clipping by the whole model's norm, a schedule, saving and resuming are exact in float64."""
     _, norms = plain(8)
     for found in run_ranks(2, trained, tmp_path):
         assert found["norms"] == pytest.approx(norms, rel=EPSILON)
@@ -128,7 +160,7 @@ def test_own_loop_as_one_process(tmp_path: Path) -> None:
 
 
 def cut_short() -> tuple[float, list[float]]:
-    """Seven micro-batches in windows of two: Accelerate steps at the end of the data, too."""
+    """Train seven micro-batches in windows of two, and return the difference from one process and the norms."""
     with accelerator_of(gradient_accumulation_steps=MICRO) as accelerator:
         model, optimizer, scheduler, loader = parts(accelerator, rows=28)
         norms = looped(accelerator, model, optimizer, scheduler, loader, 0, 7)
@@ -136,12 +168,17 @@ def cut_short() -> tuple[float, list[float]]:
 
 
 def test_a_short_last_window_is_a_step() -> None:
+    """Accelerate also steps at the end of the data."""
     for apart, norms in run_ranks(2, cut_short):
         assert apart < EPSILON and norms == pytest.approx(plain(7)[1], rel=EPSILON) and len(norms) == 4
 
 
 def in_bfloat16() -> tuple[float, str, str]:
-    """Loss under Accelerate's precision here and by itself; the dtypes of what comes out."""
+    """Run a forward in bf16 with zeropp and with Accelerate alone.
+
+    Returns:
+        The difference of the losses, and the dtypes of both outputs.
+    """
     with accelerator_of(mixed_precision="bf16") as accelerator:
         from zeropp.integrations.accelerate import prepare
 
@@ -160,7 +197,11 @@ def test_bfloat16_is_accelerates_autocast() -> None:
 
 
 def two_models() -> tuple[float, bool]:
-    """One by zeropp, one by Accelerate itself; each is clipped as it should be. Then all is let go."""
+    """Clip a second model, which is not prepared, and drop the first one.
+
+    Returns:
+        Norm of the second model's gradient, and True if the first model's memory is free.
+    """
     with accelerator_of() as accelerator:
         model, optimizer, _, _ = parts(accelerator)
         critic = nn.Linear(3, 1)
@@ -173,10 +214,12 @@ def two_models() -> tuple[float, bool]:
 
 
 def test_beside_another_model_and_let_go() -> None:
+    """Clipping the parameters of another model uses Accelerate's own function. The accelerator keeps no model alive."""
     assert run_ranks(2, two_models) == [(pytest.approx(12**0.5), True)] * 2
 
 
 def refusals() -> list[str]:
+    """Return the messages of settings and calls that are refused."""
     from zeropp.config import ConfigError
     from zeropp.integrations.accelerate import prepare
 
@@ -203,6 +246,7 @@ def refusals() -> list[str]:
 
 
 def test_what_would_be_done_twice_is_refused() -> None:
+    """Settings that both Accelerate and zeropp would apply are refused, and clipping that zeropp does not offer."""
     for said in run_ranks(2, refusals):
         for text, part in zip(
             said, ["leave them", "leave them", "config=", "2 of the", "norm_type 1", "value", "FSDP"], strict=True
@@ -211,7 +255,15 @@ def test_what_would_be_done_twice_is_refused() -> None:
 
 
 def merged_under_accelerate(stage: int) -> tuple[float, float, float]:
-    """Distances from plain torch: weights merged for a while, those merged for good, and what the model has of them."""
+    """Merge adapters between steps, and for good after training.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        Differences of the outputs while adapters are merged, of the finally merged weights from plain torch, and of the
+        full state from plain torch.
+    """
     from zeropp.integrations.accelerate import prepare
 
     model = adapted()

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with zeropp's strategy on two ranks: equal to a Trainer in one process, and what it calls."""
+"""Lightning's Trainer with zeropp's strategy on two ranks gives the results of a Trainer in one process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import zeropp
 from tests.support.rank_pool import run_ranks, some
 from zeropp.checkpoint import CheckpointError
 
-# Lightning joins ranks that torchrun describes by this, too; otherwise it would start some of its own.
+# Lightning takes this variable as a sign that torchrun started the processes. Without it, Lightning would start
+# processes of its own.
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
 
 
 def alone() -> dict[str, Any]:
+    """Train in one process without zeropp, and return the weights and the recorded losses and learning rates."""
     from tests.support import lightning_cases as cases
 
     module = cases.plain(2)
@@ -23,7 +25,16 @@ def alone() -> dict[str, Any]:
 
 
 def stages(wanted: dict[str, Any], which: list[int]) -> dict[int, list[Any]]:
-    """For each stage: how far weights are, losses, rates, validation losses, and elements that this rank has."""
+    """Train in several ZeRO stages.
+
+    Args:
+        wanted: result of :func:`alone`.
+        which: the stages; 0 for no partitioning.
+
+    Returns:
+        For each stage, the difference of the weights, the elements of this rank's shards, the learning rates, the
+        training losses and the validation losses.
+    """
     from tests.support import lightning_cases as cases
 
     found = {}
@@ -42,16 +53,17 @@ def stages(wanted: dict[str, Any], which: list[int]) -> dict[int, list[Any]]:
 
 @pytest.mark.parametrize("which", some([[0, 3], [0, 1, 2]], 2), ids=str)
 def test_stages_equal_a_trainer_in_one_process(which: list[int]) -> None:
-    """In float32, in which the order of additions differs: 1e-5, of weights and losses of about 1.
+    """Weights and losses of about 1 agree within 1e-5, because float32 sums are added in another order.
 
-    Windows of two of five batches, clipping, a scheduler of steps, validation; ranks begin with other weights.
+    Training uses windows of two batches (the last of five batches is a window of its own), clipping, a schedule by
+    steps, and validation. The ranks start with different weights, and rank 0's are used.
     """
     (wanted,) = run_ranks(1, alone)
     first, second = run_ranks(2, stages, wanted, which, env=LAUNCHED, timeout=100)
     for stage in which:
         for distance, own, rates, *_ in (first[stage], second[stage]):
             assert distance < 1e-5 and rates == wanted["rates"] and len(set(rates)) == 3
-            # Padded to blocks; each rank has its half.
+            # Each rank has half of the elements, with padding to multiples of 256.
             assert (own == first[0][1]) if stage == 0 else (own <= first[0][1] / 2)
         for number, key in enumerate(("losses", "val"), 3):
             both = [sum(pair) / 2 for pair in zip(first[stage][number], second[stage][number], strict=True)]
@@ -59,11 +71,20 @@ def test_stages_equal_a_trainer_in_one_process(which: list[int]) -> None:
 
 
 def callbacks(folder: Path, name: str, kept: dict[str, Any]) -> list[Any]:
+    """Return the callbacks of a run.
+
+    The run named "whole" also saves a checkpoint in the middle of an accumulation window, and its weights alone.
+
+    Args:
+        folder: folder of the checkpoints.
+        name: name of the run.
+        kept: dict that receives the full weights at the save in the window.
+    """
     from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
     class Middle(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            # The third of five batches: one of the next window's two.
+            # The third of five batches is the first of a window of two, so gradients are accumulated.
             if trainer.fit_loop.epoch_loop.batch_progress.total.ready == 3:
                 trainer.save_checkpoint(folder / "middle.ckpt")
                 trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
@@ -74,7 +95,15 @@ def callbacks(folder: Path, name: str, kept: dict[str, Any]) -> list[Any]:
 
 
 def interrupted(folder: Path) -> list[float]:
-    """How far a run that was resumed is from one that was not; and weights of another stage's that loads one."""
+    """Train two epochs at once, and one epoch and then another one after a load.
+
+    Args:
+        folder: folder of the checkpoints.
+
+    Returns:
+        Three differences of weights: between the two runs, of stage 1 after loading the second run's checkpoint, and of
+        stage 1 after loading the checkpoint that was saved inside a window.
+    """
     from lightning.pytorch.loggers import CSVLogger
 
     from tests.support import lightning_cases as cases
@@ -94,7 +123,7 @@ def interrupted(folder: Path) -> list[float]:
     assert "lr-AdamW" in (folder / "whole" / "lightning_logs" / "version_2" / "metrics.csv").read_text()
     distances = [max(float((whole[name] - parts[name]).abs().max()) for name in whole)]
     for path, wanted in ((folder / "parts" / "last.ckpt", parts), (folder / "middle.ckpt", kept)):
-        # Nothing is left to do but load.
+        # The loaded step has reached max_steps, so the run only loads.
         run, module = cases.trained(cases.strategy(stage=1), max_epochs=2, max_steps=1, path=path)
         distances.append(cases.distance(module, wanted))
     with pytest.raises(CheckpointError, match="was saved without an optimizer"):
@@ -103,5 +132,8 @@ def interrupted(folder: Path) -> list[float]:
 
 
 def test_resuming_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Bit for bit on the same ranks. A save inside a window changes nothing; another stage loads what was saved."""
+    """A resumed run has the same bits on the same ranks.
+
+    A save inside a window changes nothing, and another stage can load the checkpoint.
+    """
     assert run_ranks(2, interrupted, tmp_path, env=LAUNCHED, timeout=100) == [[0.0, 0.0, 0.0]] * 2

@@ -1,4 +1,4 @@
-"""Each argument of zeropp's strategies for Lightning: where its value goes, and the row for it in docs/lightning.md."""
+"""Each argument of zeropp's strategies for Lightning reaches its setting, and docs/lightning.md has a row for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "lightning.md"
 STORED = {"offload_optimizer": True, "offload_optimizer_device": "nvme", "nvme_path": "/disk"}
 PARAMS = {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme", "nvme_path": "/disk"}
 
-# Argument: a value that is not its default, where a loaded configuration shows it, and what else must be given.
+# Argument -> (a value other than the default, the value's path in a loaded configuration, further arguments). After "="
+# comes the loaded value if it differs from the given one.
 IN_CONFIG: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "stage": (1, "zero.stage", {}),
     "offload_optimizer": (True, "zero.offload_optimizer.device=cpu", {}),
@@ -50,7 +51,7 @@ IN_CONFIG: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "cpu_checkpointing": (True, "activation_checkpointing.cpu_checkpointing", {}),
     "contiguous_memory_optimization": (True, "activation_checkpointing.contiguous_memory_optimization", {}),
     "synchronize_checkpoint_boundary": (True, "activation_checkpointing.synchronize_checkpoint_boundary", {}),
-    # These change nothing, and the page says so; they are read like all others.
+    # These arguments have no effect, as docs/lightning.md says, but they reach the configuration.
     "contiguous_gradients": (False, "zero.contiguous_gradients", {}),
     "allgather_partitions": (False, "zero.allgather_partitions", {}),
     "reduce_scatter": (False, "zero.reduce_scatter", {}),
@@ -62,7 +63,7 @@ NONE = {
     "contiguous_gradients", "allgather_partitions", "reduce_scatter", "allgather_bucket_size", "reduce_bucket_size",
     "zero_allow_untested_optimizer",
 }  # fmt: skip
-# Lightning's base class takes these.
+# Arguments that Lightning's base class receives.
 HANDED_ON: dict[str, Any] = {
     "accelerator": object(),
     "parallel_devices": [torch.device("cpu")],
@@ -70,34 +71,36 @@ HANDED_ON: dict[str, Any] = {
     "process_group_backend": "gloo",
     "timeout": datetime.timedelta(seconds=5),
 }
-# What these do is seen where Trainers run: tests/distributed/integrations.
+# Arguments whose effect other tests in this folder check on ranks.
 ON_RANKS = {"remote_device", "logging_level", "load_full_weights", "exclude_frozen_parameters"}
 ELSEWHERE = {"zero_optimization", "config"}
 
 
 class Base:
-    """In the place of Lightning's strategies."""
+    """A stand-in for Lightning's strategies, which stores the arguments that it receives."""
 
     def __init__(self, **given: Any) -> None:
         self.handed_on = given
 
 
 class ForTrainer(TrainerArguments, Base):
-    """The arguments, and where they arrive."""
+    """The arguments of the Trainer's strategy on the stand-in."""
 
 
 class ForFabric(FabricArguments, Base):
-    """Likewise."""
+    """The arguments of Fabric's strategy on the stand-in."""
 
 
 KINDS = {"precision_plugin": ForTrainer, "precision": ForFabric}
 
 
 def loaded(strategy: Any, precision: str = "16-mixed") -> Config:
+    """Return the loaded configuration of a strategy for a precision."""
     return load_config(with_precision(strategy.config, precision, strategy._given))
 
 
 def value_at(config: Config, place: str) -> object:
+    """Return the value at a dotted path in a configuration."""
     value: Any = config
     for name in place.split("."):
         value = getattr(value, name)
@@ -106,6 +109,7 @@ def value_at(config: Config, place: str) -> object:
 
 @pytest.mark.parametrize("plugin", KINDS)
 def test_every_argument_goes_somewhere(plugin: str) -> None:
+    """Each argument changes the configuration, or goes to Lightning's base class, or is tested on ranks."""
     kind = KINDS[plugin]
     names = set(inspect.signature(kind.__init__).parameters) - {"self"}
     assert names == IN_CONFIG.keys() | HANDED_ON.keys() | ON_RANKS | ELSEWHERE | {plugin} and len(names) == 46
@@ -123,7 +127,7 @@ def test_every_argument_goes_somewhere(plugin: str) -> None:
 
 @pytest.mark.parametrize("plugin", KINDS)
 def test_defaults_are_honoured(plugin: str) -> None:
-    """What registered names stand for is nothing that this version refuses."""
+    """The settings behind each registered strategy name are supported in each precision."""
     for given in NAMES.values():
         for precision in ("32-true", "16-mixed", "bf16-true"):
             require_supported(loaded(KINDS[plugin](**given), precision))
@@ -131,17 +135,22 @@ def test_defaults_are_honoured(plugin: str) -> None:
 
 
 def test_a_configuration_is_all_that_counts() -> None:
+    """If a configuration is given, all other arguments are ignored. The strategy copies the configuration."""
     given = {"zero_optimization": {"stage": 1}, "aio": {"queue_depth": 2}}
     found = ForTrainer(config=given, stage=3, queue_depth=5, offload_optimizer=True)
     assert found.config == given and found.config is not given
     found.config["zero_optimization"]["stage"] = 2
     assert given["zero_optimization"] == {"stage": 1}
-    # Its own precision is kept, too.
+    # A precision in the configuration is kept, too.
     own = with_precision({"bf16": {"enabled": False}}, "bf16-mixed", found._given)
     assert own == {"bf16": {"enabled": False}}
 
 
 def test_what_a_trainer_says() -> None:
+    """A Trainer's accumulation and clipping enter the configuration; values in both places are an error.
+
+    A configuration for inference has no optimizer settings.
+    """
     assert for_training({}, steps=3, clip=0.5) == {
         "gradient_accumulation_steps": 3, "managed_gradient_accumulation": False, "gradient_clipping": 0.5,
     }  # fmt: skip
@@ -157,6 +166,7 @@ def test_what_a_trainer_says() -> None:
 
 
 def test_the_page_has_a_row_for_each() -> None:
+    """Rows of arguments without an effect begin with "none"."""
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
     names = inspect.signature(TrainerArguments.__init__).parameters.keys() - {"self"}
     assert names - rows.keys() == set()
@@ -164,6 +174,7 @@ def test_the_page_has_a_row_for_each() -> None:
 
 
 def test_fabric_takes_a_trainers_arguments_but_for_two() -> None:
+    """Only the name of the precision argument and the default of ``logging_batch_size_per_gpu`` differ."""
     one, other = (inspect.signature(kind.__init__).parameters for kind in (ForTrainer, ForFabric))
     renamed = {"precision_plugin": "precision"}
     assert [renamed.get(name, name) for name in one] == list(other)

@@ -1,4 +1,4 @@
-"""Validation, tests and predictions through zeropp's strategy, what is saved for others, and what stays in memory."""
+"""Validation, tests and predictions through zeropp's strategy, exported files, and the memory after training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
 
 
 def evaluated(folder: Path) -> list[str]:
-    """What is wrong with a life of one model: validated, fitted, tested, predicted with, by one Trainer and another."""
+    """Validate, fit, test and predict with one model, in two Trainers with different settings.
+
+    Args:
+        folder: working directory.
+
+    Returns:
+        Descriptions of results that differ from plain torch.
+    """
     from tests.support import lightning_cases as cases
 
     wrong: list[str] = []
@@ -30,7 +37,7 @@ def evaluated(folder: Path) -> list[str]:
             wrong.append(f"{what}: {found}, expected {wanted}")
 
     def loss_of(weights: dict[str, Any]) -> Any:
-        """By plain torch, on the samples of both ranks."""
+        """Return the loss of plain torch on the samples of both ranks."""
         twin = cases.Module()
         twin.load_state_dict(weights)
         with torch.no_grad():
@@ -43,7 +50,7 @@ def evaluated(folder: Path) -> list[str]:
         dist.broadcast(value, 0)
     run = cases.trainer(cases.strategy(stage=3, offload_optimizer=True), folder, **cases.TRAINING)
     data = cases.loader()
-    # Twice: the second time there is an engine already.
+    # Validate twice, because an engine exists at the second time.
     for number in range(2):
         (result,) = run.validate(module, data, verbose=False)
         look(f"validated {number}", result["val_loss"], loss_of(begins))
@@ -57,7 +64,7 @@ def evaluated(folder: Path) -> list[str]:
     with torch.no_grad():
         for batch, found in zip(data, run.predict(module, data), strict=True):
             look("predicted", float((found - twin(batch[:, : cases.WIDTH])).abs().max()) < 1e-5, True)
-    # Another Trainer, with other settings, evaluates what the first has; and trains it on.
+    # Another Trainer with other settings evaluates the first one's model, and then trains it.
     other = cases.trainer(cases.strategy(stage=1), folder, **cases.TRAINING)
     look("tested elsewhere", other.test(module, data, verbose=False)[0]["val_loss"], loss_of(state))
     other.fit(module, **cases.loaders())
@@ -70,19 +77,27 @@ def evaluated(folder: Path) -> list[str]:
 
 
 def measured(folder: Path) -> list[Any]:
-    """What metrics say that are a part of a module, while it trains and afterwards, and from a checkpoint."""
+    """Train a module that contains metrics.
+
+    Args:
+        folder: folder of a checkpoint.
+
+    Returns:
+        The metric during training, of a test afterwards, of a test from the checkpoint, and the error that plain torch
+        computes.
+    """
     import torchmetrics
 
     from tests.support import lightning_cases as cases
 
     class Measured(cases.Module):
-        """Logs metrics, which Lightning resets, moves and copies; a part of it is among its hyperparameters."""
+        """A module with metrics, which Lightning resets, moves and copies, and with a submodule as a hyperparameter."""
 
         def __init__(self, part: torch.nn.Module) -> None:
             super().__init__()
             self.save_hyperparameters()
             self.part = part
-            # Of its own for each phase: Lightning forgets what one has seen when its phase ends.
+            # Each phase needs a metric of its own, because Lightning resets the metrics of a phase at its end.
             self.error, self.val_error = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -119,6 +134,7 @@ def measured(folder: Path) -> list[Any]:
 
 @pytest.mark.campaign
 def test_metrics_are_no_part_of_what_is_partitioned(tmp_path: Path) -> None:
+    """Metrics in a partitioned module keep working, and give the error that plain torch computes."""
     for found in run_ranks(2, measured, tmp_path, env=LAUNCHED, timeout=100):
         assert found[0] > 0 and found[1:3] == pytest.approx([found[3]] * 2, abs=1e-5)
 
@@ -128,7 +144,14 @@ def test_a_model_is_evaluated_between_trainings(tmp_path: Path) -> None:
 
 
 def exported(folder: Path) -> list[str]:
-    """What is wrong with single files, a summary, quick runs and memory."""
+    """Export a checkpoint to a single file, and summarize, load and release a model.
+
+    Args:
+        folder: folder of the files.
+
+    Returns:
+        Descriptions of failures.
+    """
     from lightning.pytorch.utilities.model_summary import summarize
 
     from tests.support import lightning_cases as cases

@@ -1,4 +1,4 @@
-"""Fabric with zeropp's strategy on two ranks: equal to plain torch on the global batch, and what else it calls."""
+"""Fabric with zeropp's strategy on two ranks gives the results of plain torch on the global batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, STEPS, MICRO = 8, 4, 2
 
 
 class Net(nn.Module):
-    """Layers of which each is partitioned."""
+    """Residual layers, each of which is a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,14 @@ def batch(number: int, rank: int) -> Tensor:
 
 
 def parts(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    """Return a model and its optimizer, with weights from a seed."""
     torch.manual_seed(seed)
     model = Net()
     return model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
 def plain(steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights, and norms before clipping, of one process on the batches of two ranks."""
+    """Train in one process on the batches of two ranks, and return the weights and the norms before clipping."""
     model, optimizer = parts(0)
     norms = []
     for step in range(steps):
@@ -55,6 +56,12 @@ def plain(steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def fabric(stage: int, **more: Any) -> Any:
+    """Return a launched Fabric on two ranks.
+
+    Args:
+        stage: ZeRO stage.
+        **more: ``precision`` for Fabric; all other arguments go to the strategy.
+    """
     import lightning.fabric
 
     from zeropp.integrations.lightning import FabricZeroStrategy
@@ -68,11 +75,12 @@ def fabric(stage: int, **more: Any) -> Any:
 
 
 def train(made: Any, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-    """Norms before clipping."""
+    """Train steps ``first`` to ``last - 1``, and return the norms before clipping."""
     norms = []
     for step in range(first, last):
         for number in range(step * MICRO, (step + 1) * MICRO):
-            # One window sends at its end, the next one each time: the sums are the same.
+            # Even steps reduce gradients at the end of the window, odd steps after each micro-batch. The sums are
+            # equal.
             with made.no_backward_sync(model, enabled=step % 2 == 0 and number % MICRO == 0):
                 made.backward(model(batch(number, made.global_rank)).square().mean() / MICRO)
         norms.append(float(made.clip_gradients(model, optimizer, max_norm=0.3)))
@@ -82,7 +90,17 @@ def train(made: Any, model: Any, optimizer: Any, first: int, last: int) -> list[
 
 
 def in_stages(folder: Path, wanted: dict[str, Tensor], stages: list[int]) -> list[Any]:
-    """For each stage: how far weights are, of a run that is resumed in the middle, norms, and what came back."""
+    """Train in several stages, with a save and a load into new objects half-way.
+
+    Args:
+        folder: folder of the checkpoints.
+        wanted: weights of plain torch.
+        stages: the stages.
+
+    Returns:
+        For each stage, the difference of the weights, the norms, the loaded step, and the loaded objects without a
+        target.
+    """
     found = []
     for stage in stages:
         made = fabric(stage)
@@ -101,7 +119,7 @@ def in_stages(folder: Path, wanted: dict[str, Tensor], stages: list[int]) -> lis
 
 @pytest.mark.parametrize("stages", some([[1, 2], [3]], 2), ids=str)
 def test_stages_equal_plain_torch(stages: list[int], tmp_path: Path) -> None:
-    """In float32, in which the order of additions differs: 1e-5. Saved and loaded on the way."""
+    """Weights agree within 1e-5 after a save and a load, because float32 sums are added in another order."""
     state, norms = plain()
     for found in run_ranks(2, in_stages, tmp_path, state, stages, env=LAUNCHED, timeout=100):
         for distance, told, step, rest in found:
@@ -110,7 +128,10 @@ def test_stages_equal_plain_torch(stages: list[int], tmp_path: Path) -> None:
 
 
 def otherwise(folder: Path) -> list[str]:
-    """What is wrong with precisions, models built in pieces, two models, inference, whole files, and refusals."""
+    """Return descriptions of failures of all other uses.
+
+    They are precisions, models built in pieces, two models, inference, files with whole weights, and refused calls.
+    """
     wrong: list[str] = []
 
     def look(what: str, found: Any, wanted: Any) -> None:

@@ -1,4 +1,4 @@
-"""Processes that a launcher starts: the example under torchrun, and Lightning's own launcher."""
+"""Programs in processes of their own: the example under torchrun and with Lightning's launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run(command: list[str], folder: Path, seconds: float = 110) -> str:
-    """Standard output of a program that must end well."""
+    """Run a program that must succeed, and return its standard output."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds)
@@ -27,13 +27,17 @@ def run(command: list[str], folder: Path, seconds: float = 110) -> str:
 
 
 def loss_of(output: str, step: int) -> float:
+    """Return the validation loss that a program has printed for a step."""
     (loss,) = re.findall(rf"^step {step}: validation loss ([\d.]+);", output, re.MULTILINE)
     return float(loss)
 
 
 @pytest.mark.campaign
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
-    """16 batches of 8 windows on each of two ranks, two of them a step; a random model has a loss of ln 256, 5.5."""
+    """Each of two ranks trains on 16 batches of 8 sequences, two batches per step.
+
+    A random model has a loss of ln 256, 5.5.
+    """
     output = run([*TORCHRUN, EXAMPLE, "--folder", "out"], tmp_path)
     assert loss_of(output, 8) < 4.5
     assert (tmp_path / "out" / "last.ckpt" / "checkpoint" / "metadata.json").is_file()
@@ -45,7 +49,7 @@ def test_the_example_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_the_example_resumed_and_by_lightning_s_launcher(tmp_path: Path) -> None:
-    """DDP on the same batches ends with the same loss, within 1e-3 of two: sums are added in another order."""
+    """DDP on the same batches ends with the same loss within 1e-3 of about 2, because the order of sums differs."""
     run([*TORCHRUN, EXAMPLE, "--folder", "out"], tmp_path)
     resumed = run([*TORCHRUN, EXAMPLE, "--folder", "out", "--resume", "--epochs", "2"], tmp_path)
     popen = run([sys.executable, EXAMPLE, "--folder", "popen", "--epochs", "2", "--strategy", "zeropp"], tmp_path)

@@ -1,4 +1,4 @@
-"""Names in the registries of both packages, arguments that are seen where ranks are, and folders of other programs."""
+"""Strategy names in both Lightning packages, arguments with an effect on ranks, and checkpoints of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
 
 
 def registered() -> list[str]:
-    """What is wrong with names, in the package ``lightning``."""
+    """Return descriptions of wrong names and arguments in the package ``lightning``."""
     import inspect
 
     import lightning.fabric
@@ -44,13 +44,21 @@ def registered() -> list[str]:
             wrong.append(f"{name} is {type(run.strategy)} and {type(fabric.strategy)}")
         if run.strategy.config != ZeroStrategy(**given).config or fabric.strategy.config != run.strategy.config:
             wrong.append(f"{name} has {run.strategy.config}")
-    # Of DeepSpeed's names, each has one of ours.
+    # For each of DeepSpeed's names there must be one of zeropp.
     wrong += [each for each in StrategyRegistry if each.startswith("deepspeed") and f"zeropp{each[9:]}" not in NAMES]
     return wrong
 
 
 def on_disk(folder: Path) -> list[Any]:
-    """Weights that are built into files: this rank's elements, and whether files are there; what they come to."""
+    """Build weights on NVMe, and in host memory, before the model is wrapped.
+
+    Args:
+        folder: folder in place of an NVMe drive.
+
+    Returns:
+        This rank's elements of a weight, True if files exist before wrapping with "nvme" only, True if training gives
+        the usual weights, and the log levels with and without ``logging_level``.
+    """
     from tests.support import lightning_cases as cases
 
     given = {
@@ -64,7 +72,7 @@ def on_disk(folder: Path) -> list[Any]:
     level = logging.getLogger("zeropp").level
     other = folder / "other"
     other.mkdir(exist_ok=True)
-    # In the host's memory until the model is wrapped, whose weights go to files then.
+    # With "cpu", weights are built in host memory and are written to files when the model is wrapped.
     _, _, others = cases.built_late(3, other, **{**given, "remote_device": "cpu", "nvme_path": str(other)})
     _, wanted, _ = cases.built_late(3)
     return [cut, files > 0 and others == 0, trained == pytest.approx(wanted), level, logging.getLogger("zeropp").level]
@@ -79,7 +87,12 @@ def test_names_and_what_they_stand_for(tmp_path: Path) -> None:
 
 
 def in_the_other_package() -> tuple[float, str, str]:
-    """How far weights are from those of one process; what a Trainer of the other package says."""
+    """Train with the package ``pytorch_lightning``.
+
+    Returns:
+        The difference of the weights from one process, the strategy's module, and the error if a Trainer of
+        ``lightning`` gets this strategy.
+    """
     import lightning_fabric
     import pytorch_lightning
 
@@ -118,13 +131,13 @@ def in_the_other_package() -> tuple[float, str, str]:
 
 
 def test_the_other_package() -> None:
-    """In float32, in which the order of additions differs: 1e-5, of weights of about 1."""
+    """Weights of about 1 agree within 1e-5, because float32 sums are added in another order."""
     for distance, place, _ in run_ranks(2, in_the_other_package, env=LAUNCHED, timeout=100):
         assert distance < 1e-5 and place == "zeropp.integrations.pytorch_lightning"
 
 
 def written_by_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights of a plain module that has been trained, as DeepSpeed's strategy would save them."""
+    """Train a plain module, write a checkpoint as DeepSpeed's strategy does, and return the weights."""
     from tests.support import lightning_cases as cases
 
     module = cases.plain(1)
@@ -133,7 +146,15 @@ def written_by_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_by_us(folder: Path, wanted: dict[str, torch.Tensor]) -> tuple[float, int, int, int]:
-    """How far weights are, also of a file; steps of the Trainer and of the optimizer's states; a file's epoch."""
+    """Load the checkpoint of DeepSpeed's strategy, and convert it to a single file.
+
+    Args:
+        folder: folder of the checkpoint.
+        wanted: weights in the checkpoint.
+
+    Returns:
+        Largest difference of the weights, the Trainer's steps, the optimizer's steps, and the epoch in the single file.
+    """
     from tests.support import lightning_cases as cases
     from zeropp.integrations.lightning import convert_zero_checkpoint_to_fp32_state_dict
 
@@ -151,7 +172,8 @@ def read_by_us(folder: Path, wanted: dict[str, torch.Tensor]) -> tuple[float, in
 def test_a_folder_of_deepspeed_s_strategy(tmp_path: Path) -> None:
     (wanted,) = run_ranks(1, written_by_deepspeed, tmp_path, timeout=100)
     for found in run_ranks(2, read_by_us, tmp_path, wanted, env=LAUNCHED, timeout=100):
-        # Ten batches of two on one rank in each of two epochs; Lightning's own position is not read.
+        # One process trained ten batches in each of two epochs, two batches per step, so the optimizer has taken 10
+        # steps. Lightning's own position is not loaded.
         assert found == (0.0, 0, 10, 0)
 
 

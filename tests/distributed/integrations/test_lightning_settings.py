@@ -1,4 +1,4 @@
-"""What a Trainer with zeropp's strategy is told: precisions, configurations, hooks, and what is refused."""
+"""Settings of a Trainer with zeropp's strategy: precisions, configurations, hooks of the user, and refused settings."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CONFIG: dict[str, Any] = {
 
 
 def precisions(names: list[str]) -> list[str]:
-    """What is wrong with these precisions."""
+    """Train in each of these precisions, and return descriptions of failures."""
     from tests.support import lightning_cases as cases
     from zeropp.integrations.lightning import ZeroPrecision
 
     wrong = []
     for name in names:
         dtype = PRECISIONS[name]
-        # By a plugin: by its name Lightning turns float16 on a CPU into bfloat16.
+        # Give the precision as a plugin: if it is given by name, Lightning replaces float16 on a CPU by bfloat16.
         given = {"precision_plugin": ZeroPrecision(name), "initial_scale_power": 4, "loss_scale_window": 3}
         module = cases.built()
         begins = module.net[1].weight.detach().clone()
@@ -55,7 +55,7 @@ def precisions(names: list[str]) -> list[str]:
             wrong.append(f"{name}: main weights are not in float32")
         if not sum(seen["losses"][-5:]) < 0.9 * sum(seen["losses"][:5]):
             wrong.append(f"{name}: losses are {seen['losses']}")
-        # It doubles at every third step after the first.
+        # The loss scale doubles at every third step after the first.
         scale, steps = engine.optimizer.loss_scale, engine.global_steps
         if scale != (1.0 if dtype != torch.float16 else 2.0 ** (4 + (steps - 1) // 3)):
             wrong.append(f"{name}: the loss scale is {scale} after {steps} steps")
@@ -63,7 +63,7 @@ def precisions(names: list[str]) -> list[str]:
         cases.trained(cases.strategy(stage=3, **given), fresh, max_epochs=0)
         start = zeropp.full_state(fresh)["net.1.weight"]
         rounded = begins.to(dtype).float() if name.endswith("true") else begins
-        # Rank 0's values are everyone's.
+        # All ranks start with rank 0's values.
         if torch.equal(start, rounded) != (dist.get_rank() == 0):
             wrong.append(f"{name}: weights do not begin with those of rank 0")
     return wrong
@@ -78,7 +78,14 @@ HOOKS = ["clips by hand", "backward by hand", "manual", "windows that grow"]
 
 
 def hooked(wanted: dict[str, Any]) -> dict[str, float]:
-    """How far weights are from those of a Trainer in one process, where hooks and callbacks of the user's act."""
+    """Train with hooks and callbacks of the user.
+
+    Args:
+        wanted: results of :func:`hooks_alone`.
+
+    Returns:
+        For each name, the difference of the weights from one process.
+    """
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
     from tests.support import lightning_cases as cases
@@ -94,6 +101,7 @@ def hooked(wanted: dict[str, Any]) -> dict[str, float]:
 
 
 def hooks_alone(names: list[str]) -> dict[str, Any]:
+    """Train with hooks and callbacks in one process without zeropp, and return the weights and losses by name."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
     from tests.support import lightning_cases as cases
@@ -110,17 +118,25 @@ def hooks_alone(names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("names", some([HOOKS[2:3], HOOKS], 2), ids=str)
 def test_hooks_act_as_in_one_process(names: list[str]) -> None:
-    """In float32: 1e-5, of weights of about 1."""
+    """Weights of about 1 agree within 1e-5, because float32 sums are added in another order."""
     (wanted,) = run_ranks(1, hooks_alone, names)
     states = [state["net.1.weight"] for state, _ in wanted.values()]
-    # Each hook does something: no two end alike.
+    # Each case must have an effect, so no two may end with the same weights.
     assert all(float((a - b).abs().max()) > 1e-3 for i, a in enumerate(states) for b in states[:i])
     for found in run_ranks(2, hooked, wanted, env=LAUNCHED, timeout=100):
         assert max(found.values()) < 1e-5, found
 
 
 def configured(folder: Path, every: bool) -> list[str]:
-    """What is wrong with a configuration that is given as a dict, as a file, or by the environment."""
+    """Train with a configuration as a dict, as a file, and from the environment.
+
+    Args:
+        folder: folder of the file.
+        every: True for all sources; False for the dict and the environment only.
+
+    Returns:
+        Descriptions of failures.
+    """
     from tests.support import lightning_cases as cases
 
     wrong, given = [], copy.deepcopy(CONFIG)
@@ -130,12 +146,12 @@ def configured(folder: Path, every: bool) -> list[str]:
     for source in (given, path, str(path), None)[:: 1 if every else 3]:
         if source is None:
             os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(path)
-        # Whatever else is given: a configuration is all that counts.
+        # The configuration replaces all other arguments.
         run, module = cases.trained(cases.strategy(config=source, stage=1, loss_scale=7.0))
         if not source and run.strategy.engine.zero_optimization_stage() != 3:
             wrong.append("the environment's was not read")
         states.append(zeropp.full_state(module))
-        # By Lightning, once a step; the engine would have done it a second time.
+        # Lightning steps the scheduler once per step. If the engine did so, too, rates would grow twice as fast.
         if module.seen["rates"] != pytest.approx([0, 0, 0.0125, 0.025, 0.0375, 0.05]):
             wrong.append(f"{source}: rates were {module.seen['rates']}")
         wrong += [f"{source}: {name}" for name, value in states[-1].items() if not torch.equal(value, states[0][name])]
@@ -150,7 +166,15 @@ def test_configurations(every: bool, tmp_path: Path) -> None:
 
 
 def models(folder: Path) -> list[Any]:
-    """What a checkpoint of a model with frozen weights has, and its distance; of one built late, its pieces."""
+    """Save a model with frozen weights, and build a model in ``configure_model``.
+
+    Args:
+        folder: folder of the checkpoint.
+
+    Returns:
+        Names of frozen weights in the checkpoint, a frozen weight, the difference of a trained weight after loading,
+        this rank's elements of a late weight in stage 3 and in stage 2, and True if both stages give the same weights.
+    """
     from tests.support import lightning_cases as cases
 
     run, module = cases.trained(cases.strategy(stage=3, exclude_frozen_parameters=True), cases.built(frozen=True))
@@ -166,7 +190,7 @@ def models(folder: Path) -> list[Any]:
 
 @pytest.mark.campaign
 def test_frozen_and_late_models(tmp_path: Path) -> None:
-    """Weights that are built in pieces are those that the same code gives rank 0 without."""
+    """Weights that are built in pieces equal those that rank 0 builds whole."""
     begins = run_ranks(1, frozen_begins)[0]
     first, second = run_ranks(2, models, tmp_path, env=LAUNCHED, timeout=100)
     for found in (first, second):
@@ -175,6 +199,7 @@ def test_frozen_and_late_models(tmp_path: Path) -> None:
 
 
 def frozen_begins() -> torch.Tensor:
+    """Return the initial value of the frozen weight on rank 0."""
     from tests.support import lightning_cases as cases
 
     weight: torch.Tensor = cases.built().net[0].weight.detach()
@@ -182,7 +207,7 @@ def frozen_begins() -> torch.Tensor:
 
 
 def refused(folder: Path) -> dict[str, str]:
-    """Messages of what is refused."""
+    """Return the error message of each refused setting or call, or "nothing" if there is none."""
     from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -190,7 +215,7 @@ def refused(folder: Path) -> dict[str, str]:
     from zeropp.integrations.lightning import ZeroPrecision
 
     class Other(ZeroPrecision.__mro__[2]):  # type: ignore[misc]
-        """A plugin of the user's."""
+        """A precision plugin of the user."""
 
     class Thaws(BaseFinetuning):
         def freeze_before_training(self, pl_module: Any) -> None:
@@ -260,6 +285,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def fails_on_one() -> None:
+    """Train a module whose training step fails on rank 1."""
     from tests.support import lightning_cases as cases
 
     cases.trained(cases.strategy(stage=3), cases.built(cases.Fails))

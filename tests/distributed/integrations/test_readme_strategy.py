@@ -1,4 +1,4 @@
-"""README's block for Lightning, and what an import of the integrations loads."""
+"""README's block for Lightning works, and importing the integrations does not import Lightning."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.readme import LIGHTNING, ROOT, every, sides
 
 
 def test_the_lightning_strategy() -> None:
+    """The strategy that README replaces is one of Lightning's, and the new one has the same ZeRO stage."""
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     from lightning.pytorch.strategies import StrategyRegistry
 
