@@ -323,8 +323,8 @@ class FakeStreams:
 def named_memory(settings: dict[str, Any]) -> list[bool]:
     """Return one flag per use of memory on another stream than the one that allocated it.
 
-    A flag is True if the memory is marked as used there with ``used_here``. The uses are on comm streams and on FSDP2's
-    stream.
+    A flag is True if the memory is marked as used there with ``used_here``, or is the gather's result, which FSDP2
+    keeps alive. The uses are on comm streams and on FSDP2's stream.
     """
     comm_streams, model, rank = FakeStreams(), sharded(), dist.get_rank()
     modules = (fsdp2.gather, fsdp2.reduce, paths)

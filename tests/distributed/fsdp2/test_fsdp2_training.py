@@ -226,7 +226,7 @@ def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype
 
 
 def exact(reshard: bool | int) -> list[str]:
-    """Return the parameters whose float64 gradients differ from plain torch's by more than 1e-12, relatively."""
+    """Return the parameters whose float64 gradients differ from plain torch's by more than a relative 1e-12."""
     model = sharded(reshard, "fp64", "fp64", lambda: Net().double())
     fsdp2.apply(model, **PLAIN)
     model(tokens(0, dist.get_rank())).backward()
@@ -289,8 +289,8 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
         wanted = {}
         for unit, (numel, trained, vectors) in sizes.items():
             shard = 4 * numel if plain else kernels.message_layout(numel, 8).nbytes
-            # With reshard_after_forward=True, backward gathers the weights again. This includes the root, because the
-            # model gives the setting to the root, too.
+            # With reshard_after_forward=True, backward gathers the weights again. This includes the root, because
+            # `sharded` gives the setting to the root, too.
             times = 2 if reshard is True else 1
             if settings.get("gather_hops") == 1:
                 wanted[unit, "gather", "4->1", "cross"] = (times, times * 3 * shard, weight)
