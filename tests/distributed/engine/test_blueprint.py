@@ -1,4 +1,4 @@
-"""One blueprint for each wrapping, drawn once, and equal to the one that a plan draws of a model without values."""
+"""Wrapping draws one blueprint, which equals the blueprint that a plan draws of the same model on the meta device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def counted() -> Iterator[tuple[Counter[str], list[Blueprint]]]:
-    """Calls of whatever a blueprint is derived by, and the blueprints that wrapping has drawn."""
+    """Count the calls of the functions that derive parts of a blueprint, and collect the blueprints of wrapping.
+
+    Yields:
+        Number of calls by name of the function, and the blueprints. Both fill while the block runs.
+    """
     calls, drawn = Counter[str](), list[Blueprint]()
 
     def counting(name: str, plain: Any) -> Any:
@@ -56,7 +60,16 @@ def counted() -> Iterator[tuple[Counter[str], list[Blueprint]]]:
 
 
 def wrapped(settings: dict[str, Any], path: str) -> tuple[dict[str, int], int, list[str]]:
-    """How often each thing was derived, the number of units, and what differs from a plan's blueprint."""
+    """Wrap a model, and draw a second blueprint of the same model on the meta device.
+
+    Args:
+        settings: keys for ``make_config``.
+        path: folder for settings with NVMe.
+
+    Returns:
+        Calls of each deriving function, number of units, and errors: one if the two blueprints differ, one if the
+        engine's buffers differ from its blueprint.
+    """
     blocks = {key: {**value, "nvme_path": path} if value == {"device": "nvme"} else value
               for key, value in settings.items()}  # fmt: skip
     config, model = make_config(**blocks), Mixed(torch.float32, freeze=True)

@@ -1,4 +1,4 @@
-"""Buffers, and parameters that are no floats: every rank gets rank 0's, in the dtype that the settings name."""
+"""Wrapping gives all ranks the buffers and non-float parameters of rank 0; ``buffer_dtype`` casts float buffers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from tests.support.branching_models import Block, make_config
 from tests.support.rank_pool import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHAPES: dict[str, tuple[int, ...]] = {"first": (3, 2), "none": (0,), "last": ()}  # float buffers, in this order
+SHAPES: dict[str, tuple[int, ...]] = {"first": (3, 2), "none": (0,), "last": ()}  # shapes of float32 buffers
 
 
 class Seen(nn.Module):
-    """Buffers of every kind, the first of which a module below shares; values differ between ranks."""
+    """Buffers of several shapes, layouts and dtypes, and an integer and a boolean parameter.
+
+    A submodule shares the first buffer. Each value depends on ``value``, so ranks can begin with different values.
+    """
 
     def __init__(self, value: int) -> None:
         super().__init__()
@@ -41,7 +44,15 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def wrapped(dtype: str | None) -> tuple[dict[str, Tensor], list[str]]:
-    """What a rank has after wrapping, and buffers that are other objects than before."""
+    """Wrap a model whose values differ between ranks.
+
+    Args:
+        dtype: ``buffer_dtype``; None to leave the key out.
+
+    Returns:
+        This rank's buffers and parameters that are not floating-point, by name, and the names of buffers that are other
+        tensor objects than before wrapping.
+    """
     model = Seen(1 + dist.get_rank())
     before = dict(model.named_buffers(remove_duplicate=False))
     settings = {} if dtype is None else {"data_types": {"buffer_dtype": dtype}}

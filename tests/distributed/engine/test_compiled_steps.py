@@ -1,4 +1,4 @@
-"""``torch.compile`` of functions that hold a whole training step: graphs break at hooks, and numbers stay."""
+"""``torch.compile`` of functions that contain a whole training step: graphs break at hooks, and results stay equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.support.rank_pool import run_ranks
 
 
 def model() -> nn.Module:
-    """One weight is frozen, and most biases are persistent."""
+    """Return a float64 model of three linear layers, in which one weight is frozen.
+
+    With the persistence threshold of 10 elements that `compiled` sets, the three biases and the last weight are
+    persistent.
+    """
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
     made[1][1].weight.requires_grad_(False)
@@ -69,7 +73,10 @@ def held(m: nn.Module, o: Any, x: Tensor) -> Tensor:
 
 
 def by_hand(m: nn.Module, o: Any, x: Tensor) -> Tensor:
-    """The parameters are looked at in the function, while their values are elsewhere."""
+    """Take a step, set each gradient to None, and multiply the loss by the number of elements of all parameters.
+
+    The compiled function reads the parameters between passes, while they are resharded.
+    """
     loss = whole_step(m, o, x)
     for parameter in m.parameters():
         parameter.grad = None
@@ -88,7 +95,7 @@ def asked(m: nn.Module, o: Any, x: Tensor) -> Tensor:
 
 
 class Plain:
-    """Torch's optimizer with the calls of ours."""
+    """A torch optimizer with the methods that ZeroOptimizer adds: ``no_sync``, ``backward`` and ``clip_grad_norm_``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.no_sync = optimizer, contextlib.nullcontext
@@ -108,7 +115,17 @@ FUNCTIONS = {f.__name__: f for f in (backward, whole_step, by_optimizer, closure
 
 
 def compiled(function: Callable[..., Tensor], stage: int, backend: str, inner: bool) -> float:
-    """How far losses and weights are off after three steps on one batch."""
+    """Run a compiled function three times on one batch, and the plain function on a plain copy of the model.
+
+    Args:
+        function: value of FUNCTIONS.
+        stage: ZeRO stage.
+        backend: backend of torch.compile.
+        inner: True to compile a submodule by itself, too.
+
+    Returns:
+        Largest difference of results and of weights at the end.
+    """
     torch._dynamo.reset()
     ours = model()
     plain = copy.deepcopy(ours)
@@ -137,7 +154,14 @@ def test_a_compiled_step(name: str, stage: int, backend: str, inner: bool) -> No
 
 
 def failing(message: str) -> tuple[str, str]:
-    """What is said of an error of the compiler that comes up inside an exchange, and of one in the user's hook."""
+    """Raise an error of torch's compiler in an exchange between ranks, and in a backward hook of the user.
+
+    Args:
+        message: text of the error.
+
+    Returns:
+        The error that backward raises in each of the two cases.
+    """
 
     def fail(*args: object, **kwargs: object) -> None:
         raise torch._dynamo.exc.InternalTorchDynamoError(message)
@@ -173,7 +197,7 @@ def traced(stage: int) -> list[str]:
     context = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
     with context, pytest.raises(RuntimeError) as error:
         optimizer.backward(loss)
-    whole_step(ours, optimizer, x)  # and without it all is as it was
+    whole_step(ours, optimizer, x)  # a refused backward must leave nothing behind that stops the next step
     return [*said, str(error.value)]
 
 

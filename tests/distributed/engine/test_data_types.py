@@ -1,4 +1,4 @@
-"""Number formats by name: each is seen in what is computed with, kept, summed and sent."""
+"""Dtype settings: each of them determines the dtype of computation, main weights, gradient sums or messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASTER = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimize
 
 
 class Seeing(Routed):
-    """Takes note of the dtypes that it computes in."""
+    """A model that stores the dtypes of its input and of its first weight in forward, as a set in ``seen``."""
 
     def forward(self, x: Tensor, route: Any = None) -> Tensor:
         self.seen = {x.dtype, self.blocks[0].lin.weight.dtype}
@@ -25,7 +25,16 @@ class Seeing(Routed):
 
 
 def kinds(built: torch.dtype, settings: dict[str, Any]) -> tuple[set[torch.dtype], torch.dtype, torch.dtype, int]:
-    """Dtypes computed in, of main weights and of gradient sums; bytes of a step's gradients that a rank sends."""
+    """Train one step.
+
+    Args:
+        built: dtype of the model before wrapping.
+        settings: keys for ``make_config``.
+
+    Returns:
+        Set of dtypes of inputs and weights in forward, dtype of the main weights, dtype of the gradient sums, and bytes
+        of gradients that this rank sends.
+    """
     torch.manual_seed(0)
     with zeropp.zero.Init(dtype=built):
         model = Seeing(2)
@@ -41,7 +50,8 @@ def kinds(built: torch.dtype, settings: dict[str, Any]) -> tuple[set[torch.dtype
 
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-# Of a unit with 8 x 8 weights and 8 biases: a block of 256 for each parameter on each rank, half of which is sent.
+# Elements in the gradients of both units: each has an 8 x 8 weight and 8 biases, and each of the two fills one block of
+# 256 elements. With two ranks, a rank sends half of them.
 NUMEL = 2 * 512
 
 
@@ -66,12 +76,12 @@ def test_each_type_is_seen(built: Any, settings: dict[str, Any], computed: Any, 
         assert found == ({computed}, main, main, NUMEL // 2 * itemsize)
 
 
-# Exact in float16, and so is their mean; their sum is beyond 65504.
+# Gradients of ranks 0 and 1. They and their mean are exact in float16. Their sum is above 65504, the largest float16.
 SLOPES = 40_000.0, 60_032.0
 
 
 class Steep(nn.Module):
-    """Its gradient is the rank's slope."""
+    """A model of 300 weights. Each element of the gradient is the rank's entry of ``SLOPES``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +104,11 @@ def stepped(settings: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("sums", ["exchange", "backend"])
 def test_what_dividing_before_the_sum_is_for_is_so_without_it(sums: str) -> None:
-    """Two gradients overflow float16 when they are added; their mean does not, with any of the keys."""
+    """The mean of two float16 gradients is correct although their sum overflows float16.
+
+    The keys that divide gradients before the sum, ``prescale_gradients`` and ``gradient_predivide_factor``, change no
+    bit of the weights.
+    """
     plain, *others = [
         run_ranks(2, stepped, {"reduce_scatter": sums, **keys})
         for keys in ({}, {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0})

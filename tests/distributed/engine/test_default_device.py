@@ -1,6 +1,6 @@
-"""``torch.set_default_device``: what the engine makes for the host is on the host.
+"""``torch.set_default_device`` changes nothing: tensors that the engine makes for the host are on the host.
 
-"meta" stands for a card: what is made there by mistake can be neither sent, nor read or written.
+The default device "meta" stands for a GPU. A tensor that is made there by mistake cannot be sent, read or written.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ from zeropp import checkpoint
 
 
 class Own(torch.optim.AdamW):
-    """One that is tried out before it is believed to be elementwise."""
+    """AdamW under another class name, so that wrapping runs a trial step to see if the optimizer is elementwise."""
 
 
 def trains(folder: Path, name: str, device: str | None) -> list[dict[str, Tensor]]:
-    """Whole weights after everything that makes tensors: wrapping, steps, saving and loading in each way."""
+    """Wrap, train, save and load under a default device.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: key of CONFIGS.
+        device: default device; None for torch's default.
+
+    Returns:
+        Full weights of the trained model, and of a second model that loads the checkpoint.
+    """
     model, other = Model(), Model()
     model.head.weight.requires_grad_("frozen" not in name)
-    # Fused: torch's other optimizers count steps on the default device.
+    # Fused, because torch's other implementations make their step counters on the default device.
     inner = Own([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
     batches = [tokens(step, dist.get_rank()) for step in range(4)]
 
@@ -37,7 +46,7 @@ def trains(folder: Path, name: str, device: str | None) -> list[dict[str, Tensor
         optimizer.step()
         optimizer.zero_grad()
 
-    # As users do, once and at the beginning, and not around some lines.
+    # Set once before wrapping, as scripts of users do, so that every later call runs under it.
     torch.set_default_device(device)
     try:
         optimizer = zeropp.ZeroOptimizer(inner, model, CONFIGS[name])
@@ -52,7 +61,7 @@ def trains(folder: Path, name: str, device: str | None) -> list[dict[str, Tensor
             step(2)
             checkpoint.load(folder, model, optimizer)
         step(3)
-        # Where none of it is in codes.
+        # The second model stores all weights unquantized, also if the checkpoint has frozen weights as codes.
         zeropp.ZeroOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other, CONFIGS["stage 3"])
         checkpoint.load(folder, other)
         return [zeropp.full_state(model), zeropp.full_state(other)]

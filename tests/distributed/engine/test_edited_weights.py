@@ -1,4 +1,4 @@
-"""Weights edited between steps in the tensors of ``optimizer.param_groups``: the next forward computes with them."""
+"""Edits between steps of tensors in ``optimizer.param_groups`` change main weights, and the next forward uses them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_model() -> nn.Module:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights and biases apart: on a small model some rank has no slice in a group."""
+    """Return one group of weights and one of biases. The model is so small that some ranks have no slice in a group."""
     by_rank = {rank: [p for p in model.parameters() if p.dim() == rank] for rank in (2, 1)}
     return [{"params": by_rank[2], "weight_decay": 0.1}, {"params": by_rank[1]}]
 
@@ -115,12 +115,21 @@ def come_back(moved: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def train(model: nn.Module, optimizer: Any, cast: torch.dtype | None) -> list[Tensor]:
-    """Outputs after each kind of edit, and steps of SAM between; ``cast`` is what a plain model computes in."""
+    """Take steps of SAM (two backwards, the second at perturbed weights), and make each kind of edit between them.
+
+    Args:
+        model: sharded or plain model.
+        optimizer: its optimizer.
+        cast: dtype in which a plain model computes; None for a sharded model.
+
+    Returns:
+        Outputs at perturbed weights and after each edit.
+    """
 
     def output(step: int) -> Tensor:
         if cast is None:
             return model(batch(step))
-        # As the sharded model does: computed with rounded weights, gradients and steps in float32.
+        # As in a sharded model: forward uses rounded weights, and gradients and steps are float32.
         rounded = {name: value.to(cast) for name, value in model.named_parameters()}
         return torch.func.functional_call(model, rounded, (batch(step).to(cast),))
 
@@ -163,11 +172,12 @@ def plain(cast: torch.dtype | None) -> tuple[list[Tensor], dict[str, Tensor]]:
 WORLDS = {
     1: ["offload", "stage 2", "stage 3", "bf16"],
     2: ["stage 0", "stage 3", "persistent", "bf16", "stage 1", "stage 2", "kept gathered", "offload", "offload 3"],
-    # A rank has no part of the model's only slices.
+    # In stages 2 and 3, rank 2 has no slice of any weight matrix, and rank 0 has no slice of any bias.
     3: ["stage 2", "bf16 offload", "stage 0", "stage 3", "some persistent", "offload 3"],
     4: ["mics", "delta", "hpz", "bf16 hpz", "lossless"],
 }
-DEFAULT = {1: 1, 2: 3, 3: 2, 4: 2}  # the first so many rows of each world; the others are for the campaign
+# Number of the first rows of each world that run by default. The other rows run in the campaign.
+DEFAULT = {1: 1, 2: 3, 3: 2, 4: 2}
 ROWS = [
     pytest.param(world, name, marks=() if index < DEFAULT[world] else pytest.mark.campaign)
     for world, names in WORLDS.items()
@@ -187,7 +197,7 @@ def test_edits_are_computed_with(world: int, name: str) -> None:
 
 
 class Assigning(torch.optim.Optimizer):
-    """Plain descent that makes new tensors, as optimizers written by hand do."""
+    """Gradient descent that assigns a new tensor to ``parameter.data``, as optimizers written by hand do."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -206,7 +216,18 @@ def put(optimizer: Any, values: list[Tensor]) -> None:
 
 
 def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Tensor]]) -> list[Tensor]:
-    """Weights go away and come back by reference, for evaluation, in steps of SAM, and around loads."""
+    """Assign new tensors to ``.data`` of all weights, and later the old tensors again.
+
+    This happens for evaluations, in steps of SAM, around a plain step, and before a load.
+
+    Args:
+        model: sharded or plain model.
+        optimizer: its optimizer.
+        whole: returns the full weights by name.
+
+    Returns:
+        All outputs and weights that were read, in order.
+    """
     start, found = whole(), []
     for step in range(3):
         model(batch(step)).square().mean().backward()
@@ -218,7 +239,7 @@ def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Te
         optimizer.step()
         optimizer.zero_grad()
         kept, averages = [p.data for p in tensors(optimizer)], [p.detach() * 0.5 for p in tensors(optimizer)]
-        for size in (0.1, 0.2):  # as over a landscape of losses
+        for size in (0.1, 0.2):  # as for a plot of the loss around the weights
             put(optimizer, [value + size for value in kept])
             found.append(model(batch(step)).detach())
             put(optimizer, averages)
@@ -274,7 +295,11 @@ def test_tensors_in_the_place_of_weights(world: int, name: str, optimizer: str) 
 
 
 def looked_ahead(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Lookahead with slow weights in ``optimizer.state``; then states that are begun anew."""
+    """Train with Lookahead, whose slow weights are entries of ``optimizer.state``, and empty the state once.
+
+    Returns:
+        Outputs after each step.
+    """
     found = []
     for parameter in tensors(optimizer):
         if not len(optimizer.state[parameter]):
@@ -295,7 +320,7 @@ def looked_ahead(model: nn.Module, optimizer: Any) -> list[Tensor]:
                 parameter.data.copy_(state["slow"])
         found.append(model(batch(step)).detach())
         if step == 3:
-            optimizer.state_dict()  # leaves what the user keeps
+            optimizer.state_dict()  # must not remove the user's entries
         if step == 4:
             optimizer.state = defaultdict(dict)
     return found
@@ -317,7 +342,15 @@ def test_weights_that_the_user_keeps_in_the_state(world: int, name: str) -> None
 
 
 def penalized(settings: dict[str, Any], when: str) -> str:
-    """The error of a penalty on the tensors of the groups; after it, training goes on."""
+    """Run backward through a penalty on tensors of the groups, and take a step without it afterwards.
+
+    Args:
+        settings: keys for ``make_config``.
+        when: "before" or "after" the backward of the loss, or "in the loss".
+
+    Returns:
+        The error that the penalty leads to.
+    """
     model = make_model()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(groups_of(model), lr=0.1), model, make_config(**settings))
     loss: Tensor = model(batch(0)).square().mean()
@@ -344,7 +377,11 @@ def test_penalties_on_tensors_of_the_groups(world: int, name: str, when: str) ->
 
 
 def slowly_agreed(settings: dict[str, Any]) -> list[float]:
-    """Differences to what the weights are, when they are edited while ranks agree on the sizes of messages."""
+    """Edit weights right after a step, while ranks still agree on the sizes of refresh messages. The agreement is slow.
+
+    Returns:
+        For each step, the difference between the output and that of a plain model with the full main weights.
+    """
     model, optimizer = make_sharded(settings)
     twin, off = make_model(), []
     comm = optimizer.engine.comm
@@ -373,7 +410,17 @@ def test_edits_wait_until_the_sizes_of_messages_are_no_longer_needed() -> None:
 
 
 def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]]:
-    """An edit that other ranks cannot know of: the error at the step, and how far outputs are off after it."""
+    """Make an edit between two forwards that does not reach the markers, so other ranks cannot see it.
+
+    Args:
+        settings: keys for ``make_config``.
+        which: "first" adds to the first tensor of the groups, "set" assigns to its ``.data``, and "one rank" edits all
+            slices of rank 0.
+
+    Returns:
+        The error of the step, "" if none, and differences: of main weights before and after that step (0 for "set"), of
+        outputs from a plain model with the full main weights after that step, and the same after one more step.
+    """
     model, optimizer = make_sharded(settings)
     twin, before = copy.deepcopy(make_model()), zeropp.full_state(model)
     model(batch(0)).square().mean().backward()
@@ -384,7 +431,7 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
         elif which == "set":
             first.data = first.data + 1
         elif which == "one rank":
-            # All slices, and not the rest of the group.
+            # Edit the slices only: an edit of the markers, too, would be seen by all ranks.
             for part in optimizer.slices.stepped if dist.get_rank() == 0 else ():
                 part.parameter.add_(1)
     edited = zeropp.full_state(model)
@@ -399,7 +446,7 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
     twin.load_state_dict(after)
     assert worst(before, after) > 0.5
     off = [0.0 if which == "set" else worst(edited, after), apart(model(batch(2)).detach(), twin(batch(2)).detach())]
-    # And training goes on.
+    # A step that was refused, or that took the edit, must not stop the next step.
     optimizer.zero_grad()
     model(batch(3)).square().mean().backward()
     optimizer.step()
@@ -427,7 +474,11 @@ def test_some_tensors_in_the_place_of_weights_are_refused_where_nothing_is_cache
 
 
 def replaced_in_files(folder: str) -> tuple[dict[str, Tensor], bool]:
-    """Doubled weights after a step, and whether tensors that were taken before have the new values, too."""
+    """Assign doubled values to ``.data`` of slices whose main weights are in NVMe files, and take a step.
+
+    Returns:
+        Full weights, and True if tensors taken from ``.data`` before the assignment have the new values after the step.
+    """
     disk = {"device": "nvme", "nvme_path": folder}
     model = make_model()
     inner = torch.optim.SGD(groups_of(model), lr=0.1)
@@ -455,7 +506,11 @@ def test_tensors_taken_before_change_along_where_weights_are_in_files(tmp_path: 
 
 
 def quiet(settings: dict[str, Any]) -> list[int]:
-    """Exchanges between ranks in steps of which nothing is edited, though groups are read."""
+    """Train five steps in which the tensors of the groups are read but not edited.
+
+    Returns:
+        Number of exchanges between ranks in each step.
+    """
     model, optimizer = make_sharded(settings)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     comm, counts = optimizer.engine.comm, []
@@ -486,7 +541,11 @@ def test_nothing_is_exchanged_where_nothing_is_edited(name: str) -> None:
 
 
 def saved_and_loaded(settings: dict[str, Any]) -> bool:
-    """A state of one rank has no entry for tensors that are no part of a weight, and loads beside them."""
+    """Save and load the optimizer's state dict after adding a user's entry to the state of every tensor in the groups.
+
+    Returns:
+        True if the state dict lists this rank's slices and no markers, and an edit after the load changes the output.
+    """
     model, optimizer = make_sharded(settings)
     model(batch(0)).square().mean().backward()
     optimizer.step()
@@ -539,7 +598,11 @@ def test_an_edit_of_whole_groups_on_one_rank_ends_on_every_rank() -> None:
 
 
 def edited_and_evaluated(settings: dict[str, Any]) -> list[str]:
-    """One weight is edited in the groups, and a forward without gradients follows; no step does."""
+    """Edit one weight in the groups, and run forwards without gradients and without a step.
+
+    Returns:
+        Warnings that a forward computes with old weights.
+    """
     model = make_model()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
     with logged() as said, torch.no_grad():

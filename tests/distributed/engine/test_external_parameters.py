@@ -1,4 +1,4 @@
-"""Weights that another module's forward uses: they may be registered as external, at any time, and need not be."""
+"""A weight that another module's forward uses trains as in plain torch, registered as external or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from zeropp.zero import register_external_parameter
 
 
 class Borrowing(nn.Module):
-    """A module that uses a weight of another unit, as untied heads of old models do."""
+    """Three blocks, and a reader whose forward uses the first block's weight, as untied heads of old models do.
+
+    Args:
+        say: "before" registers the weight as an external parameter of the reader when the model is built.
+    """
 
     def __init__(self, say: str) -> None:
         super().__init__()
@@ -61,11 +65,11 @@ def test_external_parameters_may_be_registered_and_need_not_be(say: str) -> None
     for found, expected, touched in run_ranks(2, borrow, say):
         for key, value in expected.items():
             assert_close(found[key], value, 1e-9, key)
-        assert touched == (4 if say == "never" else 0), "announced uses need no fetch for the whole backward"
+        assert touched == (4 if say == "never" else 0), "a registered weight's unit need not stay gathered"
 
 
 class LateSayer(nn.Module):
-    """Says in its own forward that it uses another block's weight."""
+    """A model whose last block registers the first block's weight as an external parameter in its own forward."""
 
     def __init__(self) -> None:
         super().__init__()

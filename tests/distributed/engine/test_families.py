@@ -1,4 +1,4 @@
-"""Families of models that others wrote train as in plain torch, through the plain wrapper."""
+"""Models of transformers and peft train as in plain torch, through the plain ZeroOptimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.rank_pool import run_ranks, spread
 pytest.importorskip("transformers", reason="the dev extra installs transformers and peft")
 
 STEPS = 3
-# Ranks, ranks per node, settings.
+# Placement -> (ranks, ranks per node, settings).
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
     "stage 1": (2, 2, {"stage": 1}),
     "stage 2": (2, 2, {"stage": 2}),
@@ -33,13 +33,22 @@ def batch_of(name: str, step: int, rank: int) -> Batch:
 
 
 def train(name: str, settings: dict[str, object]) -> tuple[list[float], list[float]]:
-    """This rank's losses, and those of plain torch on the same global batches."""
+    """Train a model, and plain torch on the batches of all ranks.
+
+    Args:
+        name: key of FAMILIES.
+        settings: keys for ``make_config``.
+
+    Returns:
+        This rank's losses in the sharded model, and in plain torch.
+    """
     torch.manual_seed(7)
     model = FAMILIES[name].make().train()
     share(model)
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = copy.deepcopy(model)
-    buffers = {r: {n: b.clone() for n, b in plain.named_buffers()} for r in range(world)}  # each rank's are its own
+    # In sharded training each rank has its own buffers, so plain torch swaps them in for the batch of each rank.
+    buffers = {r: {n: b.clone() for n, b in plain.named_buffers()} for r in range(world)}
     rate = FAMILIES[name].rate
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=rate), model, make_config(**settings))
     reference = torch.optim.AdamW(plain.parameters(), lr=rate)
@@ -66,7 +75,7 @@ def train(name: str, settings: dict[str, object]) -> tuple[list[float], list[flo
 @pytest.mark.every(40)
 @pytest.mark.parametrize(("name", "placement"), spread(FAMILIES, PLACED, every=3))
 def test_losses_are_those_of_plain_torch(name: str, placement: str) -> None:
-    """Relative 1e-5 in float32: sums over ranks are rounded in another order."""
+    """Losses agree within a relative 1e-5 in float32, because sums over ranks are rounded in another order."""
     world, local, settings = PLACED[placement]
     for losses, expected in run_ranks(world, train, name, settings, local_world_size=local, timeout=100):
         for found, wanted in zip(losses, expected, strict=True):

@@ -1,4 +1,7 @@
-"""A forward of a small part, by one rank alone and with a graph that goes: as PEFT reads a prompt's embeddings."""
+"""One rank alone calls a small module of the model with gradients enabled, as PEFT does to read a prompt.
+
+Such a forward gathers nothing, so it must not change the order of collectives, even while its graph is alive.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ WIDTH, TOKENS = 16, torch.arange(4)
 
 
 class Prompted(nn.Module):
-    """Blocks that are partitioned, and a prompt that is small enough to stay whole."""
+    """Three blocks, one of them frozen, and a prompt of 64 elements, which the threshold of 100 makes persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,20 +53,28 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def trains(stage: int, who: int) -> float:
-    """Distance to plain torch, where one rank reads the prompt between steps and inside of one."""
+    """Train, while one rank alone calls the prompt before the first step, inside steps and between steps.
+
+    Args:
+        stage: ZeRO stage.
+        who: rank that calls the prompt alone.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     model, optimizer = wrapped(stage)
     plain, rank = Prompted().double(), dist.get_rank()
     steps = torch.optim.SGD(plain.parameters(), lr=0.5)
     wanted: Any = None
     if rank == who:
-        # Before the model has run as a whole, and with a graph.
+        # Gradients are enabled, and the whole model has not run before.
         assert torch.equal(model.prompt(TOKENS), plain.prompt(TOKENS))
     for step in range(5):
         loss = loss_of(model, step, rank)
         if rank == who and step in (1, 3):
             read = model.prompt(TOKENS).detach()
             assert torch.equal(read, plain.prompt(TOKENS))
-        # A part whose graph lives on counts, on every rank: here as a penalty.
+        # All ranks add a penalty on the prompt. Its gradient must count, because backward goes through this graph.
         penalty = model.prompt(TOKENS).square().mean() if step > 2 else 0.0
         (loss + penalty).backward()
         optimizer.step()
@@ -88,7 +99,16 @@ def test_one_rank_reads_a_part(stage: int, who: int) -> None:
 
 
 def keeps(stage: int, how: str) -> float:
-    """Distance to plain torch, where ranks run a part alike, and one of them has its graph for longer."""
+    """Call the prompt on both ranks before each step, and free its graph at different times.
+
+    Args:
+        stage: ZeRO stage.
+        how: "in a list" lets rank 0 keep all graphs but the first; "in a cycle" puts graphs into reference cycles, and
+            only rank 0 collects these.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     model, optimizer = wrapped(stage)
     plain, rank = Prompted().double(), dist.get_rank()
     steps, kept = torch.optim.SGD(plain.parameters(), lr=0.5), []
@@ -163,7 +183,14 @@ def of_peft(kind: str) -> Any:
 
 
 def prompt_is_saved(kind: str) -> float:
-    """Distance of what PEFT saves on one rank alone from what it saves of a plain model with the same weights."""
+    """Train a PEFT prompt for two steps, and let rank 0 alone make PEFT's state dict after each step.
+
+    Args:
+        kind: key of PROMPTS.
+
+    Returns:
+        On rank 0, the largest difference from PEFT's state dict of a plain model with the same weights; 0 on rank 1.
+    """
     from peft import get_peft_model_state_dict
 
     model = of_peft(kind)
@@ -190,5 +217,5 @@ def prompt_is_saved(kind: str) -> float:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_a_prompt_of_any_size_is_saved_by_one_rank(kind: str) -> None:
-    """Above the threshold of persistent parameters, too: what PEFT runs alone gathers nothing."""
+    """Prompts are persistent even if they are above the threshold, so PEFT can run their modules on one rank."""
     assert run_ranks(2, prompt_is_saved, kind) == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Passes without gradients where ranks differ: texts of different lengths, and evaluation by one rank alone."""
+"""Forwards without gradients that differ between ranks: generation of different lengths, and evaluation on one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,16 @@ def wrap(model: nn.Module, **settings: object) -> zeropp.ZeroOptimizer:
 
 
 def generated(settings: dict[str, object], lengths: list[int], join: bool) -> tuple[Tensor, Tensor]:
-    """Rows that grow by one a call; a rank that has finished joins the calls of the others, or does not."""
+    """Generate rows: each call of the model appends one row to the input. Then train one step.
+
+    Args:
+        settings: keys for ``make_config``.
+        lengths: number of rows that each rank generates.
+        join: True to let ranks that have finished call the model until the last rank has finished.
+
+    Returns:
+        This rank's input and generated rows, from the sharded model and from a plain copy.
+    """
     model = chain()
     plain = copy.deepcopy(model)
     optimizer = wrap(model, hang_timeout=3 if join else 2, **settings)
@@ -53,7 +62,7 @@ def generated(settings: dict[str, object], lengths: list[int], join: bool) -> tu
 @pytest.mark.every(5)
 @pytest.mark.parametrize("name", PLACED)
 def test_ranks_generate_different_lengths_if_all_make_as_many_calls(name: str) -> None:
-    """The contract of generation: as with ``synced_gpus`` of transformers, who is done calls on."""
+    """Calls are collective, so a finished rank goes on calling the model, as with transformers' ``synced_gpus``."""
     for found, expected in run_ranks(4, generated, PLACED[name], [3, 6, 1, 4], True, local_world_size=2):
         assert_close(found, expected, 1e-12, "rows")
 
@@ -64,7 +73,13 @@ def test_a_rank_that_stops_calling_is_named() -> None:
 
 
 def alone_between(settings: dict[str, object]) -> tuple[float, float]:
-    """Rank 0 alone evaluates the whole model and a part, the first time and again, also after a flip; all train."""
+    """Train four steps, and evaluate the model and one of its blocks on rank 0 alone after each step.
+
+    One block is frozen after the third step.
+
+    Returns:
+        Sum of the outputs on this rank, of the sharded model and of a plain model with the same weights.
+    """
     model = Routed().double()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
     x, found, expected = torch.ones(2, 8, dtype=torch.float64), 0.0, 0.0
@@ -93,6 +108,6 @@ def test_one_rank_evaluates_alone_below_stage_3(stage: int) -> None:
 
 
 def test_one_rank_may_use_whole_weights_alone() -> None:
-    """Below stage 3 nothing is gathered in a pass, so each rank may run as many as it likes without gradients."""
+    """Below stage 3 a forward gathers nothing, so each rank may run any number of forwards without gradients."""
     for found, expected in run_ranks(2, generated, {"stage": 1}, [2, 5], False):
         assert_close(found, expected, 1e-12, "rows")

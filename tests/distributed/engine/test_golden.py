@@ -1,4 +1,4 @@
-"""The golden run: configurations that change nothing but the way give the same bits, and so does running them again."""
+"""The golden run: pairs of configurations that lose no precision give the same bits, and so does a second run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` with respect to parameters: this rank's own gradients, as plain torch computes them."""
+"""``torch.autograd.grad`` for parameters returns this rank's own gradients, as plain torch computes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS: list[dict[str, object]] = [
 
 
 class Heads(nn.Module):
-    """Three blocks, one frozen weight, a head that is tied to the first layer, and a layer without a use."""
+    """Three blocks, one frozen weight, a head tied to the first layer, and a layer that forward never uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,10 @@ def inputs(step: int, rank: int) -> Tensor:
 
 
 def balanced(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of VQGAN: its second part is weighted by gradients with respect to the last layer's weight."""
+    """Return VQGAN's loss, and the weight of its second term.
+
+    The weight is a ratio of gradient norms with respect to the weights of the two output layers.
+    """
     first, second = (output.square().mean() for output in model(x))
     (a,) = torch.autograd.grad(first, model.last.weight, retain_graph=True)
     (b,) = torch.autograd.grad(second, model.head.weight, retain_graph=True)
@@ -68,7 +71,10 @@ def balanced(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_task(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of losses as GradNorm finds them: by gradients with respect to all weights, and to the input."""
+    """Return two losses weighted by gradient norms as in GradNorm, and the weights with the norms.
+
+    Gradients are those with respect to the input and all trainable weights.
+    """
     losses = [output.square().mean() for output in model(x)]
     wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
     norms = []
@@ -85,14 +91,14 @@ def by_task(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def alone(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A graph of its own for what is looked at, freed before the forward that is trained."""
+    """Return a loss, and gradients from two other forwards, whose graphs are freed before the forward of the loss."""
     (found,) = torch.autograd.grad(model(x)[0].abs().mean(), [model.blocks[0][0].weight])
     (again,) = torch.autograd.grad(model(x)[1].abs().mean(), inputs=model.blocks[2][0].bias)
     return sum(output.square().mean() for output in model(x)), torch.cat([found.flatten(), again])
 
 
 def jacobian(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of four sums at once."""
+    """Return a loss, and the gradients of four sums of outputs, which one batched call computes."""
     first, second = model(x)
     wanted = [model.last.weight, model.blocks[1][0].bias, model.first.weight, x]
     rows = torch.autograd.grad(first.sum(0), wanted, torch.eye(4).double(), retain_graph=True, is_grads_batched=True)
@@ -103,7 +109,16 @@ LOSSES = {"balanced": balanced, "by task": by_task, "alone": alone, "jacobian": 
 
 
 def trained(kind: str, settings: dict[str, object], world: int) -> float:
-    """How far two micro-batches in each of three steps are off plain torch's, weights and gradients asked for."""
+    """Train three steps of two micro-batches, and plain torch beside them.
+
+    Args:
+        kind: key of LOSSES.
+        settings: keys for ``make_config``.
+        world: number of ranks.
+
+    Returns:
+        Largest difference from plain torch: of weights, and of gradients that the loss function asks for.
+    """
     model, plain, optimizer = made(settings)
     reference, loss_of = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), LOSSES[kind]
     rank, off = torch.distributed.get_rank(), 0.0
@@ -144,7 +159,7 @@ def refused(settings: dict[str, object]) -> list[str]:
     tried(lambda loss: torch.autograd.grad(loss, model.last.weight, create_graph=True))
     tried(lambda loss: torch.autograd.grad(loss, model.blocks[1][0].weight))
     tried(lambda loss: torch.autograd.grad(loss, model.unused.weight))
-    # None of these leaves anything behind.
+    # A refused call must not stop or change the next step.
     model(x)[0].square().mean().backward()
     optimizer.step()
     return said
@@ -160,7 +175,11 @@ def test_refusals(stage: int) -> None:
 
 
 def with_inputs(settings: dict[str, object]) -> float:
-    """How far training is off plain torch's after backwards to parameters alone, each of which was refused."""
+    """Train two steps. Before each backward, calls of backward with parameters in ``inputs=`` are refused.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     model, plain, optimizer = made(settings)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     rank = torch.distributed.get_rank()
@@ -194,7 +213,11 @@ def test_a_backward_to_parameters_alone_is_refused(settings: dict[str, object]) 
 
 
 def asked_on_one_rank(settings: dict[str, object]) -> float:
-    """Rank 0 alone asks for the gradient of its input, as for a log, before all train on."""
+    """Train four steps. In the last two, rank 0 alone computes the gradient of its input before backward, as for a log.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     model, plain, optimizer = made(settings)
     own = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
@@ -219,7 +242,13 @@ def test_one_rank_may_ask_alone_where_nothing_is_gathered(settings: dict[str, ob
 
 
 def called_alone(settings: dict[str, object]) -> str:
-    """The error of a module that is called outside the model's forward and fetches nothing; the one it names does."""
+    """Call a layer outside the model's forward. Its unit belongs to the block around it, so the layer gathers nothing.
+
+    The block that the error names can be called, and so can the layer inside GatheredParameters.
+
+    Returns:
+        The error of the call of the layer.
+    """
     model, plain, _ = made(settings)
     x = inputs(0, 0)
     with pytest.raises(RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Graphs that vary inside a unit: parts that are skipped, recomputed, called again or used once more outside."""
+"""Graphs that vary inside a unit: skipped or recomputed layers, repeated calls, and weights used outside blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Doubtful(nn.Module):
-    """Two layers of one unit, each of them skipped on demand."""
+    """Two residual layers in one unit. ``use`` has a flag for each layer: False skips the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Doubtful(nn.Module):
 
 
 class Depth(nn.Module):
-    """Stochastic depth inside blocks."""
+    """Stochastic depth: three blocks whose layers are skipped as the argument says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,15 @@ def depth(steps: list[list[tuple[tuple[bool, bool], ...]]]) -> None:
 @pytest.mark.parametrize("steps", [[[SECOND], [BOTH], [SECOND], [BOTH]], [[SECOND], [SECOND], [BOTH, SECOND]]])
 @pytest.mark.parametrize("world", [2, 1])
 def test_a_part_of_a_unit_used_for_the_first_time(world: int, steps: list) -> None:
-    """Backward needs its weight after all gradients that were known to come have come."""
+    """A unit stays gathered for a layer that was unused when the order was learned.
+
+    Backward reaches that layer after all gradients that the order expects have arrived.
+    """
     run_ranks(world, depth, [step[:world] for step in steps])
 
 
 class Recomputed(Routed):
-    """Every block is checkpointed, the reentrant way."""
+    """Blocks that all run under reentrant checkpointing."""
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         x = x.requires_grad_()
@@ -83,9 +86,9 @@ def test_reentrant_checkpointing_in_another_order() -> None:
 
 
 class Parts(nn.Module):
-    """A block whose layer is recomputed, the reentrant way, as often as it is called.
+    """A block that runs its layer several times, each time under reentrant checkpointing.
 
-    What is frozen of it keeps its weights there until backward has left it.
+    The bias is frozen, so backward keeps the unit gathered until it has left the block.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,7 @@ class Parts(nn.Module):
 
 
 class InParts(nn.Module):
-    """Blocks whose gradients come as often as they call their layers."""
+    """Three blocks. The gradient of a block arrives in as many parts as the block calls its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +117,11 @@ class InParts(nn.Module):
 
 
 def sent_in_parts() -> list[dict[str, int]]:
-    """How often each unit was reduced, in each step; backward is learned in the first."""
+    """Train four steps in which ranks call layers different numbers of times. Backward is learned in the first step.
+
+    Returns:
+        For each step, the number of reductions of each unit.
+    """
     pair = Pair(InParts(), make_config())
     found = []
     for _ in range(4):
@@ -127,20 +134,24 @@ def sent_in_parts() -> list[dict[str, int]]:
 
 
 def test_gradients_that_come_more_often_on_one_rank_are_sent_once() -> None:
-    """A unit is complete when its gradients have come as often as they do on any rank."""
+    """A unit waits for as many gradients as the rank with the most receives, so no rank reduces it too early."""
     for found in run_ranks(2, sent_in_parts):
         assert found[1:] == [{f"blocks.{number}": 1 for number in range(3)}] * 3, found
 
 
 class Borrowing(Routed):
-    """Uses a block's weight once more, outside the block."""
+    """Blocks, and one more use of the first block's weight after them, outside of the block."""
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         return F.linear(super().forward(x, route), self.blocks[0].lin.weight)
 
 
 def two_backwards(retain: bool) -> None:
-    """Two graphs before the first backward, or one graph twice."""
+    """Train two steps with two backwards each.
+
+    Args:
+        retain: True for two backwards through one graph; False for two graphs, both made before the first backward.
+    """
     pair = Pair(Borrowing(), make_config(**BARE))
     for _ in range(2):
         pair.zero_grad()
@@ -161,7 +172,15 @@ def test_two_backwards_with_a_borrowed_weight(retain: bool) -> None:
 
 
 def scaled(steps: list[list[Route]], edit: bool) -> list[tuple[float, bool]]:
-    """Difference from the plain model and whether the step was skipped, after each step."""
+    """Train along routes with scaled losses.
+
+    Args:
+        steps: routes of each step: one for all ranks, or one per rank.
+        edit: True to double the loss and halve the gradients by hand; False to use torch's GradScaler.
+
+    Returns:
+        For each step, the largest difference of weights from plain torch, and True if the step was skipped.
+    """
     pair = Pair(Routed(), make_config())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     pair.sharded.call = lambda loss: (loss * 2 if edit else scaler.scale(loss)).backward()
@@ -191,7 +210,11 @@ def scaled(steps: list[list[Route]], edit: bool) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize("edit", [False, True], ids=["GradScaler", "by hand"])
 @pytest.mark.parametrize("world", [2, 1])
 def test_late_gradients_are_not_mixed_with_scaled_ones(world: int, edit: bool) -> None:
-    """In the step that first shows another order, what comes late cannot be added any more; later it can."""
+    """At most one step is skipped, when a rank first takes another order of blocks.
+
+    A gradient that arrives late in such a step cannot be added to gradients that the user has unscaled already. In
+    later steps ranks expect the gradient in time.
+    """
     changed = BRANCHES if world == 2 else [BRANCHES[1]]
     steps = [[BRANCHES[0]], [BRANCHES[0]], changed, changed, changed[::-1], changed]
     for found in run_ranks(world, scaled, steps, edit):
@@ -200,7 +223,7 @@ def test_late_gradients_are_not_mixed_with_scaled_ones(world: int, edit: bool) -
 
 
 class Twice(nn.Module):
-    """A block called twice around another, and one called inside a loop whose length is an argument."""
+    """Two blocks. The first is called before and after a loop over the second, whose length is an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +249,7 @@ def test_a_block_called_a_varying_number_of_times() -> None:
 
 
 class Deep(nn.Module):
-    """Uses its own weight, calls itself, and uses it again."""
+    """A module that uses its weight, calls itself, and uses the weight again, ``depth`` times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +261,7 @@ class Deep(nn.Module):
 
 
 class Tower(nn.Module):
-    """Two that call themselves, one after the other."""
+    """Two modules that call themselves, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +272,11 @@ class Tower(nn.Module):
 
 
 def depths() -> list[dict[str, int]]:
-    """Gathers of a first evaluation, and of one more kind; training is checked beside them."""
+    """Run two forwards without gradients, in training and in eval mode, and train two steps with other depths.
+
+    Returns:
+        For each forward without gradients, the number of gathers of each unit.
+    """
     pair = Pair(Tower(), make_config(reuse=0, prefetch=0))
     found = []
     for each in ((3, 1), (2, 2)):

@@ -1,4 +1,4 @@
-"""A backward that comes late, again, from inside a block or after one that failed is right, or refused by name."""
+"""A backward that is late, repeated, begun inside a block, or run after a failed one is right, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from tests.support.sharded_and_plain import Pair
 
 
 def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
-    """Backward reaches a weight long after its release: the right gradient, or an error that one can read."""
+    """Train two steps, and run a backward that reaches weights long after their release, in a plain model, too.
+
+    Args:
+        how: name of the variant.
+        settings: keys for ``make_config``.
+
+    Returns:
+        The error, "" if none, with "torch refuses, too; " before it if plain torch raises as well; and the largest
+        difference of weights from plain torch.
+    """
     torch.manual_seed(3)
     model = Routed(3).double()
     plain = copy.deepcopy(model)
@@ -31,12 +40,12 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
             m(x).square().mean().backward()
             step()
         zero_grad()
-        if how == "old graph":  # the weights have changed since: plain torch refuses, too
+        if how == "old graph":  # weights change between forward and backward, so plain torch refuses, too
             loss = m(x).square().mean()
             m(x).sum().backward()
             step()
             loss.backward()
-        elif how == "twice":  # the same graph again
+        elif how == "twice":  # two backwards through one graph
             loss = m(x).square().mean()
             loss.backward(retain_graph=True)
             loss.backward()
@@ -55,19 +64,19 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
             torch.autograd.grad(m(x).square().mean(), x)
             m(x).square().mean().backward()
             step()
-        elif how == "part of it":  # backward from an inner output
+        elif how == "part of it":  # backward begins at the output of the second block
             inner = []
             handle = m.blocks[1].register_forward_hook(lambda mod, args, out: inner.append(out))
             m(x)
             handle.remove()
             inner[0].square().mean().backward()
             step()
-        elif how == "read by a hook":  # which autograd calls before it comes to the model
+        elif how == "read by a hook":  # autograd runs the hook on the loss before backward reaches the model
             loss = m(x).square().mean()
             loss.register_hook(lambda gradient: gradient * (1 + m.blocks[0].lin.weight.detach().square().sum()))
             loss.backward()
             step()
-        elif how == "saved view":  # a tensor made of a weight, used after its pass
+        elif how == "saved view":  # the loss has a term that a forward hook computes from a weight
             with torch.enable_grad():
                 made = []
                 handle = m.blocks[0].register_forward_hook(lambda mod, args, out: made.append(mod.lin.weight.sum()))
@@ -109,7 +118,13 @@ def test_a_backward_through_changed_weights_is_refused() -> None:
 
 
 def inside_a_block(settings: dict[str, object]) -> str:
-    """Backward begins inside a block, which its outputs do not announce: its weights are away, and of no newer step."""
+    """Run a backward that begins at a tensor inside a block, and train two steps afterwards.
+
+    No hook on the block's output runs, so nothing gathers the block's unit, and its weights have no memory.
+
+    Returns:
+        The error of the backward.
+    """
     pair = Pair(Routed(3), make_config(**settings))
     pair.train(chain(3))
     inner: list[Tensor] = []
@@ -132,7 +147,11 @@ def test_a_backward_that_comes_to_a_weight_that_is_away_is_refused(settings: dic
 
 
 def read_after_a_failure(who: list[int]) -> None:
-    """A read on some ranks after backward has failed on all; and two more steps."""
+    """Let a backward fail on all ranks, read a weight on some ranks, and train two more steps.
+
+    Args:
+        who: ranks that read the weight.
+    """
     pair = Pair(Routed(3), make_config())
     pair.train(chain(3))
 
@@ -160,7 +179,11 @@ def test_values_are_refused_after_a_backward_that_failed(who: list[int]) -> None
 
 
 def backward_that_failed_once_more(settings: dict[str, object]) -> float:
-    """A graph that is kept, whose backward fails half-way and is run again; how far weights are off then."""
+    """Let a backward fail half-way through a retained graph, and run it again; then train one more step.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     pair = Pair(Routed(4), make_config(**settings))
     pair.train(chain(4))
     fails = [True]
@@ -193,7 +216,15 @@ def test_a_backward_that_failed_is_run_again(settings: dict[str, object]) -> Non
 
 
 def backward_after_a_failure(settings: dict[str, object], again: bool) -> tuple[bool, float]:
-    """Two graphs; backward of the one fails, of the other follows at once; whether a step was taken."""
+    """Make two graphs, let the backward of one fail, and run the backward of the other and a step.
+
+    Args:
+        settings: keys for ``make_config``.
+        again: True to call ``zero_grad()`` between the two backwards.
+
+    Returns:
+        True if the step was taken, and the gradient norm.
+    """
     pair = Pair(Routed(3), make_config(**settings))
     pair.train(chain(3))
     pair.zero_grad()
@@ -218,7 +249,10 @@ def backward_after_a_failure(settings: dict[str, object], again: bool) -> tuple[
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=["3", "1"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_backward_of_another_graph_after_one_that_failed(settings: dict[str, object], again: bool) -> None:
-    """It counts, or is refused by name where its weights were given up with the failed one's; it is never lost."""
+    """The second backward gives a gradient or raises an error; its gradient is never lost silently.
+
+    It raises torch's error about edited weights if the failed backward has released the weights of its graph.
+    """
     for result in run_ranks(2, backward_after_a_failure, settings, again, catch=True):
         if isinstance(result, RankFailure):
             assert result.is_a(RuntimeError)
@@ -229,7 +263,7 @@ def test_a_backward_of_another_graph_after_one_that_failed(settings: dict[str, o
 
 
 def two_losses(settings: dict[str, object]) -> None:
-    """Two losses of one graph, one backward each."""
+    """Train three steps with two losses of one graph and a backward for each."""
     pair = Pair(Routed(3), make_config(**settings))
     for _ in range(3):
         pair.zero_grad()
@@ -254,7 +288,11 @@ def test_two_backwards_of_one_graph(name: str) -> None:
 
 
 def penalised(settings: dict[str, object]) -> bool:
-    """A gradient penalty: a graph of gradients, and backward through that. Whether the next step is right again."""
+    """Try a gradient penalty, which needs a backward through gradients (``create_graph=True``) and is refused.
+
+    Returns:
+        True if the next forward equals that of plain torch within 1e-12.
+    """
     pair = Pair(Routed(3), make_config(**settings))
     x = pair.batch(0).requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):

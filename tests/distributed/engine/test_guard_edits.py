@@ -1,4 +1,4 @@
-"""Weights while they are there: views may be returned, and edits are refused or named, never lost silently."""
+"""While weights are gathered, views of them may be returned, and an edit raises an error instead of being lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Positions(nn.Module):
-    """Returns a part of its own weight."""
+    """A module that returns a view of the first rows of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Positions(nn.Module):
 
 
 class Placed(nn.Module):
-    """Adds positions at the start, and once more at the end."""
+    """A model that adds its positions to the input, and multiplies the output by the same positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +60,16 @@ def placed(persist: int, compute: str) -> None:
 @pytest.mark.parametrize("persist", [0, 1000])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_module_returns_a_view_of_its_weight(world: int, persist: int, compute: str) -> None:
-    """The weight's memory goes when the module is left, and so would the view."""
+    """The weight's memory is freed when the module ends, so hooks replace the returned view by a copy."""
     run_ranks(world, placed, persist, compute)
 
 
 def touched_between(settings: dict[str, object]) -> list[str]:
-    """Uses between forward and backward that were not refused for what they are, and gradients that are not alike."""
+    """Train four steps, and use a weight between forward and backward in the last one.
+
+    Returns:
+        Uses that did not raise the expected error, and the gradient norms if they differ between steps.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     share(model)
@@ -101,7 +105,7 @@ def test_weights_kept_for_backward_are_guarded(settings: dict[str, object]) -> N
 
 
 class Editing(nn.Linear):
-    """Edits its weight in forward."""
+    """A linear layer that edits its weight in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -114,7 +118,7 @@ def edited(persist: int) -> str:
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(persist=persist))
     with pytest.raises(RuntimeError) as caught:
         model(torch.randn(2, 8))
-    optimizer.zero_grad()  # the forward is over: what is refused inside one may be called
+    optimizer.zero_grad()  # allowed, because the failed forward has ended
     model[1].__class__ = nn.Linear
     model(torch.randn(2, 8)).sum().backward()
     optimizer.step()
@@ -130,7 +134,7 @@ def test_an_edit_inside_forward_is_not_lost_silently(world: int, persist: int) -
 
 
 class Stubborn(nn.Module):
-    """Calls a layer again whose edit was refused."""
+    """A model that catches the error of a layer that edits its weight, and calls the layer again without the edit."""
 
     def __init__(self) -> None:
         super().__init__()
