@@ -1,4 +1,4 @@
-"""Inside a pass any use of a weight equals plain torch, whoever uses it and wherever the output or the loss goes."""
+"""Inside a pass, any use of a weight equals plain torch, wherever the use is and wherever the loss is stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.sharded_and_plain import Pair, rows
 
 
 class Borrower(nn.Module):
-    """Uses weights of its children by hand, in many ways, and some of them without calling the child at all."""
+    """A model that uses weights of its children in many ways, some of them without calling the child at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Borrower(nn.Module):
         x = self.blocks[2](x) + self.blocks[2].weight.data.sum()
         for row in self.blocks[3].weight[:2]:
             x = x * (1 + row.tanh())
-        x = x + F.linear(x, self.blocks[0].weight)  # again, after its module has run
+        x = x + F.linear(x, self.blocks[0].weight)  # a second use, after the module itself has run
         penalty = sum(p.square().sum() for p in self.parameters())
         return x.square().mean() + 1e-2 * penalty
 
 
 class ByHand(nn.Module):
-    """A parent that runs its child's operation itself, with a weight from elsewhere in the tree."""
+    """A model that applies its children's weights by ``F.linear``: transposed, and as a sum of two weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ByHand(nn.Module):
 
 
 class Keeps(nn.Module):
-    """Puts its loss on itself and returns nothing differentiable."""
+    """A model that stores its loss as an attribute and returns only a detached copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Keeps(nn.Module):
 
 
 class Box:
-    """Hides a tensor from anything that looks at attributes by name."""
+    """An object that hides a tensor in a closure, where no search of attributes finds the tensor."""
 
     __slots__ = ("__weakref__", "hidden")
 
@@ -75,9 +75,9 @@ class Box:
 
 
 class Boxed(nn.Module):
-    """A child returns its output where no hook can find it: inside a closure in an object with slots.
+    """Children that return their output inside a `Box`, so that no hook can be put on the output.
 
-    The first one's input needs no gradient, and its second layer's weight is wanted in backward all the same.
+    The input of the first child needs no gradient, but backward needs the weight of that child's second layer.
     """
 
     class Inner(nn.Module):
@@ -99,7 +99,7 @@ class Boxed(nn.Module):
 
 
 class Generates(nn.Module):
-    """A child's forward is a generator: its body runs after its hooks."""
+    """Children whose forward is a generator, so that its body runs after the hooks of the child."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Generates(nn.Module):
 
 
 class Checks(nn.Module):
-    """The gradient with respect to the input, inside forward, and its square in the loss: backward twice."""
+    """Two linear layers and a mean square loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,14 +142,25 @@ INSIDE: dict[str, tuple[type[nn.Module], Callable[[nn.Module, Tensor], Tensor]]]
 
 
 def compare(name: str, settings: dict[str, object]) -> tuple[float, float, float, int]:
-    """Largest differences in loss and weights over three steps; elements still gathered at rest."""
+    """Train three steps, and plain torch beside them.
+
+    Args:
+        name: key of INSIDE.
+        settings: keys for ``make_config``.
+
+    Returns:
+        Largest difference of losses and of weights, limit on live elements, and elements still gathered after the last
+        step.
+    """
     make, loss_of = INSIDE[name]
     torch.manual_seed(3)
     pair = Pair(
         make(),
         make_config(**settings),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-        batch=lambda step, micro, rank: rows(step, micro, 0),  # or AdamW would turn rounding into steps
+        # The same batch on all ranks, so that sums over ranks are exact. AdamW would turn rounding errors of gradients
+        # that should be zero into whole steps.
+        batch=lambda step, micro, rank: rows(step, micro, 0),
         loss=loss_of,
     )
     off = 0.0
@@ -171,7 +182,11 @@ def test_inside_a_pass_any_use_equals_torch(name: str, settings: dict[str, objec
 
 
 def kept_loss(settings: dict[str, object]) -> float:
-    """How far weights are off plain torch's after backwards from a loss that no forward returned."""
+    """Train three steps with a loss that the model stores as an attribute.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         model(x)
@@ -187,5 +202,5 @@ def kept_loss(settings: dict[str, object]) -> float:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 def test_a_loss_kept_on_the_module(settings: dict[str, object]) -> None:
-    """Backward is right, though it begins at nothing that a forward has returned."""
+    """Weights equal plain torch's, although backward begins at a tensor that no forward has returned."""
     assert max(run_ranks(2, kept_loss, settings)) < 1e-12

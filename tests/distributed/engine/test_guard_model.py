@@ -1,4 +1,4 @@
-"""The model as a whole while values are elsewhere: metadata is true; moving, copying and pickling it are refused."""
+"""A resharded model: metadata of its parameters is true, and moving, copying or pickling the model is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.resharded_model import PERSIST, Held, Use, attempt, held, sti
 
 
 class Special(nn.Parameter):
-    """A user's own class of parameter."""
+    """A parameter class of a user."""
 
     note = "kept"
 
@@ -33,7 +33,7 @@ QUESTIONS = ("is_signed", "is_shared", "is_pinned", "is_inference", "has_names",
 
 
 def described(p: nn.Parameter) -> dict[str, object]:
-    """Everything about a parameter that does not need its values."""
+    """Return, by name, everything about a parameter that can be read without its values."""
     return {
         "shape": tuple(p.shape),
         "size": tuple(p.size()),
@@ -178,7 +178,7 @@ def test_moving_copying_and_pickling_the_model_are_refused(kind: str, who: list[
 
 
 class Peeking(nn.Linear):
-    """Wants its present values while others are loaded."""
+    """A layer that reads its present weight while a state dict is loaded."""
 
     def _load_from_state_dict(self, *args: object) -> None:
         torch.zeros(self.weight.shape).copy_(self.weight)

@@ -1,6 +1,7 @@
-"""Using or editing partitioned values and their gradients outside a pass is refused by name; nothing crashes.
+"""Uses and edits of weights and gradients outside a pass raise an error that names a remedy, and nothing crashes.
 
-Each operation runs in the pool of ranks, so that a crash would show as a rank that died, with the operation's name.
+Operations run on ranks of the pool. If an operation crashed its process, the failure message would quote the name of
+the operation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def under_no_grad(use: Use) -> Use:
 
 
 def summed(named: dict[str, Tensor]) -> Tensor:
-    """A function of the user's own that torch's overrides reach through a dict."""
+    """Return the sum of all values. This is a user's function that calls torch's overrides for tensors in a dict."""
     if has_torch_function(tuple(named.values())):
         result: Tensor = handle_torch_function(summed, tuple(named.values()), named)
         return result
@@ -102,7 +103,7 @@ VALUES: dict[str, Use] = {
     "where": lambda p: torch.where(torch.ones(p.shape, dtype=torch.bool), p, p),
     "out": lambda p: torch.add(torch.zeros(p.shape), 1, out=p),
     "as_tensor": lambda p: torch.as_tensor(p) + 0,
-    "asarray_torch": lambda p: torch.asarray(p, requires_grad=True) + 0,  # torch 2.11 freezes what it is given
+    "asarray_torch": lambda p: torch.asarray(p, requires_grad=True) + 0,  # torch 2.11 sets the flag on its argument
     "Parameter": lambda p: nn.Parameter(p),
     "linear": lambda p: F.linear(torch.zeros(1, p.shape[-1]), p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
@@ -142,12 +143,12 @@ EDITS: dict[str, Use] = {
 
 
 def stepped(p: nn.Parameter) -> nn.Parameter:
-    """A parameter with a gradient that its user made by hand, as if to step it with a plain optimizer."""
+    """Return a parameter whose gradient the user has set by hand, as if to step it with a plain optimizer."""
     p.grad = torch.ones(p.shape, dtype=p.dtype)
     return p
 
 
-# torch does not ask __torch_function__ here; each runs in a process of its own if it crashes.
+# Functions for which torch does not call __torch_function__. Each runs in a call of run_ranks of its own.
 UNASKED: dict[str, Use] = {
     "torch.tensor": lambda p: torch.tensor(p),
     "torch.Tensor": lambda p: torch.Tensor(p) + 0,
@@ -167,7 +168,18 @@ GRADIENTS: dict[str, Use] = {
 
 
 def touch(table: str, persist: int, who: list[int], before_first_pass: bool) -> tuple[list[str], float]:
-    """Try every operation of a table on the ranks ``who``; complaints, and how far training is off afterwards."""
+    """Try every operation of a table on some ranks.
+
+    Args:
+        table: "values" or "edits".
+        persist: persistence threshold in elements.
+        who: ranks that try the operations.
+        before_first_pass: True to try them before the first forward.
+
+    Returns:
+        Operations that were not refused with a remedy, and the largest difference of weights from plain torch after one
+        more step.
+    """
     uses = {"values": VALUES, "edits": EDITS}[table]
     pair = held(persist)
     if not before_first_pass:
@@ -200,7 +212,7 @@ def test_values_outside_a_pass_are_refused(table: str, kind: str, who: list[int]
 
 
 class Copying(nn.Module):
-    """Begins its pass with a use of a weight whose unit has not been gathered."""
+    """A model whose forward first passes the last block's weight to ``use``, before that unit has been gathered."""
 
     use: Use | None = None
 
@@ -217,7 +229,11 @@ class Copying(nn.Module):
 
 
 def parameters_made_in_a_pass() -> tuple[list[str], float]:
-    """Differences from what is expected of ``nn.Parameter(p)``, of its remedy and of ``p.detach()`` in a pass."""
+    """Copy a released parameter inside a pass by ``detach()``, by ``nn.Parameter(p)``, which is refused, and its remedy.
+
+    Returns:
+        Errors of the copies, and the largest difference of weights from plain torch after one more step.
+    """
     torch.manual_seed(5)
     pair = Pair(Copying(), make_config(hang_timeout=10), dtype=torch.float32)
     weight, whole = pair.model.blocks[3].weight, zeropp.full_state(pair.model)["blocks.3.weight"]
@@ -268,14 +284,25 @@ def unasked(name: str, persist: int) -> tuple[str, float]:
 @pytest.mark.parametrize("kind", PERSIST)
 @pytest.mark.parametrize("name", UNASKED)
 def test_ways_past_torch_function(name: str, kind: str) -> None:
-    """They find NaN, or an edit that the next pass complains of and puts right; weights are not touched."""
+    """Reads give NaN, an edit raises an error in the next forward, and main weights stay as they are."""
     ((complaint, off),) = run_ranks(1, unasked, name, PERSIST[kind], init=False)
     assert "gave" in complaint or not complaint
     assert off < 1e-6
 
 
 def gradients(persist: int, who: list[int]) -> tuple[list[str], float]:
-    """Between backward and step the gradient is in the partition, so .grad must not answer None."""
+    """Use ``.grad`` of parameters between backward and step on some ranks.
+
+    The gradient is sharded there, so reading ``.grad`` must raise an error instead of returning None.
+
+    Args:
+        persist: persistence threshold in elements.
+        who: ranks that use ``.grad``.
+
+    Returns:
+        Uses that were not refused with a remedy, and the largest difference of weights from plain torch after one more
+        step.
+    """
     pair = held(persist)
     pair.model(torch.randn(2, 8)).square().mean().backward()
     wrong = []
@@ -302,7 +329,14 @@ def test_gradients_between_backward_and_step_are_refused(kind: str, who: list[in
 
 
 def explained_while_managed(stage: int) -> tuple[list[str], nn.Parameter]:
-    """All that is said of a model and a parameter that are not to be used so, and that parameter."""
+    """Collect the errors of refused uses of a model and its weight.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        The weight's repr and the error messages, and the weight, which outlives its engine.
+    """
     model = nn.Linear(4, 4).double()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(stage=stage))
     x = torch.ones(2, 4).double().requires_grad_()
@@ -327,9 +361,9 @@ def explained_while_managed(stage: int) -> tuple[list[str], nn.Parameter]:
 
 
 def explained(stage: int) -> list[str]:
-    """The same, and an error of the parameter without its engine."""
+    """Return the messages of `explained_while_managed`, and the weight's error after its engine is gone."""
     said, weight = explained_while_managed(stage)
-    gc.collect()  # the errors were in circles with their frames
+    gc.collect()  # errors and their frames are reference cycles that keep the engine alive
     with pytest.raises(RuntimeError, match="the engine that kept them is gone") as error:
         weight.sum()
     return [*said, str(error.value)]

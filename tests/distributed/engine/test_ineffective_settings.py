@@ -1,4 +1,4 @@
-"""Settings that have nothing to do on some model and some ranks are named in a warning."""
+"""A setting that has no effect on a model and its ranks is named in one warning on rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODES: dict[str, object] = {"secondary": "codes"}
 HPZ_2: dict[str, object] = {"zero_hpz_partition_size": 2}
 DEFERRED = "zeropp.defer_cross_reduction has no effect: "
 NOR_CODES = ' no effect, nor has zeropp.secondary "codes": '
-# Ranks per node of four, settings, the warning's beginning or none.
+# Case -> (ranks per node; settings; beginning of the warning, "" for none). There are four ranks.
 CASES: dict[str, tuple[int, dict[str, object], str]] = {
     "sums by the backend, codes": (2, {**GRADIENTS, "reduce_scatter": "backend"}, "zeropp.reduce_scatter"),
     "sums by the backend, some codes": (2, {**CROSS, "reduce_scatter": "backend"}, ""),
@@ -98,7 +98,11 @@ def test_a_setting_with_nothing_to_do_is_named(name: str) -> None:
 
 
 def frozen_apart() -> list[list[str]]:
-    """Warnings about quantized frozen weights where a single parameter is frozen, each in turn."""
+    """Freeze single parameters, each in a new model, and wrap the model with quantized frozen weights.
+
+    Returns:
+        The warnings of each wrapping.
+    """
     found = []
     for name in [name for name, _ in Model().named_parameters()][::2]:
         model = Model()
@@ -113,7 +117,11 @@ def test_one_frozen_parameter_is_enough_wherever_it_lies() -> None:
 
 
 def strict() -> int:
-    """Whether a warning that is an error leaves the model as it was: it can be wrapped with other settings."""
+    """Wrap a model while warnings are errors, which fails, and wrap it again with settings that lead to no warning.
+
+    Returns:
+        Number of elements of the full weights.
+    """
     model = Model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

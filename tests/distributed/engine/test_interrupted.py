@@ -1,4 +1,4 @@
-"""Ctrl-C and the like in a forward, for which torch calls no hooks: the next forward goes on, or `engine.recover()`."""
+"""A forward that Ctrl-C or SystemExit ends, without torch's hooks: the next forward or ``recover()`` gives it up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def step(model: nn.Module, optimizer: zeropp.ZeroOptimizer, number: int) -> floa
 
 
 def interrupt(model: nn.Module, kind: type[BaseException], *, before: bool, graph: bool) -> None:
-    """One forward that is cut off in its third block."""
+    """Run one forward that is interrupted at its third block.
+
+    Args:
+        model: model of four blocks.
+        kind: class of the exception that interrupts.
+        before: True to raise before the block; False after it.
+        graph: True to enable gradients.
+    """
 
     def stop(*_: object) -> None:
         raise kind("in the middle")
@@ -61,7 +68,7 @@ def trained(settings: dict[str, Any], kind: type[BaseException] | None, before: 
     for number in range(4):
         if kind is not None and number % 2:
             interrupt(model, kind, before=before, graph=graph)
-            # With the next forward, or on demand.
+            # The next forward gives up the first interrupted pass, and recover() the second one.
             if number == 3:
                 optimizer.engine.recover()
                 optimizer.zero_grad(now=True)
@@ -95,7 +102,16 @@ def gathered(model: nn.Module) -> None:
 
 
 def saved(folder: Path) -> list[str]:
-    """What a program does that catches Ctrl-C to save its state: it is refused until `recover()` was called."""
+    """Interrupt forwards, and save the state, as a program that catches Ctrl-C does.
+
+    ``full_state`` and ``save`` are refused until ``recover()`` was called.
+
+    Args:
+        folder: folder for the checkpoint.
+
+    Returns:
+        Errors of calls after ``recover()``.
+    """
     model = Routed(4)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, make_config())
     step(model, optimizer, 0)
@@ -124,7 +140,11 @@ def test_the_state_can_be_saved(tmp_path: Path) -> None:
 
 
 def inside() -> list[str]:
-    """What is refused in a forward is refused all the same, and in one that computes gradients on another thread."""
+    """Call ``full_state`` in a hook of a running forward.
+
+    Returns:
+        Errors of the calls.
+    """
     model = Routed(4)
     zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     found: list[str] = []
@@ -145,7 +165,11 @@ def test_a_forward_that_runs_is_not_taken_for_one_that_is_over() -> None:
 
 
 class Nested(nn.Module):
-    """Its forward runs it once more, as a recursion over a tree does."""
+    """A module that runs itself twice more inside its forward, as a recursion over a tree does.
+
+    Args:
+        how: "call" for ``self(...)``, which runs hooks; another string for ``self.forward(...)``.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -161,7 +185,16 @@ class Nested(nn.Module):
 
 
 def nested(how: str, wrapped: bool, by_engine: bool = False) -> list[float]:
-    """Losses of three steps."""
+    """Train a module that runs itself for three steps, with plain torch or with zeropp.
+
+    Args:
+        how: argument of `Nested`.
+        wrapped: True to wrap the module with zeropp.
+        by_engine: True to call it by ``engine.call_model``.
+
+    Returns:
+        Loss of each step.
+    """
     torch.manual_seed(0)
     model = Nested(how)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,7 +212,10 @@ def nested(how: str, wrapped: bool, by_engine: bool = False) -> list[float]:
 
 
 def test_a_model_that_calls_itself_is_told_of_forward() -> None:
-    """Its call looks like the one after Ctrl-C; ``self.forward(...)`` runs no hooks, and works."""
+    """A call of the model inside its forward looks like the first call after Ctrl-C, and is refused.
+
+    The error names ``self.forward(...)``, which runs no hooks and works.
+    """
     for failure in run_ranks(2, nested, "call", True, catch=True):
         assert "was called inside its own forward" in failure.message and "self.forward(...)" in failure.message
     (found,) = run_ranks(1, nested, "forward", True)
@@ -188,14 +224,23 @@ def test_a_model_that_calls_itself_is_told_of_forward() -> None:
 
 
 def test_a_model_that_the_engine_calls_may_call_itself() -> None:
-    """As Lightning's does: the engine of `zeropp.initialize` calls its model so."""
+    """``call_model`` notices an interruption itself, so it allows a model to call itself, as models of Lightning do.
+
+    The engine of ``zeropp.initialize`` calls its model in this way.
+    """
     (found,) = run_ranks(1, nested, "call", True, True)
     (plain,) = run_ranks(1, nested, "call", False)
     assert found == plain
 
 
 def interrupted_call() -> list[str]:
-    """What is refused after Ctrl-C in a call that the engine makes: nothing, since it has seen the interruption."""
+    """Interrupt a forward of the model and then a call by ``engine.call_model``, and read the full weights after each.
+
+    ``call_model`` gives up its own pass at once, so ``full_state`` is allowed without ``recover()``.
+
+    Returns:
+        Names of weights that have changed.
+    """
     model = Routed(4)
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model, make_config())
     step(model, optimizer, 0)
@@ -210,7 +255,7 @@ def interrupted_call() -> list[str]:
             call(batch(1))
         handle.remove()
         if call is model:
-            # A forward of the model's own is over with the engine's next call.
+            # The next call_model gives up the forward that was interrupted without call_model.
             optimizer.engine.call_model(model, batch(2))
             zeropp.full_state(model)
     return [name for name, value in zeropp.full_state(model).items() if not torch.equal(value, before[name])]

@@ -1,4 +1,4 @@
-"""What must not change a single bit of the result on one topology: units, prefetch, reuse, persistence, overlap."""
+"""Settings that change no bit of the result on one topology: units, prefetch, reuse, persistence and overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.support.parity import Recipe, Trained, train_zero
 from tests.support.rank_pool import run_ranks
 
-BLOCK = 5_600  # elements of a block of width 25, about
+BLOCK = 5_600  # approximate number of elements of a block of width 25
 HUGE = 10**12
 
 ZERO = "zero"
@@ -18,7 +18,7 @@ EXTENSION = "extension"
 
 # Each set of settings is compared with the default configuration.
 VARIANTS: dict[str, dict[str, dict[str, object]]] = {
-    # How units are formed.
+    # Forming of units.
     "all cut, blocks": {},
     "cut below blocks": {EXTENSION: {"unit_numel": 2_000}},
     "single modules": {EXTENSION: {"unit_numel": 1}},
@@ -28,11 +28,11 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "leaf name": {ZERO: {"leaf_module": {"names": ["blocks", "layers.1", "blocks.0.norm1"]}}},
     "fine modules are leaves": {ZERO: {"stage3_module_granularity_threshold": 1_000}},
     "everything is one leaf": {ZERO: {"stage3_module_granularity_threshold": 10**9}},
-    # What is kept whole.
+    # Persistent parameters.
     "small kept": {ZERO: {"stage3_param_persistence_threshold": 100}},
     "all kept": {ZERO: {"stage3_param_persistence_threshold": HUGE}},
     "few kept": {ZERO: {"stage3_param_persistence_threshold": HUGE, "stage3_model_persistence_threshold": 3_000}},
-    # When weights are fetched and let go.
+    # Prefetch and release of units.
     "no prefetch": {ZERO: {"stage3_prefetch_bucket_size": 0}},
     "tiny prefetch": {ZERO: {"stage3_prefetch_bucket_size": BLOCK + 600}},
     "huge prefetch": {ZERO: {"stage3_prefetch_bucket_size": HUGE}},
@@ -43,24 +43,31 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
     "some reuse": {ZERO: {"stage3_max_reuse_distance": 4 * BLOCK}},
     "no prefetch, no reuse": {ZERO: {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}},
     "prefetch, but nothing live": {ZERO: {"stage3_prefetch_bucket_size": HUGE, "stage3_max_live_parameters": 1}},
-    # Whether anything overlaps.
+    # Overlap of communication and computation.
     "no overlap": {ZERO: {"overlap_comm": False}},
     "no overlap, no reuse": {ZERO: {"overlap_comm": False, "stage3_max_reuse_distance": 0}},
 }
 
 
 def changed(base: Trained, other: Trained) -> list[str]:
-    """What differs in any bit."""
+    """Return the numbers of losses and the names of weights that differ in any bit."""
     found = [f"loss {i}" for i, (a, b) in enumerate(zip(base.losses, other.losses, strict=True)) if a != b]
     assert base.state.keys() == other.state.keys()
     return found + [name for name, value in base.state.items() if not torch.equal(value, other.state[name])]
 
 
 def train_variants(fields: dict[str, Any], names: list[str]) -> dict[str, list[str]]:
-    """For each variant, what differs from the first one, which has default settings throughout.
+    """Train with default settings and with some variants.
 
-    In evaluation torch's own encoder layers take a fused kernel if they find all their weights, as they do where
-    the layer is a unit, and another order of operations if not: so that choice is taken away.
+    In evaluation, torch's encoder layers run a fused kernel if all their weights are gathered, and other operations in
+    another order if not. That depends on the units, so the fused kernel is switched off.
+
+    Args:
+        fields: arguments of `Recipe`.
+        names: keys of VARIANTS.
+
+    Returns:
+        A dict: variant -> losses and weights that differ from the run with default settings.
     """
     torch.backends.mha.set_fastpath_enabled(False)
     extension: dict[str, object] = {"unit_min_blocks": 128}
@@ -91,7 +98,7 @@ def test_settings_change_nothing(model: str, dtype: torch.dtype, names: list[str
 
 
 MODELS = ["nested lists", "encoder", "frozen middle, segments recomputed", "tied segments, reentrant", "low rank"]
-FEW = [("frozen middle, segments recomputed", 2), ("gpt", 1)]  # the others in the campaign, with all settings
+FEW = [("frozen middle, segments recomputed", 2), ("gpt", 1)]  # test_all_settings_everywhere runs the other models
 
 
 @pytest.mark.campaign
@@ -135,7 +142,7 @@ def test_settings_change_nothing_under_clipping(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)  # 24 variants a case
+@pytest.mark.timeout(600)  # each case trains 24 variants
 @pytest.mark.parametrize("topology", [(1, 1), (2, 1), (4, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("how", ["optimizer.backward", "no_sync mixed"])
 @pytest.mark.parametrize("model", [*MODELS, "gpt", "gpt tied by use", "repeated blocks", "raw root", "convolutions"])

@@ -1,4 +1,4 @@
-"""Nothing outlives its use: graphs are gone after their backward, and the engine with its model and optimizer."""
+"""Nothing outlives its use: graphs are freed after their backward, and the engine with its model and optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeropp.engine.hooks import BackwardCall
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_old() -> Iterator[None]:
-    """What was imported before is left out of every collection, which would walk it again."""
+    """Freeze all objects made before these tests, so that the garbage collector does not scan them in each collection."""
     gc.collect()
     gc.freeze()
     yield
@@ -33,13 +33,20 @@ def nothing_old() -> Iterator[None]:
 
 
 def live_calls() -> int:
-    """Calls of modules that some graph still knows."""
+    """Return the number of module calls that some graph keeps alive, after a collection of garbage."""
     gc.collect()
     return sum(type(found) is BackwardCall for found in gc.get_objects())
 
 
 def train(model: str) -> list[weakref.ref[object]]:
-    """Two steps of one rank without a process group; what must be gone afterwards."""
+    """Train two steps on one rank without a process group.
+
+    Args:
+        model: key of MODELS.
+
+    Returns:
+        Weak references to the model, the optimizer, the engine and its parts.
+    """
     recipe = Recipe(model=model, steps=2)
     module = build(recipe, seed=7)
     optimizer = zeropp.ZeroOptimizer(make_optimizer(recipe, module), module, recipe.config())
@@ -59,12 +66,12 @@ def test_nothing_is_left(model: str) -> None:
 
 
 def named_threads() -> set[threading.Thread]:
-    """The engine's threads that live: compared one by one, for those of a case before may end during this one."""
+    """Return the live threads of engines. Objects are compared, because threads of an earlier test may still end."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("zeropp")}
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Everything that is hung on the model's modules and parameters."""
+    """Return the paths of all hooks and replaced methods on a model's modules and parameters."""
     found = []
     for path, module in model.named_modules():
         found += [f"{path}.{name}" for name, value in vars(module).items() if "hooks" in name and value]
@@ -76,8 +83,20 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 
 def steps_then(end: str, settings: dict[str, object], automatic: bool) -> dict[str, object]:
-    """Train, drop everything in the way that ``end`` says; what is left. Without the collector if ``automatic``."""
-    trained(Routed(), make_config()).close()  # what a process makes once, it keeps
+    """Train three steps, drop model and optimizer, and look for objects that are still alive.
+
+    Args:
+        end: order in which model and optimizer are dropped, or an event before that: a forward without a backward, an
+            error in a forward, or ``close()``.
+        settings: keys for ``make_config``.
+        automatic: True to drop them without a run of the garbage collector.
+
+    Returns:
+        A dict of four: classes of live objects, bytes of each new storage, number of the engine's threads, and number of
+        shards with memory. With ``automatic``, storages and shards are not counted.
+    """
+    # The first engine of a process makes objects that stay, so make one before the count.
+    trained(Routed(), make_config()).close()
     before, threads = storages(), named_threads()
     model = Routed()
     optimizer = trained(model, make_config(**settings))
@@ -116,7 +135,7 @@ def steps_then(end: str, settings: dict[str, object], automatic: bool) -> dict[s
             del model, optimizer
         if not automatic:
             gc.collect()
-        for _ in range(100):  # a refresh that is on its way ends first
+        for _ in range(100):  # threads end after a refresh in flight
             if named_threads() - threads:
                 threading.Event().wait(0.02)
         alive = [type(ref()).__name__ for ref in refs if ref() is not None]
@@ -151,13 +170,13 @@ def test_nothing_is_left_on_one_rank() -> None:
 
 
 def test_threads_end_with_the_engine() -> None:
-    """The streams' threads hold no tensor and no engine once idle."""
+    """Threads of comm streams end with the engine, because idle threads refer to no tensor and no engine."""
     for found in run_ranks(2, steps_then, "rest", {"overlap_comm": True}, False):
         assert found["threads"] == 0
 
 
 def closed() -> tuple[list[str], list[str], list[str]]:
-    """Hooks before wrapping, while wrapped, and after close."""
+    """Return the hooks of a model before wrapping, while the model is wrapped, and after ``close()``."""
     model = Routed()
     before = hooks_of(model)
     optimizer = trained(model, make_config(persist=10))
@@ -175,12 +194,19 @@ def test_close_takes_every_hook_away() -> None:
 
 
 def saved_whole(persist: int) -> tuple[int, int]:
-    """Bytes that a state dict which is given up leaves behind, and how often ranks asked each other for it."""
+    """Make a state dict and drop it.
+
+    Args:
+        persist: persistence threshold in elements.
+
+    Returns:
+        Bytes that are left afterwards, and number of exchanges between ranks that the call needed.
+    """
     model = Routed()
     optimizer = trained(model, make_config(persist=persist, overlap_comm=False))
     model(torch.randn(2, 8)).square().mean().backward()
     optimizer.step()
-    model.state_dict()  # the comm streams of gathers and the gather's own buffers are there from here on
+    model.state_dict()  # the first call makes comm streams and buffers of gathers, which stay
     before, asked = sum(storages().values()), agreements(optimizer)
     model.state_dict()
     return sum(storages().values()) - before, agreements(optimizer) - asked
@@ -193,7 +219,14 @@ def test_a_state_dict_leaves_nothing_behind_and_asks_once(persist: int) -> None:
 
 
 def groups_left(kept_on: int | None) -> list[int]:
-    """Groups that are there after each wrapping of a model in place of the last one, which one rank may keep longer."""
+    """Wrap three models, each in place of the one before.
+
+    Args:
+        kept_on: rank that drops the first model only after the second was wrapped; None for no rank.
+
+    Returns:
+        Number of process groups after each wrapping.
+    """
     counts, kept = [], []
     for number in range(3):
         model = Routed()
@@ -210,7 +243,7 @@ def groups_left(kept_on: int | None) -> list[int]:
 
 @pytest.mark.parametrize("kept_on", [None, 1])
 def test_groups_that_ranks_leave_together_go_once_all_have_dropped_them(kept_on: int | None) -> None:
-    """Over a backend whose groups are destroyed by their ranks together, as NCCL's are."""
+    """The test uses a backend whose ranks must destroy a process group together, as with NCCL."""
     found = run_ranks(2, over, groups_left, kept_on, init=False)
     first, second, third = found[0]
     assert third == first, found

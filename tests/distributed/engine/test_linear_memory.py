@@ -1,4 +1,4 @@
-"""No linear layer keeps a gathered weight from forward to backward, and nothing of torch is replaced for it."""
+"""No linear layer keeps a gathered weight from forward to backward, and ``functional.linear`` is torch's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, LAYERS = 64, 6
 
 
 class Layers(nn.Module):
-    """Linear layers, some of them frozen, with what saves a layer's output between."""
+    """Linear layers, two of them frozen, each followed by a tanh, which saves its output for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +32,22 @@ class Layers(nn.Module):
 
 
 def gathered(optimizer: zeropp.ZeroOptimizer) -> int:
-    """Elements whose storage has memory, whatever is said of them."""
+    """Return the elements of all flat buffers whose storage has memory, whatever the state of their units is."""
     flats = [buffer.flat for unit in optimizer.engine.units for buffer in unit.buffers]
     return sum(flat.untyped_storage().nbytes() // flat.itemsize for flat in flats)
 
 
 def kept(mem_efficient_linear: bool, settings: dict[str, Any]) -> tuple[int, int, float, bool]:
-    """Most elements gathered in forward, and left after it; how far a step is from plain; `linear` untouched."""
+    """Train one step.
+
+    Args:
+        mem_efficient_linear: argument of ``zeropp.zero.Init``.
+        settings: keys for ``make_config``.
+
+    Returns:
+        Most elements gathered at once in forward, elements gathered after forward, largest difference of weights from
+        plain torch, and True if ``functional.linear`` is torch's own function.
+    """
     torch.manual_seed(0)
     with zeropp.zero.Init(mem_efficient_linear=mem_efficient_linear):
         model = Layers()
@@ -77,7 +86,7 @@ def kept(mem_efficient_linear: bool, settings: dict[str, Any]) -> tuple[int, int
     ids=str,
 )
 def test_weights_go_between_forward_and_backward(mem_efficient_linear: bool, settings: dict[str, Any]) -> None:
-    layer = WIDTH * WIDTH + 512  # a bias takes a block, and ranks' parts are whole blocks
+    layer = WIDTH * WIDTH + 512  # the weight, a block of 256 for the bias, and a block of padding
     for most, left, far, plain in run_ranks(2, kept, mem_efficient_linear, settings):
         assert most == layer and left == 0 and plain
         assert far <= (1e-3 if settings else 0)

@@ -1,4 +1,7 @@
-"""Gathered elements at any moment: below the limit that is set, which is used, and none between steps."""
+"""Gathered elements stay below the configured limit at any moment, and the limit is used.
+
+With reuse switched off, no unit is gathered between steps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from zeropp.params.unit import Unit
 
 
 class Tree(nn.Module):
-    """Blocks of different sizes, one of them nested in another's forward, and weights of the root itself."""
+    """Blocks of one size, of which the first runs twice, a larger block, and a weight of the root itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +39,19 @@ class Tree(nn.Module):
 
 
 class Watch:
-    """Samples after every gather, and at every module's forward and backward."""
+    """Samples the gathered elements after every gather, and at every module's forward and backward.
+
+    Attributes:
+        limit: configured limit in elements.
+        samples: number of samples.
+        most_free: largest number of gathered elements of units that no call and no gradient needs.
+        most_held: largest number of gathered elements of units in use.
+    """
 
     def __init__(self, engine: object, limit: int) -> None:
         self.engine, self.limit = engine, limit
         self.samples = 0
-        self.most_free = 0  # elements that no call and no gradient holds
+        self.most_free = 0
         self.most_held = 0
 
     def __call__(self, *_: object) -> None:
@@ -50,7 +60,7 @@ class Watch:
         self.most_held = max(self.most_held, live(self.engine.units, held=True))
         gathered = [u for u in self.engine.units if not u.persistent and u.buffers[0].flat.untyped_storage().nbytes()]
         total = sum(unit.numel for unit in gathered)
-        assert live_numel(self.engine.units) >= total, "a storage is there that live_numel does not know of"
+        assert live_numel(self.engine.units) >= total, "a unit that counts as sharded has memory"
 
     def after(self, module: nn.Module, args: object, out: Tensor) -> None:
         self()
@@ -79,7 +89,16 @@ class Watch:
 
 
 def most_live(units_live: float, settings: dict[str, object]) -> tuple[int, int, int, list[int], int]:
-    """Limit, most elements beside what is held, most held, sizes of units, samples."""
+    """Train five steps, with evaluations after the last three.
+
+    Args:
+        units_live: limit on live elements, as a multiple of the largest unit.
+        settings: keys for ``make_config``.
+
+    Returns:
+        Limit in elements, most gathered elements beside units in use, most gathered elements of units in use, sizes of
+        units, and number of samples.
+    """
     model = Tree()
     sizes = [u.numel for u in trained(copy.deepcopy(model), make_config(live=0, **settings)).engine.units]
     limit = int(units_live * max(sizes))
@@ -104,7 +123,7 @@ def most_live(units_live: float, settings: dict[str, object]) -> tuple[int, int,
 @pytest.mark.parametrize("units_live", [0, 1.5])
 @pytest.mark.parametrize("world", [2, 1])
 def test_live_elements_stay_below_the_limit(world: int, units_live: float, settings: dict[str, object]) -> None:
-    """Beside the limit: units on the call stack (here three at most) and those with incomplete gradients."""
+    """Units on the call stack (at most three here) and units with incomplete gradients do not count for the limit."""
     for limit, free, held, sizes, samples in run_ranks(world, most_live, units_live, settings):
         assert len(sizes) >= 6 and samples > 100
         assert free <= limit, f"{free} elements beside what is in use, the limit is {limit}; units have {sizes}"
@@ -112,13 +131,21 @@ def test_live_elements_stay_below_the_limit(world: int, units_live: float, setti
 
 
 def test_the_limit_is_used() -> None:
-    """Otherwise the tests above would pass with nothing ever kept or fetched ahead."""
+    """A run comes within one unit of the limit, so units are kept or prefetched at all."""
     limit, free, _, sizes, _ = run_ranks(2, most_live, 1.5, {})[0]
     assert limit - max(sizes) < free <= limit
 
 
 def passed_over(limit: int, prefetch: int) -> tuple[int, int]:
-    """Most elements beside what is held, on ranks of which the last soon uses less than the others; size of a unit."""
+    """Train six steps. From the second one on, the last rank uses only two of the eight units.
+
+    Args:
+        limit: limit on live elements.
+        prefetch: prefetch bucket size in elements.
+
+    Returns:
+        Most gathered elements beside units in use, from the third step on, and elements of a unit.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Routed(8)
     optimizer = trained(model, make_config(live=limit, prefetch=prefetch))
@@ -126,7 +153,8 @@ def passed_over(limit: int, prefetch: int) -> tuple[int, int]:
     everything, part = chain(8), chain(0, 7)
     for step in range(6):
         if step == 2:
-            watch.most_free = 0  # while an order is learned, what others need may be needed here too
+            # While an order is learned, a rank may keep units that only other ranks need, so begin to count here.
+            watch.most_free = 0
         with watch.on(model):
             model(torch.randn(2, 8), part if step and rank == world - 1 else everything).square().mean().backward()
             optimizer.step()
@@ -138,7 +166,7 @@ def passed_over(limit: int, prefetch: int) -> tuple[int, int]:
 @pytest.mark.parametrize("prefetch", [0, 10**9])
 @pytest.mark.parametrize("units_live", [0, 1, 2])
 def test_units_passed_over_stay_below_the_limit(units_live: int, prefetch: int) -> None:
-    """A rank that skips six of eight units takes part in their gathers, one at a time, and keeps none for later."""
+    """A rank that skips six of eight units takes part in their gathers one at a time, and keeps none of them."""
     numel = 512
     for most, unit in run_ranks(2, passed_over, units_live * numel, prefetch):
         assert unit == numel
@@ -146,7 +174,11 @@ def test_units_passed_over_stay_below_the_limit(units_live: int, prefetch: int) 
 
 
 def late_exit() -> int:
-    """The last rank leaves early from the start: what others still need is let go as it comes."""
+    """Run one forward in which the last rank uses two of eight units, and the other rank uses all.
+
+    Returns:
+        Most gathered elements beside units in use.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Routed(8)
     optimizer = trained(model, make_config(live=0, prefetch=0))
@@ -176,7 +208,7 @@ def test_nothing_is_gathered_between_steps() -> None:
 
 
 class Tied(nn.Module):
-    """Its last module has no parameter but the first one's; says what is gathered once that is left."""
+    """A model whose head has no parameter but the first block's weight. ``look`` is called after the head has run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the engine owns is what the plan says: weights, held gradients, messages under way, and the whole process."""
+"""The engine owns as many bytes as ``plan.memory`` says: weights, held gradients, messages in flight, all storages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ from zeropp.params.gradient import Gradient
 
 
 def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list[str]:
-    """What differs between the plan and the engine, fresh and after two steps."""
+    """Compare the bytes that an engine owns with the plan: after wrapping, a step, an evaluation and a state dict.
+
+    Args:
+        dtype: dtype of the model.
+        freeze: True to freeze some of its weights.
+        settings: keys for ``make_config``.
+
+    Returns:
+        Descriptions of all differences.
+    """
     config = make_config(**settings)
     model = Mixed(dtype, freeze)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -54,7 +63,7 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
             zeropp.full_state(model)
         optimizer.engine.wait_for_refresh()
         if when == "after an eval":
-            optimizer.engine.release_prefetched()  # kept for reuse, within max_live_parameters
+            optimizer.engine.release_prefetched()  # units kept for reuse would count as gathered
         bytes_now = owned_bytes(optimizer)
         wanted = {**plan.terms, "held_gradients": 0, "gathered": 0}
         if bytes_now != wanted:
@@ -107,7 +116,15 @@ def test_each_parameter_group_has_markers(dtype: torch.dtype) -> None:
 
 
 def held(settings: dict[str, object], micro: int) -> tuple[list[int], int, int]:
-    """Bytes of held gradients after each backward of one step; the plan's; those that were held by then."""
+    """Accumulate gradients over one window.
+
+    Args:
+        settings: keys for ``make_config``.
+        micro: number of micro-batches.
+
+    Returns:
+        Bytes of held gradients after each backward, the plan's bytes, and the bytes after the step.
+    """
     model = Mixed(torch.float32, False)
     config = make_config(**settings, gradient_accumulation_steps=micro)
     plan = zeropp.plan.memory(model, config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -130,7 +147,14 @@ def test_held_gradients_equal_the_plan_and_are_gone_with_the_last_backward(setti
 def backwards_over_slow_links(
     model: nn.Module, packed: Callable[..., Tensor | None], small: int, links: Sequence[str]
 ) -> None:
-    """Two backwards with ``packed`` in place of Gradient.pack, ``small`` bytes counting as few, and slow ``links``."""
+    """Run two backwards in which each message waits 0.1 s on some links.
+
+    Args:
+        model: wrapped model.
+        packed: replacement of ``Gradient.pack``.
+        small: replacement of the limit ``_SMALL`` on the bytes in flight.
+        links: kinds of links that are slow.
+    """
     all_to_all = Hop.all_to_all
 
     def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +171,11 @@ def backwards_over_slow_links(
 
 
 def under_way(small: int) -> int:
-    """Most messages of gradients at one time over a slow network, if ``small`` bytes count as few."""
+    """Return the largest number of gradient messages in flight over a slow network.
+
+    Args:
+        small: limit on the bytes in flight. The largest message is the limit if it is larger.
+    """
     model = Routed(6)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     most, pack = 0, Gradient.pack
@@ -163,15 +191,20 @@ def under_way(small: int) -> int:
 
 
 def test_a_slow_network_piles_up_no_more_than_two_large_messages() -> None:
-    """Many small ones are no burden, and a link need not wait for one slow rank."""
+    """Two large messages may be in flight, and any number of messages below the limit of 64 MiB.
+
+    With a limit of 0 bytes, the largest message is the limit, and one more message may start at the limit.
+    """
     assert run_ranks(2, under_way, 0) == [2, 2]
     assert min(run_ranks(2, under_way, 2**26)) == 6
 
 
 def onward() -> tuple[int, int, float]:
-    """Most reductions, whole messages and bytes under way at one time, in messages of the largest unit.
+    """Run backwards whose messages are fast inside a node and slow between nodes.
 
-    Links inside a node are fast and those between nodes slow.
+    Returns:
+        Most reductions in flight, most of them with their whole message in memory, and most bytes in flight in units of
+        the largest message.
     """
     model = Routed(6)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
@@ -192,13 +225,18 @@ def onward() -> tuple[int, int, float]:
 
 
 def test_what_goes_on_over_a_slow_link_does_not_hold_up_whole_messages() -> None:
-    """A unit's half that waits for the slow link takes half of a message, so three of them and one more fit in two."""
+    """A reduction that waits for the slow link takes half a message, so two of them and a new message fit in two."""
     for reduced, whole, messages in run_ranks(4, onward, local_world_size=2):
         assert (reduced, whole, messages) == (3, 2, 2.0)
 
 
 def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
-    """Bytes that wrapping leaves in this process beside the model's buffers; the plan's; the whole model's."""
+    """Wrap a model, and count the bytes of all storages of this process.
+
+    Returns:
+        Bytes that wrapping has added, without the model's buffer and integer parameter; bytes by the plan; and bytes of
+        all parameters of the model.
+    """
     before = storages()
     model = Mixed()
     whole = sum(p.nbytes for p in model.parameters())
@@ -207,7 +245,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     others = model.seen.nbytes + model.codes.nbytes
     optimizer = trained(model, config)
     optimizer.engine.wait_for_refresh()
-    # A comm stream's thread tells that a message has arrived just before it lets go of it.
+    # The thread of a comm stream sets a message's event just before it drops the message, so wait for the drop.
     until = time.monotonic() + 5
     while (found := sum(n for key, n in storages().items() if key not in before) - others) > plan.total + SHARED_NAN:
         if time.monotonic() > until:
@@ -226,24 +264,32 @@ def test_the_process_holds_no_more_than_the_plan(settings: dict[str, object]) ->
 
 @pytest.mark.parametrize("freeze", [False, True])
 def test_whole_main_weights_in_the_compute_dtype_are_there_once(freeze: bool) -> None:
-    """Stages 0 to 2 on one rank, and frozen ones in stage 0: the model computes with the main weights themselves."""
+    """The model computes with the main weights themselves where they are whole and have the compute dtype.
+
+    This holds for stages 0 to 2 on one rank, and for frozen weights in stage 0 on several ranks.
+    """
     for stage in (0, 1, 2):
         terms = zeropp.plan.memory(Mixed(torch.float32, freeze), make_config(stage=stage), 1).terms
         assert terms["persistent_weights"] == 0
     halves = nn.Sequential(*(nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2)))
     halves[0].requires_grad_(False)
     terms = zeropp.plan.memory(halves, make_config(stage=0), 4).terms
-    assert terms["persistent_weights"] == terms["frozen_weights"] == terms["gradients"] // 2  # of the trainable ones
+    # Only the trainable layer has a bf16 copy for computing. The copy has half of the bytes of the float32 gradient.
+    assert terms["persistent_weights"] == terms["frozen_weights"] == terms["gradients"] // 2
 
 
 def originals() -> tuple[int, int]:
-    """Original storages that are still there after wrapping, of how many."""
+    """Wrap a model whose weights are NumPy arrays.
+
+    Returns:
+        Number of arrays that are still alive after wrapping, and number of all arrays.
+    """
     model = Routed(3, 16)
     arrays = []
     for parameter in model.parameters():
         array = np.array(parameter.detach().numpy())
         arrays.append(weakref.ref(array))
-        parameter.data = torch.from_numpy(array)  # the storage holds the array, and frees it at its own end
+        parameter.data = torch.from_numpy(array)  # the storage keeps the array alive until the storage is freed
         del array
     optimizer = trained(model, make_config(persist=20))
     assert optimizer.engine.persistent

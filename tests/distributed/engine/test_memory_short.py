@@ -1,4 +1,4 @@
-"""Out of memory on the only rank is torch's own error, and a smaller batch goes on."""
+"""An out-of-memory error on the only rank is torch's own error, and training goes on after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropp.params.unit import FlatBuffer
 
 @pytest.mark.parametrize("fails", [1, 3, 6])
 def test_a_pass_that_ran_out_of_memory_can_be_repeated(fails: int) -> None:
-    """Whether memory is short in forward or in backward, at a unit's turn or ahead of it."""
+    """The first and the third allocation of a unit are in forward, the sixth is in backward."""
     torch.manual_seed(0)
     model, plain = Routed(), Routed()
     plain.load_state_dict(model.state_dict())
