@@ -229,7 +229,9 @@ class Copying(nn.Module):
 
 
 def parameters_made_in_a_pass() -> tuple[list[str], float]:
-    """Copy a released parameter inside a pass by ``detach()``, by ``nn.Parameter(p)``, which is refused, and its remedy.
+    """Make tensors of a released parameter inside a pass.
+
+    ``nn.Parameter(p)`` is refused. ``p.detach()`` gives a plain tensor, ``nn.Parameter(p.detach().clone())`` a copy.
 
     Returns:
         Errors of the copies, and the largest difference of weights from plain torch after one more step.

@@ -25,7 +25,7 @@ from zeropp.engine.hooks import BackwardCall
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_old() -> Iterator[None]:
-    """Freeze all objects made before these tests, so that the garbage collector does not scan them in each collection."""
+    """Freeze all objects made before these tests, because each garbage collection would scan them again."""
     gc.collect()
     gc.freeze()
     yield
@@ -92,7 +92,7 @@ def steps_then(end: str, settings: dict[str, object], automatic: bool) -> dict[s
         automatic: True to drop them without a run of the garbage collector.
 
     Returns:
-        A dict of four: classes of live objects, bytes of each new storage, number of the engine's threads, and number of
+        Four entries: classes of live objects, bytes of each new storage, number of the engine's threads, and number of
         shards with memory. With ``automatic``, storages and shards are not counted.
     """
     # The first engine of a process makes objects that stay, so make one before the count.

@@ -1,4 +1,4 @@
-"""PEFT's merge of adapters into frozen weights, while they are gathered."""
+"""PEFT merges adapters into frozen weights inside GatheredParameters; outside, the merge is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from tests.support.rank_pool import run_ranks
 
 
 def bare(stage: int) -> list[float]:
-    """Distances from plain torch of a bare optimizer's model, merged inside GatheredParameters."""
+    """Train LoRA adapters for two steps with a plain ZeroOptimizer, and merge them inside GatheredParameters.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        Largest differences from weights that plain torch and PEFT compute: inside GatheredParameters, and after it.
+    """
     model = adapted()
     trained = [p for p in model.parameters() if p.requires_grad]
     config = {"zero_optimization": {"stage": stage}}

@@ -1,4 +1,4 @@
-"""A delay before any collective, copy or wait, on one rank or on all, changes no bit of the result."""
+"""A delay before or after any collective, copy or wait, on one rank or on all, changes no bit of the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeropp.wire import paths
 from zeropp.wire.codecs import PlainCodec
 from zeropp.wire.paths import GatherPath
 
-# Where a rank can be slow: (class, method, before or after it).
+# Functions that can be delayed: name of the place -> (class or module, name of the function).
 PLACES: dict[str, tuple[Any, str]] = {
     "gather hop": (Hop, "all_gather"),
     "reduce hop": (Hop, "all_to_all"),
@@ -48,7 +48,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-# And where it can while it renews what it keeps by exact differences.
+# Functions that run only if refreshes send exact differences (lossless).
 COUNTED: dict[str, tuple[Any, str]] = {
     "counting": (FlatBuffer, "count_escapes"),
     "agreeing on sizes": (Comm, "largest"),
@@ -56,7 +56,16 @@ COUNTED: dict[str, tuple[Any, str]] = {
 
 
 class Delays:
-    """Sleeps of 5 to 50 ms, the first time and then by chance, drawn apart on each rank, until the budget is spent."""
+    """Sleeps of 5 to 50 ms: at the first call, and then at calls drawn at random, until a budget is spent.
+
+    Args:
+        seed: seed of the random numbers, which differ between ranks.
+        often: probability of a sleep.
+        budget: total length of all sleeps in seconds.
+
+    Attributes:
+        slept: number of sleeps so far.
+    """
 
     def __init__(self, seed: int, often: float, budget: float) -> None:
         self.random = random.Random(seed * 64 + dist.get_rank())
@@ -84,7 +93,15 @@ class Delays:
 
 @contextlib.contextmanager
 def slowed(places: list[str], ranks: list[int], seed: int, often: float, budget: float) -> Iterator[Delays]:
-    """Delays before (even seeds) or after (odd seeds) each of the places."""
+    """Delay the functions of some places inside the block.
+
+    Args:
+        places: keys of PLACES and COUNTED.
+        ranks: ranks that are delayed.
+        seed: seed of the delays. With an even seed they come before each call; with an odd one after it.
+        often: probability of a delay.
+        budget: total length of the delays in seconds.
+    """
     delays = Delays(seed, often, budget)
     with contextlib.ExitStack() as stack:
         for place in places if dist.get_rank() in ranks else []:
@@ -94,7 +111,7 @@ def slowed(places: list[str], ranks: list[int], seed: int, often: float, budget:
 
 
 def differences(base: Trained, other: Trained) -> list[str]:
-    """What differs in any bit."""
+    """Return the losses, norms and weights that differ in any bit."""
     found = [f"loss {i}" for i, (a, b) in enumerate(zip(base.losses, other.losses, strict=True)) if a != b]
     found += [f"norm {i}" for i, (a, b) in enumerate(zip(base.norms, other.norms, strict=True)) if a != b]
     return found + [name for name, value in base.state.items() if not torch.equal(value, other.state[name])]
@@ -103,7 +120,17 @@ def differences(base: Trained, other: Trained) -> list[str]:
 def train_slowed(
     recipe: Recipe, cases: list[tuple[list[str], list[int], int]], often: float, budget: float
 ) -> list[tuple[int, list[str]]]:
-    """For each case (places, ranks, seed): how often this rank slept, and what differs from the run at full speed."""
+    """Train once at full speed, and once with delays for each case.
+
+    Args:
+        recipe: the recipe.
+        cases: (places, ranks, seed) of each case; see `slowed`.
+        often: probability of a delay.
+        budget: total length of the delays of a case in seconds.
+
+    Returns:
+        For each case, the number of delays on this rank, and the values that differ from the run at full speed.
+    """
     base = train_zero(recipe)
     results = []
     for places, ranks, seed in cases:
@@ -131,7 +158,8 @@ RECIPE = Recipe("gpt", torch.float32, steps=3, accumulation=2, how="no_sync", ze
 @pytest.mark.every(8)
 @pytest.mark.parametrize("place", some(PLACES, 2))
 def test_one_place_on_one_rank(place: str) -> None:
-    world, nodes = (4, 2) if place == "between links" else (2, 1)  # one node has one kind of link
+    # Only with several nodes does a path go over two kinds of links.
+    world, nodes = (4, 2) if place == "between links" else (2, 1)
     check_delays(world, nodes, RECIPE, [([place], [0], 0), ([place], [1], 1)], budget=0.3)
 
 
@@ -176,8 +204,9 @@ def test_weights_renewed_by_differences(codec: str, zero: dict[str, object]) -> 
 
 @pytest.mark.campaign
 def test_sizes_of_differences_are_waited_for_on_one_node() -> None:
-    """Ranks agree on the comm stream of links between nodes; with one node, refreshes are on another, and not behind
-    it.
+    """Refreshes wait for the agreement on the sizes of their messages, although they run on another comm stream.
+
+    Ranks agree on the comm stream of links between nodes. With one node, refreshes run on that of links inside it.
     """
     zero: dict[str, object] = {"stage": 1, "overlap_comm": True}
     extension, top = {"weight_codec": "lossless"}, {"bf16": {"enabled": True}}
@@ -186,7 +215,7 @@ def test_sizes_of_differences_are_waited_for_on_one_node() -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)  # some minutes of sleeping are asked for
+@pytest.mark.timeout(600)  # the delays add up to minutes
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("model", ["gpt", "repeated blocks", "encoder", "tied segments, reentrant", "modes"])
 def test_every_place_everywhere(model: str, place: str) -> None:
@@ -196,15 +225,15 @@ def test_every_place_everywhere(model: str, place: str) -> None:
         recipe = Recipe(model, steps=3, accumulation=3, how="no_sync mixed", evaluate=True, zero=zero)
         threshold = zero.get("stage3_param_persistence_threshold", 0)
         if threshold == 10**6 and place in ("freeing", "agreement", "gather copy"):
-            continue  # all weights are whole: nothing is freed or fetched
+            continue  # all parameters are persistent, so nothing is freed or gathered
         if threshold == 0 and place == "queueing a refresh":
-            continue  # no weights are kept: nothing is refreshed
-        if place != "between links":  # one node has one kind of link
+            continue  # no parameter is persistent, so nothing is refreshed
+        if place != "between links":  # with one node, a path has one kind of link
             check_delays(2, 1, recipe, [([place], [0], 4), ([place], [1], 5), ([place], [0, 1], 6)], budget=1.0)
         check_delays(4, 2, recipe, [([place], [seed % 4], seed) for seed in range(4)], budget=1.0)
 
 
-# The tests above must notice what they are there for.
+# A missing wait, which the tests above must detect.
 
 
 def train_impatiently(recipe: Recipe) -> list[str]:
@@ -214,7 +243,7 @@ def train_impatiently(recipe: Recipe) -> list[str]:
     def run(self: streams.ThreadStream, *works: Callable[[], object], **more: Any) -> Any:
         event = original(self, *works, **more)
         if self._thread.name.startswith("zeropp reduce"):
-            return streams.DONE  # sabotage: as if the reduction had been waited for
+            return streams.DONE  # sabotage: callers do not wait for the reduction
         return event
 
     with mock.patch.object(streams.ThreadStream, "run", run), slowed(["reduce hop"], [0, 1], 0, 0.5, 1.0):

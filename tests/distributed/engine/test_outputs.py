@@ -1,4 +1,4 @@
-"""What modules return, gradients computed inside forward, compiled blocks: ordinary code around partitioned weights."""
+"""Ordinary code around partitioned weights: outputs of all kinds, gradients inside forward, and compiled blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KEPT = {"released": 0, "some kept": 30, "kept": 10_000}
 
 
 class Own(OrderedDict):
-    """A mapping without ``update``, as model outputs of other libraries are."""
+    """A mapping that refuses ``update``, as some libraries' model outputs do."""
 
     def update(self, *args: object, **kwargs: object) -> None:
         raise RuntimeError("not this way")
 
 
 class Row(tuple):
-    """A tuple with a constructor of its own."""
+    """A tuple class whose constructor takes its two elements as arguments."""
 
     def __new__(cls, first: object, second: object) -> Row:
         return super().__new__(cls, (first, second))
@@ -37,7 +37,7 @@ class Row(tuple):
 
 @dataclass
 class Node:
-    """One end of a cycle."""
+    """A node of a reference cycle: parent and children refer to each other."""
 
     value: Tensor
     parent: Node | None = None
@@ -60,7 +60,7 @@ RETURNS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor
 
 
 class Returning(nn.Module):
-    """Returns something made of its child's weight beside its result."""
+    """A model that returns ``make(result, weight of its first layer)``."""
 
     def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_view_in_an_object_that_cannot_be_rebuilt_is_named() -> None:
 
 
 class Forces(Routed):
-    """Differentiates its energy inside forward, as force fields do."""
+    """A model that differentiates its energy with respect to the input inside forward, as force fields do."""
 
     def forward(self, x: Tensor, route: object = None) -> Tensor:
         with torch.enable_grad():
@@ -162,12 +162,12 @@ def compiled(how: str, settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("settings", [{}, {"persist": 1000}, {"unit_min_blocks": 128}, {"stage": 0}], ids=str)
 @pytest.mark.parametrize("how", ["blocks, before", "blocks", "model"])
 def test_compiling(how: str, settings: dict[str, object]) -> None:
-    """Hooks stay outside of what is compiled; blocks without a break in their graphs."""
+    """Hooks run outside of compiled code, and compiled blocks have no graph break (``fullgraph=True``)."""
     run_ranks(2, compiled, how, settings, timeout=120)
 
 
 def clipped_no_sync() -> None:
-    """All micro-batches inside no_sync; clipping sends them."""
+    """Train three steps with all backwards inside ``no_sync()``, so that ``clip_grad_norm_`` reduces the gradients."""
     pair = Pair(Routed(), make_config())
     for _ in range(3):
         pair.zero_grad()
@@ -180,7 +180,7 @@ def clipped_no_sync() -> None:
 
 
 def first_used_without_zero_grad() -> None:
-    """A part not used in the step before, whose gradient comes with ``step``."""
+    """Use a block inside ``no_sync()`` that the step before did not use; ``step()`` must reduce its gradient."""
     pair = Pair(Routed(), make_config())
     pair.backward(((0,),))
     pair.step()
@@ -198,7 +198,7 @@ def test_gradients_that_come_with_the_step(world: int, case: Callable[[], None])
 
 
 class Half(nn.Module):
-    """One unit with a trainable and a frozen weight; edits the trainable one on demand."""
+    """One unit with a trainable weight ``w`` and a frozen weight ``f``. If ``edit`` is True, forward edits ``w``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,11 +234,15 @@ def test_the_model_works_after_an_edit_was_named(nested: bool) -> None:
 
 
 class Keeper(nn.Module):
-    """Has no parameters, and a loss since the last forward."""
+    """A module without parameters that stores a loss of the last forward."""
 
 
 class Penalized(nn.Module):
-    """A block of which a module further down keeps a loss, or a list of losses, that its output does not depend on."""
+    """A block that stores a loss on a submodule. The block's output does not depend on that loss.
+
+    Args:
+        listed: True to store the loss in a list.
+    """
 
     def __init__(self, listed: bool) -> None:
         super().__init__()
@@ -268,7 +272,7 @@ class KeepsLosses(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Activations in place on what a Linear returns, which is a view where the input has three dimensions."""
+    """In-place operations on the outputs of linear layers. With inputs of three dimensions, these outputs are views."""
 
     def __init__(self) -> None:
         super().__init__()

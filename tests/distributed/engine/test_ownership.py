@@ -1,4 +1,4 @@
-"""The modules own the engine: a model without its optimizer, a model that goes, a model that is wrapped again."""
+"""The modules own the engine: a model works without its optimizer, frees all memory, and can be wrapped again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def steps(recipe: Recipe, model: nn.Module, optimizer: Any, numbers: range, world: int | None = None) -> None:
-    """Train; all of ``world`` ranks' batches, or this rank's."""
+    """Train a sharded or a plain model.
+
+    Args:
+        recipe: recipe of the model and its batches.
+        model: the model.
+        optimizer: its optimizer.
+        numbers: numbers of the steps.
+        world: number of ranks whose batches are used; None for the batches of this rank only.
+    """
     for step in numbers:
         optimizer.zero_grad()
         for rank in [dist.get_rank()] if world is None else range(world):
@@ -37,7 +45,7 @@ def steps(recipe: Recipe, model: nn.Module, optimizer: Any, numbers: range, worl
 
 
 def train(model: nn.Module, config: dict[str, object]) -> None:
-    """As in a program whose function returns and forgets the optimizer."""
+    """Wrap a model and train two steps. The optimizer is dropped on return, as in a user's function that forgets it."""
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
     for step in range(2):
         optimizer.zero_grad()
@@ -46,7 +54,11 @@ def train(model: nn.Module, config: dict[str, object]) -> None:
 
 
 def kept(settings: dict[str, object]) -> list[str]:
-    """A model whose optimizer is gone; what of it does not do."""
+    """Train a model, drop its optimizer, and use the model in many ways.
+
+    Returns:
+        Names of the uses with a wrong result.
+    """
     torch.manual_seed(0)
     model, plain, x = Routed(), Routed(), torch.ones(2, 8)
     train(model, make_config(**settings))
@@ -69,7 +81,7 @@ def kept(settings: dict[str, object]) -> list[str]:
         wrong.append("load_state_dict")
     if zeropp.comm_report(model).total_bytes == 0:
         wrong.append("comm_report")
-    block = model.blocks[1]  # any module of it keeps it alive
+    block = model.blocks[1]  # each module of the model keeps the engine alive
     del model
     plain.load_state_dict({name: value * 2 for name, value in state.items()})
     if not torch.allclose(block(x).float(), plain.blocks[1](x), atol=tolerance):
@@ -84,7 +96,15 @@ def test_a_model_keeps_its_trained_weights_without_the_optimizer(name: str) -> N
 
 
 def dropped(settings: dict[str, object], model_name: str | None) -> list[str]:
-    """What is left of a model that goes, though nobody collects garbage."""
+    """Train, and drop the optimizer and then the model while the garbage collector is off.
+
+    Args:
+        settings: keys for ``make_config``.
+        model_name: key of MODELS; None for a model of blocks.
+
+    Returns:
+        Errors: objects that went with the optimizer, and objects, shards and threads that outlive the model.
+    """
     recipe = Recipe(model=model_name or "gpt", dtype=torch.float32)
     model = Routed() if model_name is None else build(recipe)
     before = set(threading.enumerate())
@@ -107,7 +127,7 @@ def dropped(settings: dict[str, object], model_name: str | None) -> list[str]:
         wrong = [f"{alive} went with the optimizer"] if alive else []
         wrong += [] if refs[0][1]() is None else ["the optimizer stays"]
         del model
-        for thread in set(threading.enumerate()) - before:  # a refresh may be on its way
+        for thread in set(threading.enumerate()) - before:  # a thread ends after its refresh in flight
             thread.join(timeout=5)
         wrong += [f"{name} stays" for name, ref in refs if ref() is not None]
         wrong += ["a shard stays" for ref in storages if ref() is not None]
@@ -137,7 +157,16 @@ AGAIN: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 def wrapped_again(recipe: Recipe, first: dict[str, object], then: dict[str, object]) -> tuple[dict[str, Tensor], bool]:
-    """Weights after three steps, and three more with a new optimizer; whether wrapping changed none of them."""
+    """Train three steps, wrap the model again with other settings, and train three more steps.
+
+    Args:
+        recipe: recipe of the model.
+        first: keys for ``make_config`` at first.
+        then: keys for ``make_config`` of the second wrapping.
+
+    Returns:
+        Full weights at the end, and True if the second wrapping changed no bit and no dtype of a weight.
+    """
     model = build(recipe)
     optimizer = zeropp.ZeroOptimizer(make_optimizer(recipe, model), model, make_config(**first))
     steps(recipe, model, optimizer, range(3))
@@ -184,7 +213,12 @@ def test_wrapping_again_rounds_nothing(name: str) -> None:
 
 
 def extended() -> tuple[bool, bool, float]:
-    """Whether old and new parameters have the right values after a head was added; and that they train."""
+    """Train a model, add a head, wrap the model again, and train one step.
+
+    Returns:
+        True if old parameters have kept their values, True if the head's weight has rank 0's values, and the largest change
+        of the head's weight in the step.
+    """
     model = Routed()
     train(model, make_config())
     before = zeropp.full_state(model)
@@ -205,7 +239,14 @@ def test_parameters_that_came_in_between_have_rank_0s_values() -> None:
 
 
 def late_backward(beside: bool) -> str:
-    """A graph from before a model was wrapped again; perhaps while the weights are there for a graph from after it."""
+    """Run a backward through a graph that was made before the model was wrapped again.
+
+    Args:
+        beside: True to add the loss of a graph made after that, whose weights are gathered.
+
+    Returns:
+        The error of the backward.
+    """
     model = Routed()
     config = make_config(reuse=10**6, hang_timeout=5)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
@@ -271,7 +312,11 @@ def test_what_cannot_be_wrapped_again(how: str) -> None:
 
 
 def outlived() -> bool:
-    """A module outside the model that was told to use a parameter of it, after the model has gone."""
+    """Register a model's parameter as external on a module outside of the model, and drop the model.
+
+    Returns:
+        True if the module outside still runs.
+    """
     model, outside, x = nn.Linear(8, 8), nn.Identity(), torch.ones(2, 8)
     train(model, make_config())
     zeropp.zero.register_external_parameter(outside, model.weight)

@@ -1,4 +1,4 @@
-"""Partitioned training equals plain training on the same global batch: models, settings and number formats."""
+"""Sharded training equals plain training on the same global batch, for many models, settings and dtypes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zeropp.wire.paths import ReducePath
 
 
 def recipe_of(case: Sequence[str], **more: Any) -> tuple[Recipe, int, int]:
-    """The recipe of a case of SETTINGS, ranks and nodes."""
+    """Return the recipe of a case of SETTINGS, the number of ranks, and the number of nodes."""
     fields: dict[str, Any] = {}
     for row, value in zip(SETTINGS, case, strict=True):
         if row != "topology":
@@ -93,7 +93,7 @@ def test_one_process_without_process_group() -> None:
 
 
 def train_unevenly_scaled(recipe: Recipe, factor: float) -> Trained:
-    """Sabotage: gradients come out a little too large."""
+    """Train with gradients that are multiplied by ``factor``, an error that the comparison must detect."""
     original = ReducePath.reduce
 
     def reduce(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> Iterator[None]:
@@ -116,11 +116,11 @@ def test_the_comparison_notices_a_wrong_scale(optimizer: str) -> None:
     compare(run_ranks(2, train_unevenly_scaled, recipe, 1.0)[0], train_plain(recipe, 2)[0], 1e-9)
 
 
-# fp32.
+# Training in float32.
 
 
 class Keep(torch.optim.Optimizer):
-    """A "step" puts the gradient where the weight was, so that `full_state` shows reduced gradients whole."""
+    """An optimizer whose step replaces each weight by its gradient, so that ``full_state`` returns whole gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -159,7 +159,10 @@ FP32_MODELS = ("gpt", "low rank", "encoder", "frozen middle, blocks reentrant")
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("model", "topology"), spread(FP32_MODELS, ["2", "2x2"], 2))
 def test_fp32_reduced_gradients(model: str, topology: str) -> None:
-    """Each within 1e-5 of the largest gradient of its parameter, all below 1e-5 of the largest anywhere aside."""
+    """Errors are at most 1e-5 of the largest element of the parameter's gradient.
+
+    If that element is below 1e-5 of the largest one in the model, errors are at most 1e-10 of the latter.
+    """
     world, nodes = TOPOLOGIES[topology]
     recipe = Recipe(model, torch.float32, accumulation=3)
     plain = plain_gradients(recipe, world)
@@ -175,7 +178,7 @@ def test_fp32_reduced_gradients(model: str, topology: str) -> None:
 @pytest.mark.every(5)
 @pytest.mark.parametrize(("model", "optimizer"), spread(FP32_MODELS, ["SGD", "AdamW"], 2))
 def test_fp32_training(model: str, optimizer: str) -> None:
-    """AdamW turns the rounding noise of gradients that should be zero into whole steps: losses only."""
+    """With AdamW only losses are compared, because AdamW turns rounding errors of zero gradients into whole steps."""
     recipe = Recipe(model, torch.float32, accumulation=2, optimizer=optimizer, clip=1.0, zero=SMALL_PERSIST, steps=5)
     plain = train_plain(recipe, 2)
     for rank, run in enumerate(run_ranks(2, train_zero, recipe)):
@@ -184,11 +187,17 @@ def test_fp32_training(model: str, optimizer: str) -> None:
             compare(run, plain[rank], 1e-5)
 
 
-# bf16: main weights and sums in fp32, everything the model does in bf16.
+# Training in bf16: main weights and sums are float32, and the model computes in bf16.
 
 
 def train_mixed(recipe: Recipe, world: int) -> list[Trained]:
-    """The reference for bf16: bf16 copies of fp32 weights compute each rank's gradient; sums and steps in fp32."""
+    """Train a plain reference for bf16 on the batches of all ranks.
+
+    A bf16 copy of float32 weights computes the gradient of each rank. Sums over ranks and steps are float32.
+
+    Returns:
+        Results of each rank.
+    """
     main = build(recipe)
     compute = build(recipe).to(torch.bfloat16)
     pairs = list(zip(main.parameters(), compute.parameters(), strict=True))
@@ -228,9 +237,12 @@ BF16: dict[str, object] = {"bf16": {"enabled": True}}
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("model", "topology"), spread(["gpt", "encoder", "convolutions", "low rank"], ["2", "2x2"], 2))
 def test_bf16_training(model: str, topology: str) -> None:
-    """One hop: as its emulation within 1e-3; equal until noise of fp32 sums flips the first bf16 rounding of a weight.
-    Two hops: partial sums are rounded to bf16 between nodes, so 2 % (2^-8 a hop, over six steps). Both within 5 % of
-    fp32 throughout."""
+    """With one hop, results agree with the bf16 reference within 1e-3; with two hops within 2 %.
+
+    With one hop, results are equal until the rounding of a float32 sum changes the bf16 value of a weight. With two
+    hops, partial sums are rounded to bf16 between nodes, by up to 2^-8 per hop, over six steps. Losses agree with those of
+    float32 training within 5 %.
+    """
     world, nodes = TOPOLOGIES[topology]
     recipe = Recipe(model, torch.float32, accumulation=2, optimizer="SGD", top=BF16, clip=1.0, steps=6)
     runs = run_ranks(world, train_zero, recipe, local_world_size=world // nodes)
@@ -257,10 +269,10 @@ def drift_in_bf16(recipe: Recipe, rate: float) -> tuple[Tensor, Tensor, torch.dt
 
 
 def test_bf16_keeps_what_bf16_weights_would_lose() -> None:
-    """Eight steps far below a bf16 step of 1.0 add up in the main weights."""
+    """Eight updates add up in the main weights, although each is far below the spacing of bf16 values at 1.0."""
     recipe = Recipe(dtype=torch.float32, top=BF16)
     before, after, dtype = run_ranks(2, drift_in_bf16, recipe, 1e-4)[0]
     moved = (after - before).abs()
     assert dtype == torch.bfloat16
-    assert torch.equal(after.bfloat16(), before.bfloat16())  # nothing a bf16 weight would have kept
+    assert torch.equal(after.bfloat16(), before.bfloat16())  # rounded to bf16, no weight has changed
     assert (moved > 0).all()

@@ -1,4 +1,4 @@
-"""Penalties on weights: right where a model keeps them beside its output, named where they are computed outside."""
+"""Penalties on weights: right if the model computes and stores them, refused by name if they are computed outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.rank_pool import run_ranks
 
 
 class Beside(nn.Module):
-    """The output is no module's own, and the penalty is kept on the root."""
+    """A model whose output is a sum made in the root's forward, and which stores a penalty on the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Beside(nn.Module):
 
 
 class Listed(Beside):
-    """Penalties in a list that nobody empties, and one of a block on the block itself."""
+    """A model that appends a penalty to a list in each forward, and never empties the list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"beside": Beside, "listed": Listed
 
 
 def penalised(name: str, settings: dict[str, object], first: bool) -> float:
-    """How far a training with a penalty kept on modules is off plain torch's."""
+    """Train four steps with a penalty that modules store.
+
+    Args:
+        name: key of MODELS.
+        settings: keys for ``make_config``.
+        first: True to add the loss to the penalty; False to add half the penalty to the loss.
+
+    Returns:
+        Largest difference of weights from plain torch.
+    """
     torch.manual_seed(3)
     model = MODELS[name]().double()
     plain = copy.deepcopy(model)
@@ -103,8 +112,15 @@ PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def outside(how: str, keep: bool) -> tuple[str, list[str], bool]:
-    """A penalty computed inside GatheredParameters: the error in backward, what was warned of, whether all is well
-    afterwards."""
+    """Compute a penalty inside GatheredParameters, add it to a loss outside, and run backward; then train one step.
+
+    Args:
+        how: key of PENALTIES.
+        keep: True to keep the penalty's graph; False to detach the penalty and leave it out of the loss.
+
+    Returns:
+        The error of backward, the warnings, and True if the step was taken.
+    """
     model = Beside()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     weight, message = model.blocks[0][0].weight, ""
@@ -135,7 +151,11 @@ def test_a_penalty_computed_outside_is_named_where_it_is_computed(how: str) -> N
 
 
 def uses() -> list[str]:
-    """What one may do with gathered values; complaints."""
+    """Use gathered values inside GatheredParameters in ways that are allowed: read, initialize, edit and copy them.
+
+    Returns:
+        Names of uses with a wrong result.
+    """
     model = Beside()
     zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     wrong = []
@@ -155,7 +175,7 @@ def uses() -> list[str]:
             if not torch.equal(copied, weight):
                 wrong.append("a copy")
             kept = weight.detach().clone()
-        (copied * 2).sum().backward()  # a copy is the user's own
+        (copied * 2).sum().backward()  # allowed, because the copy is a parameter of the user
     if type(weight) is not own:
         wrong.append(f"{type(weight)} afterwards")
     state = zeropp.full_state(model)

@@ -44,7 +44,7 @@ def recipe_of(case: tuple[str, ...], **more: Any) -> Recipe:
     return Recipe(**{**fields, **more})
 
 
-# test_parity.py has all pairs of settings in the default suite.
+# Few cases run by default, because test_parity.py covers pairs of the other settings.
 @pytest.mark.every(12)
 @pytest.mark.parametrize("case", some(pairwise(ROWS), 2), ids=" | ".join)
 def test_steps_of_adamw_in_fp64(case: tuple[str, ...]) -> None:
@@ -62,7 +62,7 @@ def test_every_placement_with_every_model(nodes: str, placement: str, how: str, 
     check(recipe_of((nodes, placement, how, "config clip", "small kept", model)), world, nodes=count)
 
 
-# Ranks, nodes; group sizes that lie inside a node, are a node, and are several nodes.
+# Name -> (ranks, nodes, arguments of Recipe). Groups are smaller than a node, a whole node, or several nodes.
 LARGER: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2x4 stage 0": (8, 2, {"zero": {"stage": 0}}),
     "2x4 hpz 2": (8, 2, {"zero": {"zero_hpz_partition_size": 2}}),

@@ -1,4 +1,4 @@
-"""Random training programs beside plain torch, and pairs of settings that must give the same bits.
+"""Random training programs give the results of plain torch, and the same bits under settings that must not matter.
 
 Run as a script, this file runs one program: ``python -m tests.distributed.engine.test_random_programs SEED --world 2``.
 """
@@ -18,11 +18,21 @@ from tests.support.random_models import FORMS, LEAVES, ONE, TWO
 from tests.support.random_programs import CALLS, FAILED, run_programs
 from tests.support.rank_pool import RankFailure, run_ranks
 
-CHUNK = 100  # programs in one call, which share its process group
+CHUNK = 100  # programs in one call of run_ranks, which share a process group
 
 
 def check(seeds: range, world: int, length: int, folder: Path) -> Counter[str]:
-    """Run the programs of these seeds, also those after one that fails."""
+    """Run random programs, and go on after one that fails.
+
+    Args:
+        seeds: seeds of the programs.
+        world: number of ranks.
+        length: number of drawn calls of each program.
+        folder: folder for checkpoints.
+
+    Returns:
+        Number of programs by feature and by result.
+    """
     found: Counter[str] = Counter()
     failures: list[str] = []
     first = seeds.start
@@ -37,7 +47,8 @@ def check(seeds: range, world: int, length: int, folder: Path) -> Counter[str]:
         failed = [result for result in results if isinstance(result, RankFailure)]
         if failed:
             named = [re.search(rf"{FAILED} (\d+)", failure.message) for failure in failed]
-            # A rank may be at the next program when another one's failure reaches it.
+            # Go on after the first failed program. Some ranks may name the next one, because they had begun it when the
+            # failure of another rank reached them.
             first = min((int(match[1]) for match in named if match), default=chunk.stop - 1) + 1
             failures += [f"rank {failure.rank}: {failure.message}\n{failure.text}" for failure in failed]
         else:

@@ -1,4 +1,4 @@
-"""Weights of stages 0 to 2 are read between passes, whole and newest; edits and backwards through them are refused."""
+"""Between passes, weights of stages 0 to 2 can be read, whole and up to date; edits and backwards are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,13 @@ EDITS: dict[str, Use] = {
 
 
 class Trained:
-    """A model in stage 0, 1 or 2, and its optimizer."""
+    """A model in stage 0, 1 or 2, and its optimizer.
+
+    Args:
+        stage: ZeRO stage.
+        precision: key of PRECISIONS.
+        hook: not used.
+    """
 
     def __init__(self, stage: int, precision: str = "float32", hook: bool = False) -> None:
         torch.manual_seed(3)
@@ -99,7 +105,7 @@ class Trained:
         self.optimizer.zero_grad()
 
     def apart(self, when: str, read: dict[str, Tensor]) -> list[str]:
-        """What was read that differs from the main weights as they are now."""
+        """Return the names of read weights that differ from the present main weights, each followed by ``when``."""
         found = []
         for name, main in zeropp.full_state(self.model).items():
             same = read[name].dtype == self.dtype and torch.equal(read[name], main.to(self.dtype))
@@ -111,7 +117,15 @@ class Trained:
 
 
 def newest(stage: int, precision: str) -> tuple[list[str], int]:
-    """Weights that are not what they should be; and how many different ones a weight had."""
+    """Read all weights after wrapping, between forward and backward, and after steps, a load and an edit.
+
+    Args:
+        stage: ZeRO stage.
+        precision: key of PRECISIONS.
+
+    Returns:
+        Weights that differed from the main weights, and the number of different values of one weight after three steps.
+    """
     trained = Trained(stage, precision)
     wrong = trained.apart("at first", trained.read())
     seen = set()
@@ -120,7 +134,7 @@ def newest(stage: int, precision: str) -> tuple[list[str], int]:
         wrong += trained.apart(f"before backward {number}", trained.read())
         loss.backward()
         trained.optimizer.step()
-        # At once: a step may still be under way.
+        # Read at once: the refresh of the step may still be in flight, and the read must wait for it.
         read = trained.read()
         wrong += trained.apart(f"after step {number}", read)
         seen.add(float(read["0.weight"].sum()))
@@ -145,7 +159,11 @@ def same(found: object, wanted: object) -> bool:
 
 
 def operations(stage: int) -> list[str]:
-    """Reads, on one rank alone, that gave something else than they give of a plain parameter."""
+    """Read weights on rank 1 only, by all functions of READS.
+
+    Returns:
+        Functions whose result differs from that for a plain parameter, and an error if weights have changed.
+    """
     trained = Trained(stage)
     trained.step()
     whole, read = zeropp.full_state(trained.model), trained.read()
@@ -168,7 +186,11 @@ def test_every_read_is_that_of_a_plain_parameter(stage: int) -> None:
 
 
 def edits(stage: int) -> list[str]:
-    """Edits that were not refused, or not for what they are; and what has come of them."""
+    """Try all edits of EDITS.
+
+    Returns:
+        Edits that were not refused by the expected error, and errors if main weights or cached weights have changed.
+    """
     trained = Trained(stage)
     trained.step()
     whole, read = zeropp.full_state(trained.model), trained.read()
@@ -195,7 +217,11 @@ def test_edits_are_refused(stage: int) -> None:
 
 
 def backwards(stage: int) -> list[float]:
-    """Norms of gradients with, and without, backwards through what was read, which are refused."""
+    """Take a step after refused backwards through weights that were read between passes, and a step without them.
+
+    Returns:
+        Gradient norms of the two steps.
+    """
     norms = []
     for tried in (True, False):
         trained = Trained(stage)
@@ -207,7 +233,7 @@ def backwards(stage: int) -> list[float]:
                 with pytest.raises(RuntimeError, match=r"read between passes.*inside the model's forward"):
                     loss.backward()
             trained.optimizer.zero_grad()
-            # A frozen one begins no graph.
+            # A frozen weight records no graph, so there is no backward to refuse.
             assert not trained.model[0].bias.square().sum().requires_grad
         trained.step()
         norms.append(float(trained.optimizer.grad_norm))
@@ -221,7 +247,11 @@ def test_a_backward_through_a_read_is_refused(stage: int) -> None:
 
 
 def refused() -> list[str]:
-    """Reads that were not refused, where what is cached is not here, or is older than the main weights."""
+    """Read a weight in states in which this rank has no up-to-date whole values that may be read.
+
+    Returns:
+        Reads that were not refused by the expected error.
+    """
     trained = Trained(2)
     trained.step()
     wrong = []
@@ -243,7 +273,7 @@ def refused() -> list[str]:
     assert held.shape == (5, 8)
     trained.optimizer.reload_states()
     wrong += [] if same(held, trained.model[2].weight.data) else ["other values than before"]
-    # Hooks may edit the main weights, so what is cached is renewed with the next forward.
+    # Step post-hooks may edit main weights, so the refresh of cached weights is delayed to the next forward.
     handle = trained.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     trained.step()
     look("before a renewal that was put off")
