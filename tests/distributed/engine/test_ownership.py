@@ -216,8 +216,8 @@ def extended() -> tuple[bool, bool, float]:
     """Train a model, add a head, wrap the model again, and train one step.
 
     Returns:
-        True if old parameters have kept their values, True if the head's weight has rank 0's values, and the largest change
-        of the head's weight in the step.
+        True if old parameters have kept their values, True if the head's weight has rank 0's values, and the largest
+        change of the head's weight in the step.
     """
     model = Routed()
     train(model, make_config())

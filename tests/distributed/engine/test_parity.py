@@ -240,7 +240,7 @@ def test_bf16_training(model: str, topology: str) -> None:
     """With one hop, results agree with the bf16 reference within 1e-3; with two hops within 2 %.
 
     With one hop, results are equal until the rounding of a float32 sum changes the bf16 value of a weight. With two
-    hops, partial sums are rounded to bf16 between nodes, by up to 2^-8 per hop, over six steps. Losses agree with those of
+    hops, partial sums are rounded to bf16 between nodes, by up to 2^-8 per hop, over six steps. Losses agree with
     float32 training within 5 %.
     """
     world, nodes = TOPOLOGIES[topology]
