@@ -1,4 +1,4 @@
-"""In the steady state a unit is reduced as soon as its gradient is there, whatever its place in the model."""
+"""After learning, a unit is reduced before the next unit but one receives a gradient, wherever the unit is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ SENT = "sent"
 
 
 def events(route: Route, settings: dict[str, object]) -> list[tuple[str, int]]:
-    """Units whose gradients the last of several backwards completed, and those that it sent, in order."""
+    """Run four steps, and record the events of the last backward.
+
+    Args:
+        route: order of the blocks in forward.
+        settings: keys for ``make_config``.
+
+    Returns:
+        ("gradient", unit) for each gradient and (SENT, unit) for each reduction, in order.
+    """
     model = Routed(4)
     config = make_config(**settings)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)

@@ -1,4 +1,4 @@
-"""Weights cached between uses: renewed once a step, never used at an older version, not waited for too early."""
+"""Cached weights are refreshed once per step and never used at an old version; a use waits only for its own refresh."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, list[float]]:
-    """Time of ``step()``, of the forward after it, and when in it each block began; each refresh takes ``seconds``."""
+    """Take a step and run a forward while each refresh takes ``seconds``.
+
+    Returns:
+        Seconds that ``step()`` takes, seconds of the forward, and seconds from the end of ``step()`` until each block
+        has run.
+    """
     model, optimizer = wrapped(settings)
     train(model, optimizer, 3)
     original = FlatBuffer.refresh
@@ -83,7 +88,7 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
 
 @pytest.mark.parametrize("name", some(["hpz", "stage 2"], 2))
 def test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own(name: str) -> None:
-    """Four units whose refreshes take 0.3 s each: the first block has run long before the last unit has arrived."""
+    """The refreshes of four units take 0.3 s each. The first block has run long before the last refresh ends."""
     for stepped, forward, began in run_ranks(4, slowly, KEPT[name], 0.3, local_world_size=2):
         assert stepped < 0.25, "step() waited for a refresh"
         assert forward > 0.9, "forward did not wait for the last refresh"
@@ -91,7 +96,12 @@ def test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own(name: s
 
 
 def skipping(settings: dict[str, object], skip: str) -> None:
-    """A refresh is missing: once after a step, a load or an edit."""
+    """Leave out the refresh after a step or a load, and run a forward.
+
+    Args:
+        settings: keys for ``make_config``.
+        skip: "step" or "load".
+    """
     model, optimizer = wrapped(settings)
     train(model, optimizer, 2)
     state = model.state_dict()
@@ -118,7 +128,12 @@ def test_weights_of_an_older_version_are_never_used(name: str, skip: str) -> Non
 
 
 def values_after_a_load(settings: dict[str, object]) -> tuple[Tensor, Tensor, list[int]]:
-    """What the model gives after a load, and what it should; refreshes of wrapping, the load and twenty evaluations."""
+    """Train two steps, load other weights, and evaluate 21 times.
+
+    Returns:
+        Output after the load, expected output, and the numbers of refreshes by wrapping, by the load, and by the last
+        20 evaluations.
+    """
     model, optimizer = wrapped(settings)
     ledger = optimizer.engine.comm.ledger
 
@@ -152,7 +167,7 @@ def test_a_load_is_seen_and_evaluation_renews_nothing(name: str) -> None:
 
 
 class Interrupted(torch.optim.SGD):
-    """Fails after it has updated, if told to."""
+    """SGD whose step raises KeyboardInterrupt after it has updated the weights, if ``fails`` is True."""
 
     fails = False
 
@@ -163,14 +178,23 @@ class Interrupted(torch.optim.SGD):
 
 
 class Failing(nn.Linear):
-    """Cannot be loaded."""
+    """A layer that raises an error when a state dict is loaded into it."""
 
     def _load_from_state_dict(self, *_: object) -> None:
         raise KeyError("the user's own")
 
 
 def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
-    """A step or a load fails when weights have changed: how far the model is off its own weights."""
+    """Let a step or a load fail after it has changed weights, and train one step afterwards.
+
+    Args:
+        settings: keys for ``make_config``.
+        what: "step" or "load".
+        only: rank whose step fails; None for all ranks.
+
+    Returns:
+        Largest difference of the output after the failure from that of a plain model with the full main weights.
+    """
     model = nn.Sequential(Stack(), Failing(16, 16)).double()
     inner = Interrupted(model.parameters(), lr=0.1)
     optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
@@ -195,7 +219,8 @@ def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
         found = model(x)
         whole.load_state_dict(zeropp.full_state(model))
         difference = apart(found, whole(x))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # a graph of older weights
+    # This graph was made with older weights.
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         old.backward()
     optimizer.zero_grad()
     train(model, optimizer, 1)
@@ -211,13 +236,17 @@ def test_weights_that_changed_before_an_error_are_new_ones(name: str, what: str,
 
 
 def clamped(settings: dict[str, object]) -> float:
-    """Weights that a hook after each step clamps; the largest difference to plain torch."""
+    """Train four steps with a step post-hook that clamps the weights.
+
+    Returns:
+        Largest difference of outputs from plain torch.
+    """
     model, optimizer = wrapped(settings)
     plain = Stack().double()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
 
     def clamp(each: torch.optim.Optimizer, *_: object) -> None:
-        time.sleep(0.01)  # a refresh under way would be done
+        time.sleep(0.01)  # a refresh issued before this hook would have ended, with weights that are not clamped
         with torch.no_grad():
             for group in each.param_groups:
                 for parameter in group["params"]:
@@ -242,11 +271,20 @@ def test_a_hook_after_the_step_may_edit_weights(name: str) -> None:
 
 
 class Unknown(torch.optim.AdamW):
-    """An optimizer of which nobody knows that it treats each parameter by itself."""
+    """AdamW under another class name. An optimizer that zeropp does not know steps all units at once."""
 
 
 def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], dict[str, Tensor], bool]:
-    """What a step does, in order: updates and refreshes; weights after four; whether gradients are all there again."""
+    """Train three steps, and record the updates and refreshes of a fourth one.
+
+    Args:
+        settings: keys for ``make_config``.
+        kind: class of the optimizer.
+
+    Returns:
+        "step <elements>" for each update and "refresh <unit>" for each refresh, in order; full weights; and True if all
+        slices still show their gradients after the step.
+    """
     model = Stack().double()
     optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
     train(model, optimizer, 3)
@@ -288,7 +326,15 @@ def test_first_weights_travel_while_the_last_are_stepped(name: str) -> None:
 
 
 def long_pieces(settings: dict[str, object], kind: type[Any]) -> tuple[dict[str, Tensor], int]:
-    """Weights after four steps; the most slices of one unit that are on this rank."""
+    """Train four steps of a model with wide layers.
+
+    Args:
+        settings: keys for ``make_config``.
+        kind: class of the optimizer.
+
+    Returns:
+        Full weights, and the largest number of slices of one unit on this rank.
+    """
     model = Stack(64).double()
     optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
     for step in range(4):

@@ -1,4 +1,4 @@
-"""Arguments that cannot be used are refused on every rank, within seconds, with what to do instead."""
+"""Arguments that ZeroOptimizer cannot use are refused on every rank within seconds, with a remedy in the error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def only_on(bad: int, rank: int, case: Case, model: nn.Module) -> Args:
 
 
 class Lamb(torch.optim.Optimizer):
-    """A user's own optimizer under a known name."""
+    """A user's LAMB optimizer, which zeropp refuses by its class name."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -36,7 +36,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Trusting(torch.optim.Optimizer):
-    """The same under a name that nobody knows: only a trial step can tell."""
+    """LAMB under another class name. Only a trial step can show that it is not elementwise."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -106,7 +106,7 @@ def with_complex(model: nn.Module, rank: int) -> Args:
 
 
 def wrapped_twice(model: nn.Module, rank: int) -> Args:
-    model.held = zeropp.ZeroOptimizer(sgd(model), model, make_config())  # keeps it alive
+    model.held = zeropp.ZeroOptimizer(sgd(model), model, make_config())  # keeps the first engine alive
     return Args(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), model, make_config())
 
 
@@ -118,7 +118,7 @@ def wrapped_twice_own(model: nn.Module, rank: int) -> Args:
 
 def wrapped_again(model: nn.Module, rank: int) -> Args:
     zeropp.ZeroOptimizer(sgd(model), model, make_config()).close()
-    model.held = None  # what is left of the model stays as it is
+    model.held = None  # tells `attempt` that the classes of parameters had changed before the refused call
     return plain(model)
 
 
@@ -144,7 +144,7 @@ def muon(model: nn.Module, rank: int) -> Args:
     return Args(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]), model, make_config())
 
 
-# Name: (case, type of the error, pattern in its message). All ranks bring the same mistake.
+# Name -> (case, types of the error, pattern in its message). All ranks pass the same wrong arguments.
 EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "model is a list": (lambda m, r: Args(sgd(m), [m]), "TypeError", "model is a list; expected a torch.nn.Module"),
     "model is None": (lambda m, r: Args(sgd(m), None), "TypeError", "model is a NoneType"),
@@ -227,7 +227,7 @@ def with_frozen(model: nn.Module, rank: int) -> Args:
 
 
 def with_groups(model: nn.Module, rank: int) -> Args:
-    """The optimizer has fewer parameters on rank 1, which would update only half of what it owns."""
+    """Return an optimizer that lacks the last two parameters on rank 1, which would not update its slices of them."""
     parameters = list(model.parameters())
     return Args(torch.optim.SGD(parameters[: len(parameters) - 2 * rank], lr=0.1), model, make_config())
 
@@ -257,7 +257,7 @@ def with_tie(model: nn.Module, rank: int) -> Args:
     return plain(model)
 
 
-# Name: (case, pattern that every rank's message has). Every rank alone would be right.
+# Name -> (case, pattern in the message of every rank). Each rank's arguments are right by themselves, but differ.
 DIFFERENT: dict[str, tuple[Case, str]] = {
     "shape": (with_shape, r"blocks\.1\.lin\.weight \(8, 8\).*rank 1.*\(8, 9\).*same model"),
     "dtype": (with_dtype, r"blocks\.1\.lin\.weight.*float32.*float64"),
@@ -279,7 +279,7 @@ def bad_on_one(name: str) -> Case:
     return lambda m, r: only_on(1, r, case, m)
 
 
-# The mistake is on rank 1; the others, which made none, must hear of it.
+# Keys of EVERYWHERE whose wrong arguments only rank 1 passes. The other rank must raise an error, too.
 ON_ONE = [
     "model is None", "swapped", "unknown key", "stage 4", "group is a string", "no parameters", "foreign parameters",
     "meta parameter", "sparse embedding", "own LAMB", "no such file",

@@ -1,4 +1,4 @@
-"""Calls in the middle of a pass, inside GatheredParameters or after close are refused by name, and training goes on."""
+"""Calls inside a pass, inside GatheredParameters or after ``close()`` are refused by name, and training goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeropp.access.average import Average
 
 
 class Stepping(nn.Module):
-    """Calls something of its optimizer inside its own forward, or in a hook of its backward."""
+    """A model that calls ``inside`` in its forward, and ``in_backward`` in a hook that backward runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,14 @@ CALLS: dict[str, Callable[[zeropp.ZeroOptimizer, nn.Module], object]] = {
 
 
 def call_inside(name: str) -> list[str]:
-    """The message of one call inside forward, one inside backward; then a step that works."""
+    """Make one call inside a forward and inside a backward, and take a step afterwards.
+
+    Args:
+        name: key of CALLS.
+
+    Returns:
+        The two error messages, "" if there was none.
+    """
     model = Stepping()
     optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
     messages = []
@@ -72,7 +79,7 @@ def test_calls_in_the_middle_of_a_pass(name: str) -> None:
 
 
 def every_call(optimizer: zeropp.ZeroOptimizer, model: nn.Module, average: Average) -> dict[str, Callable[[], object]]:
-    """By what it is called in messages."""
+    """Return all calls that may be refused, by the names that error messages have for them."""
     return {
         "step": optimizer.step,
         "zero_grad": optimizer.zero_grad,
@@ -94,7 +101,12 @@ def every_call(optimizer: zeropp.ZeroOptimizer, model: nn.Module, average: Avera
 
 
 def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
-    """What each call says at each place where it may not be made; and how far training is from plain torch after it."""
+    """Make all calls inside a forward, a backward and GatheredParameters, and after ``close()``.
+
+    Returns:
+        A dict: place -> call -> error message; and the largest difference of weights from plain torch after the
+        backward and a step.
+    """
     model = Stepping().double()
     share(model)
     plain = copy.deepcopy(model)
@@ -119,13 +131,14 @@ def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
         stepper.step()
     far = worst(zeropp.full_state(model), plain.state_dict())
     with zeropp.zero.GatheredParameters(model):
-        # What is lent is each rank's own, to be saved and loaded.
+        # Allowed here: each rank may save and load the values that it has gathered.
         taken = {name: calls.pop(name) for name in ("state_dict()", "load_state_dict()")}
         try_all("inside GatheredParameters; leave that first")
         calls |= taken
-        model.load_state_dict(plain.state_dict())  # the same on both, and so kept
+        model.load_state_dict(plain.state_dict())  # equal values on both ranks, so the engine takes them over
     for taken_off in ("state_dict()", "load_state_dict()", "full_state", "ema()"):
-        del calls[taken_off]  # the model is plain again
+        # Left out after close(). The errors of model.state_dict() and load_state_dict() name other calls there.
+        del calls[taken_off]
     optimizer.close()
     try_all(
         "after close(), engine.destroy() or another wrapping of the model had ended this engine; Accelerate's "

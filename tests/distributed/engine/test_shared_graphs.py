@@ -1,4 +1,4 @@
-"""Losses that lead through two engines' models: divided and scaled once, by whoever takes them to backward."""
+"""A loss through the models of two engines is divided and scaled once, by the optimizer that runs backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ def wrapped(models: Sequence[nn.Module], config: dict[str, Any]) -> list[zeropp.
 
 
 def together(name: str, config: dict[str, Any]) -> float:
-    """How far weights are from plain torch on all ranks' batches."""
+    """Train the models of two engines with one common loss.
+
+    Args:
+        name: key of LOSSES.
+        config: configuration of both engines.
+
+    Returns:
+        Largest difference of weights from plain torch on the batches of all ranks.
+    """
     loss_of, own, twins = LOSSES[name], models(), models()
     half = config.get("fp16", {}).get("enabled", False)
     first, second = own
@@ -33,7 +41,7 @@ def together(name: str, config: dict[str, Any]) -> float:
         for micro in range(MICRO):
             number = step * MICRO + micro
             x = rows(number, dist.get_rank())
-            # The second optimizer takes the loss to backward; the first one only steps.
+            # The second optimizer runs backward through both models. The first one only steps.
             optimizers[1].backward(loss_of(first, second, x.half() if half else x))
             for optimizer in reversed(optimizers):
                 optimizer.step()
@@ -53,7 +61,7 @@ def together(name: str, config: dict[str, Any]) -> float:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
-    """In windows of two; float32 adds up in another order, which is 1e-6 here."""
+    """Weights agree within 1e-6 after windows of two micro-batches: float32 sums are rounded in another order."""
     config = {"gradient_accumulation_steps": MICRO, "zero_optimization": {"stage": stage}}
     assert max(run_ranks(2, together, name, config)) < 1e-6
 
@@ -61,14 +69,21 @@ def test_a_loss_of_two_engines_is_divided_once(name: str, stage: int) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("scale", [512, 0])
 def test_a_loss_of_two_engines_is_scaled_once(scale: float) -> None:
-    """Weights and activations are rounded to float16, 1e-3 of them; scales are not the same in both."""
+    """Weights agree within 3e-3, because float16 rounds weights and activations by up to 1e-3 of their values.
+
+    A ``loss_scale`` of 0 stands for a dynamic scale.
+    """
     fp16 = {"enabled": True, "loss_scale": scale, "initial_scale_power": 9}
     config = {"gradient_accumulation_steps": MICRO, "fp16": fp16, "zero_optimization": {"stage": 2}}
     assert max(run_ranks(2, together, "chain", config)) < 3e-3
 
 
 def adversaries(config: dict[str, Any]) -> list[float]:
-    """The usual loop: the discriminator steps on two losses, then the generator's goes through it."""
+    """Train a generator and a discriminator: two losses step the discriminator, and a third goes on to the generator.
+
+    Returns:
+        Loss of the generator in each step.
+    """
     generator, discriminator = models()
     makes, judges = wrapped((generator, discriminator), config)
     losses = []
@@ -89,7 +104,7 @@ def adversaries(config: dict[str, Any]) -> list[float]:
 
 
 def test_a_generator_and_a_discriminator() -> None:
-    """In float16 as in float32, but for rounding; with scales that differ, which the one takes out of the other's."""
+    """Losses in float16 with a dynamic scale are within 2 % of those in float32."""
     plain, half = (
         run_ranks(
             2, adversaries, {"fp16": {"enabled": on, "initial_scale_power": 8}, "zero_optimization": {"stage": 3}}
@@ -101,7 +116,11 @@ def test_a_generator_and_a_discriminator() -> None:
 
 
 def one_after_the_other() -> str:
-    """A loss that was scaled, and whose backward never came, is not taken for the next one."""
+    """Let the backward of a scaled loss fail, and run a backward of an unscaled loss through the other model.
+
+    Returns:
+        The error of the second backward. The scale of the failed backward must not count for it.
+    """
     first, second = models()
     config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     optimizers = wrapped((first, second), config)

@@ -1,4 +1,4 @@
-"""Modules and parameters that change after a model was wrapped."""
+"""Modules that change after wrapping: new and tied parameters are refused by name, and other changes do no harm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def replace_head(model: WithHead) -> None:
 
 
 def replace_where_the_old_one_was(model: WithHead) -> None:
-    """The new module may get the old one's place in memory."""
+    """Delete the head before making the new one, which may then get the same memory address."""
     del model.head
     model.head = nn.Linear(8, 8)
 
@@ -102,7 +102,7 @@ TIED: dict[str, tuple[Callable[[WithHead], None], list[str]]] = {
 
 
 def moved(model: WithHead) -> None:
-    """The same modules under other names."""
+    """Register a module under a second name."""
     model.extra = nn.Sequential(model.spare, nn.ReLU())
 
 
@@ -112,7 +112,15 @@ HARMLESS: dict[str, Callable[[WithHead], None]] = {
 
 
 def changed(name: str, grad: bool) -> tuple[list[str], bool]:
-    """What forwards say after a change, and whether the model works once it is wrapped again."""
+    """Change a wrapped model, run two forwards, wrap the model again, and take a step.
+
+    Args:
+        name: key of NEW or TIED.
+        grad: True to run the two forwards with gradients.
+
+    Returns:
+        Errors of the forwards, and True if the step was taken.
+    """
     model = WithHead()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(hang_timeout=10))
     model(torch.ones(2, 8)).sum().backward()
@@ -120,7 +128,7 @@ def changed(name: str, grad: bool) -> tuple[list[str], bool]:
     optimizer.zero_grad()
     {**NEW, **TIED}[name][0](model)
     said = []
-    for _ in range(2):  # it does not get used to it
+    for _ in range(2):  # the second forward must be refused, too
         try:
             with torch.set_grad_enabled(grad):
                 model(torch.ones(2, 8))
@@ -169,7 +177,14 @@ def functional(model: WithHead) -> Callable[[Weights, Tensor], Tensor]:
 
 
 def called_functionally(stage: int) -> list[str]:
-    """Transforms over parameters are refused as such, and training goes on."""
+    """Call transforms of ``torch.func`` with other tensors in place of parameters, and train one step afterwards.
+
+    Args:
+        stage: ZeRO stage.
+
+    Returns:
+        The error of each transform.
+    """
     model = WithHead()
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "zeropp": {"hang_timeout": 10}}
@@ -179,7 +194,7 @@ def called_functionally(stage: int) -> list[str]:
         with pytest.raises(RuntimeError, match=r"as by torch\.func\.functional_call") as caught:
             call(model, dict(model.named_parameters()))
         said.append(str(caught.value))
-    # Its own parameters are in their own place.
+    # Allowed, because each parameter replaces itself.
     functional(model)(dict(model.named_parameters()), torch.ones(8)).backward()
     optimizer.step()
     assert optimizer.step_was_taken
@@ -212,7 +227,11 @@ def test_what_brings_no_parameters_is_fine(name: str) -> None:
 
 
 def borrowed() -> tuple[bool, bool]:
-    """A model uses a module that another engine manages; whether a step of each changes that module's weights."""
+    """Use the head of another wrapped model in a model, and step first the model's optimizer and then the other's.
+
+    Returns:
+        For each of the two steps, True if it has changed the head's weight.
+    """
     model, other = WithHead(), WithHead()
     own, theirs = (
         zeropp.ZeroOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each, make_config(hang_timeout=10))

@@ -1,4 +1,4 @@
-"""State dicts and files of tied weights: one storage under all of its names, as a plain model has it."""
+"""State dicts and files of tied weights have one storage under all names of a weight, as those of a plain model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from zeropp import checkpoint
 
 
 def states_of(name: str) -> list[str]:
-    """Differences of state dicts from a plain model's: whole, in parts, and inside GatheredParameters."""
+    """Make state dicts of the whole model and a part, by ``full_state``, and inside GatheredParameters.
+
+    Args:
+        name: key of CONFIGS.
+
+    Returns:
+        Differences from the state dicts of a plain model.
+    """
     wrong = []
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     model = Tied()
@@ -36,7 +43,14 @@ def test_a_state_dict_has_tied_weights_once(name: str) -> None:
 
 
 def entries_taken_out(name: str) -> bool:
-    """A hook moves each entry away as soon as it is made; later names get values all the same."""
+    """Make a state dict while a hook removes each new entry, so later names of a tied weight cannot refer to it.
+
+    Args:
+        name: key of CONFIGS.
+
+    Returns:
+        True if all removed entries have the values of a plain model.
+    """
     model = Tied()
     zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CONFIGS[name])
     kept: dict[str, Tensor] = {}
@@ -69,7 +83,7 @@ def saved(path: Path) -> dict[str, Tensor]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("limit", [None, 2000])
 def test_safetensors_of_a_checkpoint_load_strictly(limit: int | None, tmp_path: Path) -> None:
-    """Into the plain model, from one file or several."""
+    """A consolidated checkpoint of one file or several loads into the plain model with ``strict=True``."""
     state = run_ranks(2, saved, tmp_path / "there")[0]
     checkpoint.consolidate(tmp_path / "there", tmp_path / "whole", layout="hf", file_nbytes=limit or 1 << 30)
     found: dict[str, Tensor] = {}

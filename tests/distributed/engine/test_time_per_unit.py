@@ -1,4 +1,4 @@
-"""Where time goes is told unit by unit: in the report what the model stands still for, in a profile what was issued."""
+"""Time is reported by unit: ``comm_report`` has the time that the model waits, a profile has the issued collectives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from tests.support.branching_models import Routed, make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Hop
 
-SLOW = 0.6  # seconds; more than a busy machine holds a rank up
+SLOW = 0.6  # seconds, more than the delays of ranks on a busy machine
 
 
 def waited(kind: str, method: str, settings: dict[str, object], steps: int) -> dict[tuple[str, str], float]:
-    """Exposed seconds by unit and kind, where one unit's hop of a kind is slow once."""
+    """Train while one hop of unit blocks.2 is slow once.
+
+    Args:
+        kind: kind of traffic of the slow hop.
+        method: method of Hop that is slow.
+        settings: keys for ``make_config``.
+        steps: number of steps.
+
+    Returns:
+        A dict: (unit, kind) -> exposed seconds.
+    """
     model = Routed()
     config = make_config(reuse=0, **settings)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
@@ -32,7 +42,7 @@ def waited(kind: str, method: str, settings: dict[str, object], steps: int) -> d
             time.sleep(SLOW)
         return usual(self, first, *args, **kwargs)
 
-    optimizer.engine.wait_for_refresh()  # the first one began with wrapping
+    optimizer.engine.wait_for_refresh()  # wrapping has issued the first refreshes
     with mock.patch.object(Hop, method, slow):
         for _ in range(steps):
             optimizer.backward(model(torch.ones(2, 8)).square().mean())
@@ -67,7 +77,7 @@ def test_what_the_model_waits_for_is_reported_with_its_unit(case: str) -> None:
 
 
 def profiled() -> set[str]:
-    """Names of ranges in a profile of the third step."""
+    """Return the names of zeropp's ranges in a profile of the third step."""
     model = Routed(3)
     optimizer = zeropp.ZeroOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(zero_hpz_partition_size=2)

@@ -1,4 +1,4 @@
-"""What frozen and unfrozen parameters cost: memory owned and gathered, messages, agreements."""
+"""Costs of frozen and unfrozen parameters: bytes owned, elements gathered, messages, and exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from tests.support.sharded_and_plain import Pair
 
 
 def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Bytes owned before and after a block is unfrozen, and those of a model wrapped with the block trainable."""
+    """Train a model with frozen blocks, unfreeze one block, and train again.
+
+    Args:
+        settings: keys for ``make_config``.
+
+    Returns:
+        Bytes owned before and after the block is unfrozen, and by a model that was wrapped with the block trainable.
+    """
     owned = []
     for late in (True, False):
         model = Tower().double()
@@ -43,7 +50,11 @@ def test_an_unfrozen_block_costs_what_a_trainable_one_costs(settings: dict[str, 
 
 
 def planned_sizes() -> tuple[list[int], list[int], list[int]]:
-    """Sizes of units that plans count with: before, after biases have left their buffers, and as they are."""
+    """Unfreeze one bias of a model with frozen blocks, and run a forward.
+
+    Returns:
+        Sizes of units that prefetch plans use, before and after that, and the units' actual sizes. All in elements.
+    """
     model = Tower().double()
     model.blocks.requires_grad_(False)
     optimizer = wrap(model)
@@ -60,7 +71,14 @@ def test_plans_count_with_the_new_sizes() -> None:
 
 
 def order(frozen: bool) -> list[tuple[tuple[int, int], ...]]:
-    """Where reductions have their places in learned backwards."""
+    """Train three steps.
+
+    Args:
+        frozen: True to freeze the biases of all blocks.
+
+    Returns:
+        For each kind of backward, the learned reductions as pairs (unit, number of uses before the reduction).
+    """
     model = Routed(4)
     optimizer = wrap(model)
     for block in model.blocks if frozen else ():
@@ -78,7 +96,14 @@ def test_units_with_frozen_parameters_are_reduced_as_early_as_others() -> None:
 
 
 def exchanges(turns: int) -> list[tuple[int, dict[str, int]]]:
-    """Agreements in each of some rounds in which two parts of a model take turns, and bytes reduced by unit."""
+    """Train rounds of two steps, in which the blocks and the head are trained in turns.
+
+    Args:
+        turns: number of rounds.
+
+    Returns:
+        For each round, the number of exchanges, and the bytes reduced by unit.
+    """
     model = Tower().double()
     optimizer = wrap(model)
     ledger = optimizer.engine.comm.ledger
@@ -96,7 +121,7 @@ def exchanges(turns: int) -> list[tuple[int, dict[str, int]]]:
 def test_parts_that_take_turns_are_learned_once_and_frozen_ones_send_nothing() -> None:
     for rounds in run_ranks(2, exchanges, 6):
         assert rounds[0][0] > rounds[4][0] and rounds[1][0] > rounds[5][0]
-        assert rounds[2][0] == rounds[4][0] <= 1 + 2  # one for the change, one at the end of each short backward
+        assert rounds[2][0] == rounds[4][0] <= 1 + 2  # at most one for the change, and one for each backward
         assert rounds[3][0] == rounds[5][0] <= 1 + 2
         assert not any(unit.startswith("head") for unit in rounds[4][1])
         assert not any(unit.startswith("blocks") for unit in rounds[5][1])
@@ -104,7 +129,11 @@ def test_parts_that_take_turns_are_learned_once_and_frozen_ones_send_nothing() -
 
 
 def lent_and_frozen() -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes reduced by unit, before and after the blocks are frozen where their values are whole."""
+    """Train, freeze the blocks inside GatheredParameters, and train again.
+
+    Returns:
+        Bytes reduced by unit before and after that.
+    """
     model = Tower().double()
     optimizer = wrap(model)
     ledger = optimizer.engine.comm.ledger
@@ -120,14 +149,14 @@ def lent_and_frozen() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_frozen_inside_gathered_parameters() -> None:
-    """Weights are right also where nobody has heard of it, but zeros are sent."""
+    """Frozen blocks are reduced no more. If the engine missed the change, it would reduce zeros for them."""
     for before, after in run_ranks(2, lent_and_frozen):
         assert any(unit.startswith("blocks") for unit in before)
         assert after == {unit: sent for unit, sent in before.items() if not unit.startswith("blocks")} and after
 
 
 class Beside(Block):
-    """Is given a tensor that it makes nothing of, so that backward never comes to that."""
+    """A block that is given a second tensor and does not use it, so that backward never reaches that tensor."""
 
     def forward(self, x: Tensor, unused: Tensor | None = None) -> Tensor:
         return super().forward(x)
@@ -145,7 +174,15 @@ class GivenMore(Routed):
 
 
 def live_in_backward(when: str, kind: type[Routed]) -> tuple[int, int]:
-    """Most elements gathered at once in backward, and those of one block; all blocks but the first are frozen."""
+    """Train four steps with all blocks frozen but the first, and sample gathered elements in backward.
+
+    Args:
+        when: "before" or "after" wrapping, the time of freezing.
+        kind: class of the model.
+
+    Returns:
+        Most elements gathered at once in the last backward, and elements of the largest unit.
+    """
     model = kind(6)
     optimizer = wrap(model, live=0, prefetch=0, reuse=0) if when == "after" else None
     model.blocks[1:].requires_grad_(False)
@@ -175,7 +212,7 @@ def test_frozen_blocks_are_released_in_backward(when: str, kind: type[Routed]) -
 
 
 class TwoWays(nn.Module):
-    """A trained layer for one call, and a frozen one for another."""
+    """One unit: a trained layer that calls with ``gain=True`` run, and a frozen layer that other calls run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +223,10 @@ class TwoWays(nn.Module):
 
 
 class Early(nn.Module):
-    """A gain is computed first and used last: backward comes to it behind the frozen layer of the same unit."""
+    """A model whose first result is used last.
+
+    Backward reaches the frozen layer of the first block before the trained layer of the same unit.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +238,7 @@ class Early(nn.Module):
 
 
 def gathered_in_a_step() -> dict[str, int]:
-    """How often units are gathered, where nothing is kept for later."""
+    """Return the number of gathers of each unit in the third step, without prefetch and reuse."""
     model = Early()
     optimizer = wrap(model, prefetch=0, reuse=0)
     for _ in range(3):
@@ -210,12 +250,12 @@ def gathered_in_a_step() -> dict[str, int]:
 
 
 def test_a_unit_stays_until_the_gradients_behind_its_frozen_part_have_come() -> None:
-    """It is gathered for each call in forward, and once in backward; both of its buffers."""
+    """A unit is gathered once for each call in forward, and once in backward. Each gather counts for two buffers."""
     assert run_ranks(2, gathered_in_a_step) == [{"blocks.0": 2 * 3, "blocks.1": 2 * 2}] * 2
 
 
 class Scaled(nn.Module):
-    """Its own frozen weight and a frozen layer are one unit, which two calls use; a trained block comes before both."""
+    """A frozen weight of the root and a frozen layer, which form one unit, behind a trained block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +269,10 @@ class Scaled(nn.Module):
 
 
 class Shifted(nn.Module):
-    """The trained one of its own weights is done with in backward before the frozen one; they are one unit."""
+    """A frozen scale and a trained shift of the root, which form one unit.
+
+    The gradient of the shift arrives before backward uses the scale.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,5 +299,5 @@ def frozen_outside(kind: type[nn.Module], grad: bool) -> None:
 def test_frozen_weights_around_trained_blocks_stay_until_backward_has_used_them(
     kind: type[nn.Module], grad: bool
 ) -> None:
-    """Also where no gradient of the model's inputs is computed, which would tell."""
+    """This holds also if the model's input needs no gradient, whose arrival would show the end of the use."""
     run_ranks(2, frozen_outside, kind, grad)

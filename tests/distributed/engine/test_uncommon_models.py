@@ -1,4 +1,4 @@
-"""Uncommon models train as in plain torch, in every kind of placement."""
+"""Models with uncommon parameters, hooks or control flow train as in plain torch in every kind of placement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.parity import assert_close
 from tests.support.rank_pool import run_ranks, spread
 from tests.support.uncommon_models import UNCOMMON, WIDTH, Uncommon
 
-# Ranks, ranks per node, settings.
+# Placement -> (ranks, ranks per node, settings).
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
     "stage 3": (2, 2, {}),
     "stage 3 bare": (2, 2, {"prefetch": 0, "reuse": 0, "live": 0, "overlap_comm": False}),
@@ -25,7 +25,7 @@ PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
 
 
 def rows(step: int, rank: int) -> Tensor:
-    """A rank's batch; those of the last rank are fewer, as at the end of an epoch."""
+    """Return a rank's batch of 4 rows. From step 3 on, the last rank has 2 rows only, as at the end of an epoch."""
     count = 4 if rank < dist.get_world_size() - 1 or step < 3 else 2
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(50 * step + rank), dtype=torch.float64)
 
@@ -36,12 +36,22 @@ def made(uncommon: Uncommon) -> torch.nn.Module:
 
 
 def train(name: str, settings: dict[str, object], steps: int) -> tuple[list[float], list[float], dict, dict, list[str]]:
-    """This rank's losses and final weights, those of plain torch, and the names of parameters."""
+    """Train a model, and plain torch on the batches of all ranks.
+
+    Args:
+        name: key of UNCOMMON.
+        settings: keys for ``make_config``.
+        steps: number of steps.
+
+    Returns:
+        This rank's losses in the sharded model and in plain torch, full weights of both, and the names of parameters.
+    """
     uncommon = UNCOMMON[name]
     torch.manual_seed(11)
     model = made(uncommon)
     share(model)
-    copies = [made(uncommon) for _ in range(dist.get_world_size())]  # each rank's buffers are its own
+    # One plain copy per rank, because each rank has its own buffers. The copies share their parameters.
+    copies = [made(uncommon) for _ in range(dist.get_world_size())]
     for other in copies:
         other.load_state_dict(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -70,7 +80,7 @@ def train(name: str, settings: dict[str, object], steps: int) -> tuple[list[floa
 
 
 def _share_parameter(module: torch.nn.Module, path: str, parameter: torch.nn.Parameter) -> None:
-    """Let a copy train the very parameter of another, with the hooks that it has."""
+    """Replace a parameter of a copy by another copy's parameter object, so that both copies train the same one."""
     parent, _, name = path.rpartition(".")
     module.get_submodule(parent)._parameters[name] = parameter
 

@@ -1,4 +1,4 @@
-"""Errors of the user's own code: training goes on where every rank has them, and stops by name where one has."""
+"""Errors of the user's code: training goes on if all ranks raise them, and stops with an error if one rank does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sharded_and_plain import Pair
 
 
 class Refusing(torch.autograd.Function):
-    """Identity whose backward fails."""
+    """An identity whose backward raises an error."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -30,7 +30,12 @@ class Refusing(torch.autograd.Function):
 
 
 class Fragile(Routed):
-    """Fails on demand: before a block, inside it, after it, in backward, or inside with the model going on."""
+    """Blocks that fail on demand.
+
+    Attributes:
+        fail: (how, number of the block); None for no failure. The error is raised "before" the block, "inside" it, in
+            its "backward", or inside it and "caught" by the model, which goes on with the next block.
+    """
 
     fail: tuple[str, int] | None = None
 
@@ -51,7 +56,16 @@ class Fragile(Routed):
 
 
 def fail_and_go_on(how: str, where: int, at: int, settings: dict[str, object]) -> None:
-    """A failure at one of four steps; the weights then follow a plain model that never saw that step."""
+    """Train four steps, one of which begins with a pass that fails.
+
+    The weights are compared with those of a plain model that runs no failing pass.
+
+    Args:
+        how: kind of the failure; see `Fragile`.
+        where: number of the block.
+        at: number of the step.
+        settings: keys for ``make_config``.
+    """
     pair = Pair(Fragile(), make_config(**settings))
     for step in range(4):
         if step == at:
@@ -86,7 +100,7 @@ def test_an_error_on_every_rank_and_the_next_step_settings(how: str, where: int,
 
 
 def caught_inside() -> None:
-    """The model itself survives a block that fails."""
+    """Train four steps. In two of them, the model catches the error of a block and goes on."""
     pair = Pair(Fragile(), make_config())
     for fail in (None, ("caught", 1), ("caught", 1), None):
         pair.model.fail = pair.plain.fail = fail
@@ -99,7 +113,10 @@ def test_an_error_that_the_model_catches() -> None:
 
 
 def kept_gradients() -> None:
-    """A failure in the second micro-batch; the first one's gradients were reduced, and zero_grad drops them."""
+    """Let the backward of a second micro-batch fail after the gradients of the first one were reduced.
+
+    ``zero_grad`` must drop the gradients of both before the next step.
+    """
     pair = Pair(Fragile(), make_config(gradient_accumulation_steps=2, managed_gradient_accumulation=False))
     pair.train(None)
     pair.check()
@@ -118,7 +135,11 @@ def test_an_error_in_a_later_micro_batch() -> None:
 
 
 class Uneven(nn.Module):
-    """Blocks of different sizes, so that messages of ranks out of step do not fit each other."""
+    """Blocks of different sizes, so that the messages of ranks that are out of step differ in size.
+
+    Attributes:
+        spoil: True to raise an error in backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +161,15 @@ def _raise(gradient: Tensor) -> None:
 
 
 def skip_bad_batches(settings: dict[str, object], ranks: list[int]) -> str:
-    """These ranks fail in a backward, skip that batch and go on."""
+    """Train six steps. On some ranks the backward of step 3 fails, and these ranks skip the step.
+
+    Args:
+        settings: keys for ``make_config``.
+        ranks: ranks that fail.
+
+    Returns:
+        The error that ends training, or "done".
+    """
     model = Uneven()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, make_config(**settings))
     try:
@@ -165,7 +194,15 @@ def test_a_batch_that_one_rank_skips_is_an_error_and_not_the_end_of_the_process(
 
 
 def try_again(settings: dict[str, object], fail: bool) -> dict[str, Tensor]:
-    """Weights after steps; one rank's forward may ``fail``, it takes another batch, and nobody else hears of it."""
+    """Train five steps.
+
+    Args:
+        settings: keys for ``make_config``.
+        fail: True to let one more forward fail on rank 1 before each of the last three steps.
+
+    Returns:
+        Full weights.
+    """
     torch.manual_seed(1)
     model = Uneven()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, make_config(**settings))
@@ -182,7 +219,7 @@ def try_again(settings: dict[str, object], fail: bool) -> dict[str, Tensor]:
 @pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{"persist": 10_000}, {"stage": 1}, {"stage": 2}], ids=str)
 def test_a_forward_without_gathers_may_fail_on_one_rank_and_be_tried_again(settings: dict[str, object]) -> None:
-    """The backward after it is the same kind of backward as elsewhere."""
+    """The failed forward does not count, so the next backward has the same kind on all ranks."""
     settings = {**settings, "hang_timeout": 5}
     expected, _ = run_ranks(2, try_again, settings, False)
     for found in run_ranks(2, try_again, settings, True):
@@ -190,7 +227,16 @@ def test_a_forward_without_gathers_may_fail_on_one_rank_and_be_tried_again(setti
 
 
 def skip_edits(ranks: list[int]) -> str:
-    """These ranks skip a batch, after whose error what is released complains of an edit."""
+    """Train six steps. In step 3, a hook on some ranks edits a weight and raises an error; these ranks skip the step.
+
+    The engine then releases the units of the failed forward, and finds the edit, which is a second error.
+
+    Args:
+        ranks: ranks that fail.
+
+    Returns:
+        The error that ends training, or the warnings of the failed forward.
+    """
     model = Uneven()
     config = make_config(hang_timeout=2, prefetch=0)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, config)
@@ -199,7 +245,7 @@ def skip_edits(ranks: list[int]) -> str:
     def edit_and_fail(block: nn.Module, *_: object) -> None:
         if bad:
             with torch.no_grad():
-                block.lin.weight.mul_(2.0)  # it is kept for backward
+                block.lin.weight.mul_(2.0)  # the unit stays gathered for backward
             raise ValueError("a bad batch")
 
     model.blocks[1].register_forward_hook(edit_and_fail)
@@ -227,7 +273,7 @@ def test_an_error_upon_an_error_on_every_rank_is_named() -> None:
 
 @pytest.mark.campaign
 def test_an_error_upon_an_error_on_one_rank_is_not_the_end_of_the_process() -> None:
-    """The second comes while everything is let go of for the first, which must not be forgotten for it."""
+    """A second error while units are released after the first must not hide that this rank is out of step."""
     for said in run_ranks(2, skip_edits, [1]):
         assert "no longer in step" in said
 
@@ -251,6 +297,6 @@ def strict() -> tuple[str, bool]:
 def test_unused_parameters_stop_training_by_name() -> None:
     for message, unchanged in run_ranks(2, strict):
         assert "blocks.3.lin.weight" in message and "blocks.3.lin.bias" in message
-        assert "blocks.2" not in message  # one rank used it
+        assert "blocks.2" not in message  # rank 1 used this block
         assert "ignore_unused_parameters" in message
         assert unchanged

@@ -1,4 +1,4 @@
-"""How long the way is: own frames and files between a hook and the collective it leads to, in the steady state."""
+"""Length of the call path from a hook to the collective that it issues, after learning: zeropp's frames and files."""
 
 from __future__ import annotations
 
@@ -29,18 +29,27 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def own_frames() -> list[str]:
-    """File and function of each own frame on the calling stack, outermost first."""
+    """Return "file function" for each frame of zeropp on the call stack, outermost first."""
     frames = [(Path(frame.filename), frame.name) for frame in traceback.extract_stack()]
     return [f"{path.relative_to(OWN)} {name}" for path, name in frames if path.is_relative_to(OWN)]
 
 
 def walks(settings: dict[str, object]) -> list[list[str]]:
-    """Stacks at each call of torch.distributed in a step after five others; of both threads where work changes them."""
+    """Train six steps, and record the call stack of each collective in the last one.
+
+    If a comm stream's thread runs the collective, the stack of the thread that queued the work comes first.
+
+    Args:
+        settings: keys for ``make_config``.
+
+    Returns:
+        zeropp's frames at each call of ``batch_isend_irecv``.
+    """
     submitted, found = threading.local(), []
     queue, send = ThreadStream.run, dist.batch_isend_irecv
 
     def run(self: ThreadStream, *works: Callable[[], object], **more: Any) -> Any:
-        outer = [*own_frames(), "comm/streams.py run"]  # this stands for it
+        outer = [*own_frames(), "comm/streams.py run"]  # the last entry is the method that this function replaces
 
         def carry() -> None:
             submitted.by = outer

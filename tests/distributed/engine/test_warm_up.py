@@ -1,6 +1,7 @@
-"""Whatever kernels a run calls, with whatever types and choices, wrapping has called before; and it sends nothing.
+"""Wrapping calls all kernels that a run calls, with the same dtypes and options, and sends nothing.
 
-On CPU, where nothing is compiled: calls of operations stand for kernels, and sums go through them as on a card.
+The tests run on the CPU, where nothing is compiled. They record calls of kernel operations instead of compilations, and
+let sums go through kernels as on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Model(nn.Module):
 
 
 def described(value: object) -> object:
-    """What a compiler would look at: types, choices and whether there is something; not sizes and factors."""
+    """Return the properties of an argument that a compiler distinguishes: dtypes, options, and None, but not sizes."""
     if isinstance(value, Tensor):
         return str(value.dtype)
     if isinstance(value, (list, tuple)):
@@ -56,7 +57,11 @@ def described(value: object) -> object:
 
 @contextlib.contextmanager
 def calls() -> Iterator[set[Call]]:
-    """Which operations are called, and how; on any thread."""
+    """Record the kernel operations that are called inside the block on any thread.
+
+    Yields:
+        A set of tuples: name of the operation, and descriptions of its arguments. The set fills while the block runs.
+    """
     found: set[Call] = set()
 
     def noting(name: str) -> Any:
@@ -81,7 +86,14 @@ def calls() -> Iterator[set[Call]]:
 
 
 def missing(settings: dict[str, object]) -> tuple[list[str], int]:
-    """Calls of three steps of two micro-batches, and evaluations, that a warm-up has not made; and how many it has."""
+    """Warm up, and then train three steps of two micro-batches with evaluations.
+
+    Args:
+        settings: keys for ``make_config``.
+
+    Returns:
+        Calls of the training that the warm-up has not made, and number of different calls of the warm-up.
+    """
     torch.manual_seed(1)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source = make_config(gradient_accumulation_steps=2, **settings)
@@ -137,7 +149,10 @@ def test_one_rank_alone(name: str) -> None:
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_on_a_card_wrapping_warms_up_unless_it_is_told_not_to(chosen: bool) -> None:
-    """By the device that the model is found on. There is none here, so wrapping ends soon after, if not there."""
+    """Wrapping warms up if the model is on a CUDA device and ``warm_up`` is True.
+
+    There is no GPU here, so wrapping fails soon after the warm-up.
+    """
     for device, expected in (("cuda", chosen), ("cpu", False)):
         model = Model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Every warning points at the line of user code that led to it, by whatever way."""
+"""Every warning points at the line of user code that led to it, however many calls are between."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def values_given_up() -> None:
 
 WRAPS = "return zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model, config)"
 STEPS = "optimizer.step()"
-# What leads to it, words of the message, and the line.
+# Name -> (function that leads to the warning, words of its message, text of the line of user code).
 WARNINGS: dict[str, tuple[Callable[[], None], str, str]] = {
     "no stage": (no_stage, "does not set zero_optimization.stage", WRAPS),
     "no effect": (no_effect, "zero_hpz_partition_size 2 has no effect", WRAPS),
@@ -86,7 +86,7 @@ WARNINGS: dict[str, tuple[Callable[[], None], str, str]] = {
 
 
 def warned(name: str) -> list[tuple[str, str, str]]:
-    """(message, file, text of the line) of each warning."""
+    """Run a function of WARNINGS, and return (message, file, text of the line) of each warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         WARNINGS[name][0]()
