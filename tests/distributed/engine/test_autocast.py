@@ -129,8 +129,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_trains_as_under_autocast_by_hand(name: str, world: int) -> None:
     """Losses and weights equal those of plain torch under autocast bit for bit, except in stage 0 with two ranks.
 
-    The sums of the two ranks' 16-bit gradients are float32. Stage 0 sums in the 16-bit dtype in which gradients are
-    sent: losses then agree within 2 %, weights within 0.2.
+    In other stages, the 16-bit gradients of the two ranks are summed in float32. Stage 0 sums them in 16 bits, so
+    losses agree within 2 % and weights within 0.2.
     """
     settings = {"torch_autocast": AUTOCAST, **SETTINGS[name]}
     half = name == "float16"

@@ -1,4 +1,4 @@
-"""Dtype settings: each of them determines the dtype of computation, main weights, gradient sums or messages."""
+"""Each dtype setting determines the dtype of computation, main weights, gradient sums or messages."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def kinds(built: torch.dtype, settings: dict[str, Any]) -> tuple[set[torch.dtype
 
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-# Elements in the gradients of both units: each has an 8 x 8 weight and 8 biases, and each of the two fills one block of
-# 256 elements. With two ranks, a rank sends half of them.
+# Elements in the gradients of both units. Each unit has an 8 x 8 weight and 8 biases, both padded to one block of 256
+# elements. With two ranks, a rank sends half of the elements.
 NUMEL = 2 * 512
 
 

@@ -218,7 +218,7 @@ def put(optimizer: Any, values: list[Tensor]) -> None:
 def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Tensor]]) -> list[Tensor]:
     """Assign new tensors to ``.data`` of all weights, and later the old tensors again.
 
-    This happens for evaluations, in steps of SAM, around a plain step, and before a load.
+    The tensors are exchanged for evaluations, in steps of SAM, around a plain step, and before a load.
 
     Args:
         model: sharded or plain model.
@@ -410,7 +410,9 @@ def test_edits_wait_until_the_sizes_of_messages_are_no_longer_needed() -> None:
 
 
 def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]]:
-    """Make an edit between two forwards that does not reach the markers, so other ranks cannot see it.
+    """Make an edit between two forwards that other ranks cannot see.
+
+    Other ranks see an edit only if it also changes the last two tensors of each group, the markers.
 
     Args:
         settings: keys for ``make_config``.
@@ -431,7 +433,7 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
         elif which == "set":
             first.data = first.data + 1
         elif which == "one rank":
-            # Edit the slices only: an edit of the markers, too, would be seen by all ranks.
+            # Edit the slices, but not the markers at the end of each group, which would show the edit to all ranks.
             for part in optimizer.slices.stepped if dist.get_rank() == 0 else ():
                 part.parameter.add_(1)
     edited = zeropp.full_state(model)
@@ -544,7 +546,8 @@ def saved_and_loaded(settings: dict[str, Any]) -> bool:
     """Save and load the optimizer's state dict after adding a user's entry to the state of every tensor in the groups.
 
     Returns:
-        True if the state dict lists this rank's slices and no markers, and an edit after the load changes the output.
+        True if the state dict lists this rank's slices and none of the groups' markers, and an edit after the load
+        changes the output.
     """
     model, optimizer = make_sharded(settings)
     model(batch(0)).square().mean().backward()

@@ -71,7 +71,7 @@ def balanced(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_task(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two losses weighted by gradient norms as in GradNorm, and the weights with the norms.
+    """Return the sum of two losses, weighted by gradient norms as in GradNorm, and the weights with the norms.
 
     Gradients are those with respect to the input and all trainable weights.
     """

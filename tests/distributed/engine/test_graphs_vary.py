@@ -134,7 +134,7 @@ def sent_in_parts() -> list[dict[str, int]]:
 
 
 def test_gradients_that_come_more_often_on_one_rank_are_sent_once() -> None:
-    """A unit waits for as many gradients as the rank with the most receives, so no rank reduces it too early."""
+    """A reduction waits for as many gradients as the rank with the most receives, so it is not issued too early."""
     for found in run_ranks(2, sent_in_parts):
         assert found[1:] == [{f"blocks.{number}": 1 for number in range(3)}] * 3, found
 

@@ -24,8 +24,8 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
         settings: keys for ``make_config``.
 
     Returns:
-        The error, "" if none, with "torch refuses, too; " before it if plain torch raises as well; and the largest
-        difference of weights from plain torch.
+        The error, with "torch refuses, too; " before it if plain torch raises as well; "torch refuses" if only plain
+        torch raises; "" if neither does. And the largest difference of weights from plain torch.
     """
     torch.manual_seed(3)
     model = Routed(3).double()
@@ -120,7 +120,7 @@ def test_a_backward_through_changed_weights_is_refused() -> None:
 def inside_a_block(settings: dict[str, object]) -> str:
     """Run a backward that begins at a tensor inside a block, and train two steps afterwards.
 
-    No hook on the block's output runs, so nothing gathers the block's unit, and its weights have no memory.
+    No hook on the block's output runs, so nothing unshards the block's unit for this backward.
 
     Returns:
         The error of the backward.

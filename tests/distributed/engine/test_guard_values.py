@@ -103,7 +103,7 @@ VALUES: dict[str, Use] = {
     "where": lambda p: torch.where(torch.ones(p.shape, dtype=torch.bool), p, p),
     "out": lambda p: torch.add(torch.zeros(p.shape), 1, out=p),
     "as_tensor": lambda p: torch.as_tensor(p) + 0,
-    "asarray_torch": lambda p: torch.asarray(p, requires_grad=True) + 0,  # torch 2.11 sets the flag on its argument
+    "asarray_torch": lambda p: torch.asarray(p, requires_grad=True) + 0,  # else torch 2.11 freezes its argument
     "Parameter": lambda p: nn.Parameter(p),
     "linear": lambda p: F.linear(torch.zeros(1, p.shape[-1]), p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
@@ -148,7 +148,7 @@ def stepped(p: nn.Parameter) -> nn.Parameter:
     return p
 
 
-# Functions for which torch does not call __torch_function__. Each runs in a call of run_ranks of its own.
+# Functions for which torch does not call __torch_function__. Each has a test of its own, which a crash would name.
 UNASKED: dict[str, Use] = {
     "torch.tensor": lambda p: torch.tensor(p),
     "torch.Tensor": lambda p: torch.Tensor(p) + 0,

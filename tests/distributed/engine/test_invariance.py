@@ -60,7 +60,7 @@ def train_variants(fields: dict[str, Any], names: list[str]) -> dict[str, list[s
     """Train with default settings and with some variants.
 
     In evaluation, torch's encoder layers run a fused kernel if all their weights are gathered, and other operations in
-    another order if not. That depends on the units, so the fused kernel is switched off.
+    another order if not. The choice depends on the units, so the fused kernel is switched off.
 
     Args:
         fields: arguments of `Recipe`.

@@ -266,7 +266,7 @@ def test_the_process_holds_no_more_than_the_plan(settings: dict[str, object]) ->
 def test_whole_main_weights_in_the_compute_dtype_are_there_once(freeze: bool) -> None:
     """The model computes with the main weights themselves where they are whole and have the compute dtype.
 
-    This holds for stages 0 to 2 on one rank, and for frozen weights in stage 0 on several ranks.
+    This is true in stages 0 to 2 on one rank, and for frozen weights in stage 0 on several ranks.
     """
     for stage in (0, 1, 2):
         terms = zeropp.plan.memory(Mixed(torch.float32, freeze), make_config(stage=stage), 1).terms

@@ -14,7 +14,7 @@ from zeropp.params.unit import FlatBuffer
 
 @pytest.mark.parametrize("fails", [1, 3, 6])
 def test_a_pass_that_ran_out_of_memory_can_be_repeated(fails: int) -> None:
-    """The first and the third allocation of a unit are in forward, the sixth is in backward."""
+    """Memory is short at one allocation of a unit's buffer: the first or third (forward) or the sixth (backward)."""
     torch.manual_seed(0)
     model, plain = Routed(), Routed()
     plain.load_state_dict(model.state_dict())

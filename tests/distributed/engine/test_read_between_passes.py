@@ -1,4 +1,4 @@
-"""Between passes, weights of stages 0 to 2 can be read, whole and up to date; edits and backwards are refused."""
+"""Between passes, weights of stages 0 to 2 can be read; edits, and backwards through values read, are refused."""
 
 from __future__ import annotations
 

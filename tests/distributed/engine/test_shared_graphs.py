@@ -79,7 +79,7 @@ def test_a_loss_of_two_engines_is_scaled_once(scale: float) -> None:
 
 
 def adversaries(config: dict[str, Any]) -> list[float]:
-    """Train a generator and a discriminator: two losses step the discriminator, and a third goes on to the generator.
+    """Train a generator and a discriminator: two losses for the discriminator, one through it for the generator.
 
     Returns:
         Loss of the generator in each step.

@@ -227,7 +227,7 @@ def test_what_brings_no_parameters_is_fine(name: str) -> None:
 
 
 def borrowed() -> tuple[bool, bool]:
-    """Use the head of another wrapped model in a model, and step first the model's optimizer and then the other's.
+    """Put the head of another wrapped model into a model, and step first the model's optimizer, then the other's.
 
     Returns:
         For each of the two steps, True if it has changed the head's weight.

@@ -299,5 +299,5 @@ def frozen_outside(kind: type[nn.Module], grad: bool) -> None:
 def test_frozen_weights_around_trained_blocks_stay_until_backward_has_used_them(
     kind: type[nn.Module], grad: bool
 ) -> None:
-    """This holds also if the model's input needs no gradient, whose arrival would show the end of the use."""
+    """The weights stay even if the model's input needs no gradient, whose arrival would show the end of their use."""
     run_ranks(2, frozen_outside, kind, grad)

@@ -151,7 +151,7 @@ def test_one_rank_alone(name: str) -> None:
 def test_on_a_card_wrapping_warms_up_unless_it_is_told_not_to(chosen: bool) -> None:
     """Wrapping warms up if the model is on a CUDA device and ``warm_up`` is True.
 
-    There is no GPU here, so wrapping fails soon after the warm-up.
+    The test replaces the function that finds the device. There is no GPU, so wrapping fails soon after the warm-up.
     """
     for device, expected in (("cuda", chosen), ("cpu", False)):
         model = Model()
