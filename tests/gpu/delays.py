@@ -165,7 +165,7 @@ def train(
     with on_streams, delays.in_force() if delays is not None else contextlib.nullcontext():
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
     if late is not None:
-        optimizer.step_sync.reads_late = late
+        optimizer.step_sync.defers_read = late
     if delays is not None:
         for block in model:
             block.register_forward_pre_hook(delays.hook)

@@ -72,7 +72,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "cached are read": ["engine/engine.py Engine.cached_values 1"],
     "files": [
-        "offload/read_ahead.py Arriving.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
+        "offload/read_ahead.py PendingRead.copy_to 1", "optimizer/host_step.py SubGroupSteps.step_buffers 1",
         "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
     ],
     "files, pipelined": ["optimizer/host_step.py _begin_read 1"],

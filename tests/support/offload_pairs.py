@@ -20,7 +20,7 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.small_models import MODELS
 from zeropp.offload import swap, tier_choice
-from zeropp.offload.read_ahead import Arriving
+from zeropp.offload.read_ahead import PendingRead
 from zeropp.offload.storage_tiers import HostMemory, MemoryTensor
 from zeropp.optimizer import host_step
 from zeropp.params.wire_copy import WireCopy
@@ -34,7 +34,7 @@ _DELAYED: dict[str, tuple[Any, str]] = {
     "write": (swap, "write_at"),
     "copy from a row": (MemoryTensor, "read"),
     "copy to a row": (MemoryTensor, "write"),
-    "copy to the device": (Arriving, "copy_to"),
+    "copy to the device": (PendingRead, "copy_to"),
     "new weights": (WireCopy, "take_new_weights"),
 }
 

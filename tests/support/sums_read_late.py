@@ -25,7 +25,7 @@ def wrapped(late: bool, kind: Any = torch.optim.AdamW, **settings: object) -> ze
     inner = kind(model.parameters(), lr=0.05, **fused)
     optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
     optimizer.model = model  # type: ignore[attr-defined]
-    optimizer.step_sync.reads_late = late
+    optimizer.step_sync.defers_read = late
     return optimizer
 
 

@@ -162,12 +162,12 @@ def test_headroom_is_no_more_than_a_sum_needs(count: int, factor: float) -> None
 
 def test_differences_that_take_as_many_bytes_as_weights_are_not_taken() -> None:
     codec = Lossless()
-    codec.take_room((0, 0), 1024, 1)
+    codec.set_capacity((0, 0), 1024, 1)
     nbytes = codec.nbytes(1024)
-    assert [codec.take_room((0, 0), 1024, most) for most in (nbytes - 1, nbytes, nbytes + 1)] == [False, False, True]
+    assert [codec.set_capacity((0, 0), 1024, most) for most in (nbytes - 1, nbytes, nbytes + 1)] == [False, False, True]
 
 
 def test_differences_with_more_escapes_than_a_message_holds_are_not_taken() -> None:
     codec, numel = Lossless(), 1 << 40
     rooms = [(MOST_ESCAPES, 0), (MOST_ESCAPES + 1, 0), (0, MOST_ESCAPES + 1)]
-    assert [codec.take_room(room, numel, 2 * numel) for room in rooms] == [True, False, False]
+    assert [codec.set_capacity(room, numel, 2 * numel) for room in rooms] == [True, False, False]

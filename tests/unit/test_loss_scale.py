@@ -125,7 +125,7 @@ def test_a_scaled_backward_that_fails_is_over() -> None:
 def plain() -> LossScale:
     """Return a float32 loss scale that divides plain losses by the number of micro-batches, as DeepSpeed does."""
     own = LossScale(LossScaling(), 1.0)
-    own.divides_plain = True
+    own.averages_unscaled = True
     return own
 
 

@@ -75,9 +75,11 @@ def boards_of(world: int) -> list[StatusBoard]:
 
 
 def rank_of(board: StatusBoard, number: int, world: int) -> Agreement:
-    comm: Any = SimpleNamespace(rank=number, world=world, job="the actor", backend="fake", hang_up=lambda hops: None)
+    comm: Any = SimpleNamespace(
+        rank=number, world=world, job="the actor", backend="fake", close_connections=lambda hops: None
+    )
     comm.ranks = tuple(range(world))
-    comm.ledger, comm.on_lost_elsewhere = SimpleNamespace(add_wait=lambda *args: None), lambda action: None
+    comm.ledger, comm.set_loss_callback = SimpleNamespace(add_wait=lambda *args: None), lambda action: None
     made = Agreement(comm, 600.0, None, torch.device("cpu"), overlap=True)
     made.board = board
     return made

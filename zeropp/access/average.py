@@ -52,7 +52,7 @@ class Average:
         self._begun = True
         return self._pieces
 
-    def require_of(self, engine: Engine) -> None:
+    def check_engine(self, engine: Engine) -> None:
         """Check that this average belongs to the model of an engine.
 
         Raises:
@@ -114,9 +114,9 @@ class Average:
             # Copy in place, because the optimizer's tensors are views of the shard.
             buffer.shard.copy_(piece)
             piece.copy_(weights)
-        # for_now delays the refresh to the next forward: if the average is only saved, the weights are swapped back
-        # before that, and no averaged weights are sent.
-        engine.weights_changed(self._pieces, for_now=True)
+        # The refresh waits for the next forward. If the average is only saved, the weights are swapped back before that
+        # forward, and no averaged weights are sent.
+        engine.weights_changed(self._pieces, delay_refresh=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average of this rank's shards. Each rank must save its own, as with ``optimizer.state_dict()``.

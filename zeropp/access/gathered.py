@@ -181,7 +181,7 @@ class GraphTracker(TorchFunctionMode):
         self._names = {id(parameter): name for parameter, name in names.items()}
         # Weak references to the hooks. A hook lives as long as its graph, so the hooks that are alive at the end of the
         # block show which graphs the user still holds.
-        self._hooks: list[weakref.ref[_Trip]] = []
+        self._hooks: list[weakref.ref[_BackwardRefusal]] = []
         # Views of gathered values: graphs that start from a view are recorded, too. Keep the views alive, so that no
         # new tensor reuses the id of one.
         self._views: list[Tensor] = []
@@ -204,7 +204,7 @@ class GraphTracker(TorchFunctionMode):
                         self._views.append(tensor)
                     # Do not raise here: reading a norm with grad mode on is allowed, and its graph ends with the
                     # result.
-                    trip = _Trip(name, line_of_user())
+                    trip = _BackwardRefusal(name, line_of_user())
                     tensor.register_hook(trip)
                     self._hooks.append(weakref.ref(trip))
         return result
@@ -226,7 +226,7 @@ class GraphTracker(TorchFunctionMode):
         return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
 
 
-class _Trip:
+class _BackwardRefusal:
     """Tensor hook that raises an error in backward. The hook object lives as long as the graph of its tensor."""
 
     def __init__(self, name: str, line: str) -> None:

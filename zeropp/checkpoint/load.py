@@ -37,7 +37,6 @@ from zeropp.checkpoint.save_plan import (
     averages_of,
     coded_parts,
     compare,
-    draw_anew,
     fill_in,
     has_extra_state,
     match,
@@ -45,6 +44,7 @@ from zeropp.checkpoint.save_plan import (
     model_names,
     prefix_of,
     require_ours,
+    reseed,
     restore_random_state,
     unfreeze,
 )
@@ -52,7 +52,7 @@ from zeropp.checkpoint.saving import backgrounds, wait_together
 from zeropp.checkpoint.tensor_reader import CODES, SCALES, Encoded, TensorReader, Verify
 from zeropp.config.base import notify_once, warn_user
 from zeropp.engine.engine import Engine, engine_of
-from zeropp.optimizer.optimizer_step import load_carried, load_optimizer
+from zeropp.optimizer.optimizer_step import load_error_feedback, load_optimizer
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -412,7 +412,7 @@ class Restore:
         if self._loads_optimizer:
             assert self.optimizer is not None
             run_between_passes(self.engine, doing, self._load_optimizer, IN_PART)
-            load_carried(self.engine, self.optimizer.carried, self.values["carried"])
+            load_error_feedback(self.engine, self.optimizer.error_feedback, self.values["carried"])
         run_between_passes(self.engine, doing, self._load_others, IN_PART)
         self.result.nbytes_read = self.source.nbytes_read
         self.result.nbytes_converted = self.source.nbytes_converted
@@ -420,7 +420,7 @@ class Restore:
     def _weights_changed(self) -> None:
         """Mark main weights as changed and start the refresh of cached weights that were not restored."""
         engine = self.engine
-        engine.weights_changed(engine.buffers, for_now=True)
+        engine.weights_changed(engine.buffers, delay_refresh=True)
         for buffer in engine.trainable_buffers:
             names = [BASES + self._renamed.get(name, "") for name in buffer.names]
             if buffer.base is not None and not buffer.counts_escapes and all(n in self.metadata.tensors for n in names):
@@ -504,7 +504,7 @@ class Restore:
                 f"the checkpoint was saved by {self.metadata.world} ranks and is loaded by {comm.world}: random "
                 "numbers begin anew, from seeds made of the saved one"
             )
-        draw_anew(state, comm.rank, comm.world)
+        reseed(state, comm.rank, comm.world)
 
     def _saved_extra(self) -> dict[str, Any]:
         return {**self.metadata.values.get("extra", {}), **self._own().get("extra", {})}

@@ -62,7 +62,6 @@ __all__ = [
     "coded_parts",
     "compare",
     "contents",
-    "draw_anew",
     "fill_in",
     "has_extra_state",
     "match",
@@ -72,6 +71,7 @@ __all__ = [
     "prefix_of",
     "random_state",
     "require_ours",
+    "reseed",
     "restore_random_state",
     "unfreeze",
 ]
@@ -264,7 +264,7 @@ def averages_of(engine: Engine, extra: Mapping[str, Any], saved: Mapping[str, An
     """
     found = {name: each for name, each in extra.items() if isinstance(each, Average) and name in saved}
     for name, average in found.items():
-        average.require_of(engine)
+        average.check_engine(engine)
         if not isinstance(saved[name], dict) or saved[name].keys() != average.counts().keys():
             raise CheckpointError(f"extra[{name!r}] is an average of the weights here, and was none when it was saved")
     return found
@@ -330,7 +330,7 @@ def _restore_numpy(state: dict[str, Any], seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def draw_anew(state: dict[str, Any], rank: int, world: int) -> None:
+def reseed(state: dict[str, Any], rank: int, world: int) -> None:
     """Seed the random number generators from a saved state, for a run with another number of ranks.
 
     ``seed = (saved seed * 1000003 + rank * 8191 + world) mod 2**63``, so ranks get different, reproducible seeds.
@@ -415,7 +415,7 @@ def contents(
     found.states = {name: _state_of(name, value) for name, value in extra.items()}
     for name, value in extra.items():
         if isinstance(value, Average):
-            value.require_of(engine)
+            value.check_engine(engine)
             found.parts += average_parts(value, name, "own")
     found.digest = _digest(found.states, checks)
     for part in found.parts:
@@ -490,7 +490,7 @@ def _add_optimizer(found: SavePlan, engine: Engine, optimizer: ZeroOptimizer) ->
     found.values["optimizer"] = type(optimizer.inner).__qualname__
     found.values["skipped_steps"] = optimizer.step_result.count_skipped()
     found.values["loss_scale"] = engine.loss_scale.state_dict()
-    carried = optimizer.carried.state_dict()
+    carried = optimizer.error_feedback.state_dict()
     tensors: dict[str, Tensor] = {}
     found.own["carried"] = encode(carried, of_rank(engine.comm.rank, "carried"), tensors)
     found.parts += [whole(name, tensor) for name, tensor in tensors.items()]

@@ -465,9 +465,9 @@ class Background:
         self._memory: Tensor | None = None
         self._task: Task[None] | None = None
         self._path = ""
-        self.meet_anew()
+        self.recreate_group()
 
-    def meet_anew(self) -> None:
+    def recreate_group(self) -> None:
         """Replace the process group of the writing threads, because a collective in it failed. Collective."""
         comm = self._comm()
         assert comm is not None  # the engine is in use
@@ -726,7 +726,7 @@ def begin_save(
     names, broken, paths = zip(*told, strict=True)
     target = path_of_rank_0(engine, paths, "checkpoint.save()")
     if background is not None and any(broken):
-        background.meet_anew()
+        background.recreate_group()
     checks = Checksums.common(names)
     sync = EngineSync(engine)
     collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)

@@ -32,7 +32,7 @@ from zeropp.checkpoint.boxes import (
 from zeropp.checkpoint.save_plan import model_names, require_ours, unfreeze
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.optimizer.checks import Twin
-from zeropp.optimizer.optimizer_step import load_carried
+from zeropp.optimizer.optimizer_step import load_error_feedback
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
@@ -249,7 +249,7 @@ class _State(Stateful):
                 optimizer.inner.state[part.parameter] = values
         self._take_settings(optimizer, loaded)
         # The present carried errors belong to other gradients, and DCP's checkpoint does not have any.
-        load_carried(engine, optimizer.carried, None)
+        load_error_feedback(engine, optimizer.error_feedback, None)
         optimizer.zero_grad(now=True)
 
     def _take_settings(self, optimizer: ZeroOptimizer, loaded: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from zeropp.comm.hops import Comm, make_stalls
 from zeropp.comm.process_groups import CollectiveError, name_ranks, what_ended
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.timers import Patrol
+from zeropp.comm.timers import PeriodicThread
 from zeropp.comm.watch import RankStatus, StatusBoard, board_of, by_text, code_of, explain, likely_cause, make_monitor
 
 __all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
@@ -111,13 +111,13 @@ class Agreement:
         if not alone:
             self.board.join()
         # A gloo wait ends only at its timeout or when its connection is closed, so connections are closed.
-        hang_up = partial(comm.hang_up, hops=self.at_once)
-        self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, hang_up, alone=alone)
+        close_connections = partial(comm.close_connections, hops=self.at_once)
+        self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, close_connections, alone=alone)
         failed = partial(self.board.some_rank_failed, self._code)
         self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up, failed)
         if self.monitor is not None:
-            comm.tell_issued(self.monitors)
-        comm.on_lost_elsewhere(self._lost_elsewhere)
+            comm.set_launch_callback(self.monitors)
+        comm.set_loss_callback(self._lost_elsewhere)
 
     def wait_for_event(
         self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None
@@ -543,7 +543,7 @@ class Agreement:
             if account.failure:
                 # Ranks that wait for the device check the store periodically, but ranks in a gloo exchange do not.
                 # Their wait ends only at its timeout or when the connection is closed.
-                self.comm.hang_up(hops=self.at_once)
+                self.comm.close_connections(hops=self.at_once)
         rank, world = self.comm.rank, self.comm.world
         # Many ranks send requests to one store. With more ranks the requests are rarer and spread over time: see
         # [Note: accounts in the store].
@@ -610,7 +610,7 @@ class Watch:
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._asked = 0.0  # time of the last check for failed ranks
-        self._patrol = Patrol("watch", self.look, self.end)
+        self._patrol = PeriodicThread("watch", self.look, self.end)
 
     @contextlib.contextmanager
     def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:

@@ -47,11 +47,11 @@ from zeropp.comm.process_groups import (
     CollectiveError,
     Members,
     abort_groups,
+    close_connections,
     free_groups,
     gather_objects,
     gather_rows,
     gather_sized,
-    hang_up,
     make_group,
     send_to_all,
 )
@@ -576,7 +576,7 @@ class Comm:
             self._groups[key] = self._make(self.ranks, "gloo", f"{kind} host")
         return self._groups[key]
 
-    def tell_issued(self, told: Callable[[Event, str], None]) -> None:
+    def set_launch_callback(self, told: Callable[[Event, str], None]) -> None:
         """Register a method, referenced weakly, that :meth:`launching` calls with an event and a description."""
         self._issued = weakref.WeakMethod(told)
 
@@ -695,7 +695,7 @@ class Comm:
             each.aborted = True
         abort_groups(self._carriers())
 
-    def on_lost_elsewhere(self, told: Callable[[str], None]) -> None:
+    def set_loss_callback(self, told: Callable[[str], None]) -> None:
         """Register a method, referenced weakly, to call when another engine aborts a group that this engine uses."""
         self._told = weakref.WeakMethod(told)
 
@@ -714,7 +714,7 @@ class Comm:
         groups = [each.group for each in self.communicators]
         return groups if self.world_group is None else list(dict.fromkeys([*groups, self.world_group]))
 
-    def hang_up(self, *, hops: bool = False) -> None:
+    def close_connections(self, *, hops: bool = False) -> None:
         """Close gloo connections: waits on this rank, and waits of other ranks for this rank, end with an error.
 
         Threads of comm streams may stay blocked in their collectives, but the model's thread no longer waits for them.
@@ -724,10 +724,10 @@ class Comm:
         """
         if self.world > 1 and self.backend != "fake":
             for group in self._groups.values() if hops and self.backend == "gloo" else ():
-                hang_up(group, exchanges=True)
-            hang_up(self.control_group)
+                close_connections(group, exchanges=True)
+            close_connections(self.control_group)
             if self.backend == "gloo" and self.world_group is not None:
-                hang_up(self.world_group)
+                close_connections(self.world_group)
 
     def _shared(self, members: Members) -> dist.ProcessGroup | None:
         """Return the user's group if NCCL's timeout in it comes after zeropp's own error; None otherwise."""

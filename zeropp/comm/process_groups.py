@@ -1,8 +1,8 @@
 """Process groups: the user's group, the groups that zeropp makes, and small gathers of rows and objects over them.
 
 `find_members` lists the ranks of a run and how they are placed on nodes. `make_group`, `free_groups`, `abort_groups`
-and `hang_up` connect and end groups. `gather_rows`, and the functions built on it, exchange the small values on which
-ranks agree. These exchanges use gloo between host memories.
+and `close_connections` connect and end groups. `gather_rows`, and the functions built on it, exchange the small values
+on which ranks agree. These exchanges use gloo between host memories.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = [
     "Members",
     "abort_groups",
     "allow_files",
+    "close_connections",
     "find_members",
     "free_groups",
     "gather_objects",
@@ -46,7 +47,6 @@ __all__ = [
     "gather_rows",
     "gather_sized",
     "group_size",
-    "hang_up",
     "host_group",
     "is_fake",
     "make_group",
@@ -348,7 +348,7 @@ def _abort(group: dist.ProcessGroup) -> None:
         group.abort()
 
 
-def hang_up(group: dist.ProcessGroup, *, exchanges: bool = False) -> None:
+def close_connections(group: dist.ProcessGroup, *, exchanges: bool = False) -> None:
     """Close this rank's gloo connections in a group, so that ranks that wait for this rank get an error at once.
 
     Other threads of this rank that wait in the group get the error, too.

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from zeropp.comm.threads import Threads
 
-__all__ = ["Patrol", "warn_of_waiting", "within"]
+__all__ = ["PeriodicThread", "warn_of_waiting", "within"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
 
 
-class Patrol:
+class PeriodicThread:
     """A thread that calls a method periodically and holds only a weak reference to the method's object.
 
     The thread ends when the object is collected as garbage, when :attr:`stopped` is set, or when the program ends.

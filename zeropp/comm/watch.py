@@ -54,7 +54,7 @@ import torch.distributed as dist
 from zeropp._compat import default_store
 from zeropp.comm.process_groups import name_ranks
 from zeropp.comm.streams import Event
-from zeropp.comm.timers import Patrol, within
+from zeropp.comm.timers import PeriodicThread, within
 
 __all__ = [
     "ASKING",
@@ -678,7 +678,7 @@ class Monitor:
         self._failed = failed
         self._asked = 0.0  # time of the last call of ``failed``
         self._progress = 0.0  # time when finished work was last found
-        self._patrol = Patrol("monitor", self._look)
+        self._patrol = PeriodicThread("monitor", self._look)
 
     def watch_event(self, event: Event, doing: str) -> None:
         """Watch one piece of queued work.

@@ -313,7 +313,7 @@ def _suggestion(path: Location, model: type[Block], given: Mapping[str, object])
     )
 
 
-class _Home(NamedTuple):
+class _KeyLocation(NamedTuple):
     """One accepted key in one block.
 
     Attributes:
@@ -347,9 +347,9 @@ class _Home(NamedTuple):
 
 
 @functools.cache
-def _homes(model: type[Block]) -> list[_Home]:
+def _homes(model: type[Block]) -> list[_KeyLocation]:
     return [
-        _Home(key, where, block, name)
+        _KeyLocation(key, where, block, name)
         for where, block in blocks(model)
         for name, field in block.model_fields.items()
         for key in spellings(name, field)
@@ -377,7 +377,7 @@ def _switch(key: str, here: type[Block], model: type[Block]) -> str:
     )
 
 
-def _idle(homes: Sequence[_Home]) -> str:
+def _idle(homes: Sequence[_KeyLocation]) -> str:
     """Return a remedy for a key that matches only keys that are rejected or have no effect; "" if there are none."""
     if refused := [home for home in homes if not home.accepted]:
         why = SUPPORT[refused[0].block][refused[0].name].instead

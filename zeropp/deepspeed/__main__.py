@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from zeropp.deepspeed.stand_in_path import environment, require_alone, require_first
+from zeropp.deepspeed.stand_in_path import environment, require_not_installed, require_not_shadowed
 
 _USAGE = "usage: python -m zeropp.compat.deepspeed CMD ...   (as in: ... torchrun --nproc-per-node 8 train.py)"
 
@@ -24,8 +24,8 @@ def main(command: list[str]) -> int:
         print(_USAGE, file=sys.stdout if command else sys.stderr)
         return 0 if command else 2
     try:
-        require_alone()
-        require_first(command)
+        require_not_installed()
+        require_not_shadowed(command)
         # exec replaces this process, so signals reach the command itself and the caller gets its exit status.
         os.execvpe(command[0], command, environment())
     except FileNotFoundError:

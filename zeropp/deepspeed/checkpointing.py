@@ -155,7 +155,7 @@ class _Segment:
         inputs = [self._held.get(place, value) for place, value in enumerate(given)]
         count = len(inputs) - len(self._names)
         again, self._called = self._called, True
-        with _watched("recomputation" if again else "forward"):
+        with _timed_segment("recomputation" if again else "forward"):
             token = _inside.set(True)
             try:
                 # Restore the keyword arguments. They come as positional arguments because torch's checkpoint saves
@@ -180,7 +180,7 @@ def _kept_on_host(inputs: Iterable[object]) -> saved_tensors_hooks:
     }
 
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        return _OnHost(tensor) if tensor.data_ptr() in activations else _Left(tensor)
+        return _SavedOnHost(tensor) if tensor.data_ptr() in activations else _SavedOnDevice(tensor)
 
     return saved_tensors_hooks(pack, lambda packed: packed())
 
@@ -189,7 +189,7 @@ def _lies_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-class _OnHost:
+class _SavedOnHost:
     """A copy of a segment's input in host memory. Calling the object returns a new copy on the input's device."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -207,7 +207,7 @@ class _OnHost:
         return self._copy.to(self._device, non_blocking=True, copy=True)
 
 
-class _Left:
+class _SavedOnDevice:
     """A segment's input that stays on its device. Calling the object returns the input."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -225,7 +225,7 @@ class _Left:
 
 
 @contextlib.contextmanager
-def _watched(what: str) -> Iterator[None]:
+def _timed_segment(what: str) -> Iterator[None]:
     """Context manager that waits for the GPU at both ends and logs the time between, as the settings demand.
 
     Args:

@@ -172,7 +172,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     # Write in place: the optimizer's parameter groups refer to these tensors.
     for part in place.slices:
         part.gradient.copy_(_part_of(value, part))
-    _note_edit(place)
+    _invalidate_step_stats(place)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -262,7 +262,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     place = _require(param, "safe_set_local_grad")
     _require_gradient(place)
     _set_parts([part.gradient for part in place.slices], value, place)
-    _note_edit(place)
+    _invalidate_step_stats(place)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -368,12 +368,12 @@ def _require_gradient(place: _ParameterPlace) -> None:
         raise RuntimeError(f"no rank has a gradient of {place.name!r}; set it between backward and step()")
 
 
-def _note_edit(place: _ParameterPlace) -> None:
+def _invalidate_step_stats(place: _ParameterPlace) -> None:
     """Make the next step compute gradient norms and the non-finite flag again, because gradients were edited."""
     assert place.optimizer is not None  # a gradient exists
-    # invalidate() also clears the mark that doubt() sets, so doubt() comes second.
+    # invalidate() also clears the mark that mark_stale() sets, so mark_stale() comes second.
     place.optimizer.step_sync.invalidate()
-    place.optimizer.step_sync.doubt()
+    place.optimizer.step_sync.mark_stale()
 
 
 def _states(place: _ParameterPlace, key: str) -> list[tuple[Slice, Tensor]]:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["STAND_IN", "VERSION", "environment", "install", "require_alone", "require_first"]
+__all__ = ["STAND_IN", "VERSION", "environment", "install", "require_not_installed", "require_not_shadowed"]
 
 # Options that make Python run a module (-m), a text (-c) or standard input (-), also joined with other options or with
 # their value: -um, -mpkg.
@@ -43,7 +43,7 @@ def install() -> None:
     """
     if STAND_IN in sys.path:
         return
-    require_alone()
+    require_not_installed()
     found = [name for name in _TOO_LATE if name in sys.modules]
     if found:
         raise RuntimeError(
@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([STAND_IN, *paths])}
 
 
-def require_alone() -> None:
+def require_not_installed() -> None:
     """Raise if the stand-in would hide the real DeepSpeed.
 
     Raises:
@@ -84,7 +84,7 @@ def require_alone() -> None:
         )
 
 
-def require_first(command: Sequence[str]) -> None:
+def require_not_shadowed(command: Sequence[str]) -> None:
     """Raise if the Python of a command would find another ``deepspeed`` before the stand-in on ``PYTHONPATH``.
 
     Args:

@@ -29,7 +29,7 @@ from zeropp.deepspeed.data import make_loader
 from zeropp.deepspeed.readable_weights import ReadableWeights
 from zeropp.deepspeed.training_optimizer import CalledWindows
 from zeropp.deepspeed.zero_checkpoints import RunValues, read_run_values
-from zeropp.deepspeed.zero_inference import thaw
+from zeropp.deepspeed.zero_inference import unfreeze
 from zeropp.deepspeed.zero_to_fp32 import make_executable, write_script
 from zeropp.engine.engine import Engine as Core
 from zeropp.engine.engine import engine_of
@@ -128,7 +128,7 @@ class Engine(nn.Module):
         self.core = core
         self.device = core.device
         # A plain loss.backward() also divides by gradient_accumulation_steps, as DeepSpeed documents.
-        core.loss_scale.divides_plain = True
+        core.loss_scale.averages_unscaled = True
         # With an optimizer, GatheredParameters gives values to read in the compute dtype, as scripts expect. Without an
         # optimizer it gives main weights: rounding would lose bits of weights that have no other copy.
         core.gather_contexts.computed = optimizer is not None
@@ -510,8 +510,8 @@ class Engine(nn.Module):
         # A core engine that was not closed stays owned by the model's modules until the model is wrapped again.
         self.core.set_state(EngineState.RETIRED)
         self.core.loss_scale.drop_losses()
-        # Last, because thaw() may warn, and the user may have turned warnings into errors.
-        thaw(self.core, self.module)
+        # Last, because unfreeze() may warn, and the user may have turned warnings into errors.
+        unfreeze(self.core, self.module)
 
     # Checkpoints.
 

@@ -19,14 +19,14 @@ from zeropp.params.guard import handler_of
 from zeropp.plan.memory import plan_space
 from zeropp.setup.build import build_engine
 
-__all__ = ["thaw", "wrap_for_inference"]
+__all__ = ["unfreeze", "wrap_for_inference"]
 
 # Engine -> parameters that wrap_for_inference has frozen. The references are weak: a parameter may refer to its module,
 # the module owns the engine, and then the engine would never be freed.
 _frozen: weakref.WeakKeyDictionary[Core, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
-class _Nobody(Listener):
+class _NullListener(Listener):
     """Listener of an engine without an optimizer; ignores all calls of the engine."""
 
     accumulation_type = CalledWindows
@@ -66,7 +66,7 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
         # The engine keeps only a weak reference to its listener, so this one is freed at once. An engine without a
         # listener lets the model be wrapped again, for training.
         plan = partial(plan_space, settings=config, states=lambda: 0)
-        engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], plan)
+        engine = build_engine(model, config, group, _NullListener(), None, device, lambda: ["inference"], plan)
     except BaseException:
         _unfreeze(trained)
         raise
@@ -80,7 +80,7 @@ def _frozen_before(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for engine in engines for ref in _frozen.get(engine, ()) if (parameter := ref()) is not None]
 
 
-def thaw(engine: Core, model: nn.Module) -> None:
+def unfreeze(engine: Core, model: nn.Module) -> None:
     """Unfreeze the parameters that :func:`wrap_for_inference` has frozen.
 
     If the user has made some parameters trainable since, nothing is changed. A notice is given if frozen parameters

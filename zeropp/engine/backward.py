@@ -23,10 +23,11 @@ from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
 from zeropp.params.unit import Unit
 
-__all__ = ["TOLD_APART", "BackwardUses", "OutOfModuleUses", "PinnedUnits"]
+__all__ = ["MAX_FORWARDS_IN_KEY", "BackwardUses", "OutOfModuleUses", "PinnedUnits"]
 
 
-TOLD_APART = 8  # limit on the forwards before a backward, and the backwards after them, in the kind of a backward
+# Limit on the forwards before a backward, and on the backwards after them, that the kind of a backward contains.
+MAX_FORWARDS_IN_KEY = 8
 
 
 class BackwardUses:
@@ -59,7 +60,7 @@ class BackwardUses:
         self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # unit index -> calls that a backward may reach
         self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}
         # For each forward since the last backward, its last call; None if its calls were not noted.
-        self._forwards: deque[weakref.ref[BackwardCall] | None] = deque(maxlen=TOLD_APART)
+        self._forwards: deque[weakref.ref[BackwardCall] | None] = deque(maxlen=MAX_FORWARDS_IN_KEY)
         self._last_call: weakref.ref[BackwardCall] | None = None
         self.last_gradient = 0, 0
 

@@ -23,7 +23,7 @@ from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, u
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
 from zeropp.engine.accumulation import GradAccumulation, Listener, PendingGradients
-from zeropp.engine.backward import TOLD_APART, BackwardUses, OutOfModuleUses, PinnedUnits
+from zeropp.engine.backward import MAX_FORWARDS_IN_KEY, BackwardUses, OutOfModuleUses, PinnedUnits
 from zeropp.engine.engine_state import EngineOptions, EngineState
 from zeropp.engine.hooks import BackwardCall, BackwardReach, HookedModule, ModuleHooks, cast_inputs
 from zeropp.engine.preconditions import (
@@ -249,12 +249,12 @@ class Engine(GuardHandler):
             self._root_ran |= hooked.path == ""
             if self._root_ran:
                 # Drop parts that gather nothing: if one rank alone ran them, kinds would differ between ranks.
-                outstanding = [each for each in outstanding if not (each[1] and self._schedule.known.note_silent(each))]
+                outstanding = [each for each in outstanding if not (each[1] and self._schedule.known.note_local(each))]
             self._schedule.repeats |= len(outstanding) > 1
             if self._since:
                 self._schedule.unrecorded.clear()
             self._since = 0
-            self._outstanding = outstanding[-TOLD_APART:]
+            self._outstanding = outstanding[-MAX_FORWARDS_IN_KEY:]
         self._schedule.begin_phase(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self.notes_calls = self._schedule.repeats or self._schedule.learning
@@ -362,7 +362,7 @@ class Engine(GuardHandler):
         # Which units a backward uses depends on the forwards that it may go through, and on the number of backwards
         # that have gone through them before.
         holding = self._reductions.holding if self._trains else None
-        later = (min(self._since, TOLD_APART),) if self._since else ()
+        later = (min(self._since, MAX_FORWARDS_IN_KEY),) if self._since else ()
         return ("backward", holding, self._trained_set, *outstanding, *later)
 
     # Access for other rooms to hooks, schedule, reductions and refresh.
@@ -658,13 +658,15 @@ class Engine(GuardHandler):
             b.storage_id for unit in self.persistent for b in unit.buffers
         )
 
-    def weights_changed(self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, for_now: bool = False) -> None:
+    def weights_changed(
+        self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, delay_refresh: bool = False
+    ) -> None:
         """Take over new main weights: release gathered units, and refresh cached weights.
 
         Args:
             buffers: flat buffers with new main weights.
             stepped: True after an optimizer step. Differences to the cached weights may then be sent.
-            for_now: True to delay the refreshes to the next forward, because weights may change again before it.
+            delay_refresh: True to delay the refreshes to the next forward, because weights may change again before it.
         """
         self.finish_load()
         for buffer in buffers:
@@ -673,7 +675,7 @@ class Engine(GuardHandler):
         self._graphs_outdated = True
         self._schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):
-            (self._refresh.put_off if for_now else self._refresh.start_refresh)()
+            (self._refresh.put_off if delay_refresh else self._refresh.start_refresh)()
 
     def _forget_outdated_graphs(self) -> None:
         if self._graphs_outdated:

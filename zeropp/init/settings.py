@@ -1,6 +1,6 @@
 """Checks of the arguments of ``zero.Init`` and ``materialize``, and the settings that follow from them.
 
-:class:`PieceLimit` compares the host memory of a model's shards with ``zeropp.host_memory_limit`` during construction.
+:class:`ShardLimit` compares the host memory of a model's shards with ``zeropp.host_memory_limit`` during construction.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from zeropp.config.base import notify_once
 from zeropp.partition.levels import ranks_per_node
 from zeropp.plan.limits import MemoryLimitError, size_text
 
-__all__ = ["InitSettings", "PieceLimit", "choose_group", "choose_settings"]
+__all__ = ["InitSettings", "ShardLimit", "choose_group", "choose_settings"]
 
 
-class PieceLimit:
+class ShardLimit:
     """Counter of the host memory of a model's shards, which raises an error above a limit.
 
     Gradients and optimizer states are not counted here. The ZeroOptimizer counts them, because only then the frozen
@@ -134,7 +134,7 @@ class InitSettings:
     seconds: float
     gathers_in_apply: bool
     asked: dict[str, object]
-    limit: PieceLimit
+    limit: ShardLimit
 
 
 def choose_settings(
@@ -197,17 +197,17 @@ def choose_settings(
     )
 
 
-def _choose_limit(config: Config | None, group: Group, where: torch.device) -> PieceLimit:
+def _choose_limit(config: Config | None, group: Group, where: torch.device) -> ShardLimit:
     limit = None if config is None or where.type != "cpu" else config.zeropp.host_memory_limit
     if config is None or limit is None or not dist.is_initialized():
-        return PieceLimit(None, 1, 1)
+        return ShardLimit(None, 1, 1)
     ranks = dist.get_process_group_ranks(to_process_group(group))
     try:
         local = ranks_per_node(ranks, config.zeropp.local_world_size)
     except ValueError:
         # The number of ranks per node is unknown, so count the memory of this rank only.
         local = 1
-    return PieceLimit(limit, len(ranks), local)
+    return ShardLimit(limit, len(ranks), local)
 
 
 def choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:

@@ -27,7 +27,7 @@ from zeropp.comm.streams import Event, ThreadStream, issued_here
 from zeropp.offload.storage_tiers import FileTensor, StoredTensor
 from zeropp.offload.swap import Descriptors, SwapError, aligned
 
-__all__ = ["Arriving", "GdsReader", "GdsTensor", "ReadAhead", "Ring"]
+__all__ = ["GdsReader", "GdsTensor", "PendingRead", "ReadAhead", "Ring"]
 
 _Part = tuple[int, Tensor, Tensor, Event]  # first element, values, ring buffer of the values, end of the read
 
@@ -50,7 +50,7 @@ class ReadAhead:
         self._straight = straight
         self._stream = ThreadStream("read")
 
-    def begin_read(self, row: StoredTensor, after: Event | None) -> Arriving | GdsTensor:
+    def begin_read(self, row: StoredTensor, after: Event | None) -> PendingRead | GdsTensor:
         """Request a row; the thread reads it behind earlier requests.
 
         Args:
@@ -63,11 +63,11 @@ class ReadAhead:
         """
         if self._straight is not None and isinstance(row, FileTensor):
             return GdsTensor(row, self._straight)
-        arriving = Arriving(self.ring, row.tensor.numel())
+        arriving = PendingRead(self.ring, row.tensor.numel())
         self._stream.run(lambda: self._read(row, arriving, after))
         return arriving
 
-    def _read(self, row: StoredTensor, arriving: Arriving, after: Event | None) -> None:
+    def _read(self, row: StoredTensor, arriving: PendingRead, after: Event | None) -> None:
         try:
             # Wait here instead of in ThreadStream.run, so that an error of the event reaches the waiting gather, too.
             if after is not None:
@@ -86,7 +86,7 @@ class ReadAhead:
                     raise
                 arriving.parts.put((start, values, buffer, event))
         except BaseException as error:
-            # Pass the error to the thread that waits in Arriving.copy_to.
+            # Pass the error to the thread that waits in PendingRead.copy_to.
             arriving.parts.put(error)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class ReadAhead:
         self._stream.close()
 
 
-class Arriving:
+class PendingRead:
     """A row that is being read ahead.
 
     Attributes:

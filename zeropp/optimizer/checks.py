@@ -29,6 +29,7 @@ __all__ = [
     "check_scale",
     "count_states",
     "describe_optimizer",
+    "is_elementwise",
     "plain_settings",
     "reason_for_whole",
     "refusal_of_early_unscale",
@@ -36,7 +37,6 @@ __all__ = [
     "refuse_inner_group",
     "refuse_inner_step",
     "refuse_unused",
-    "treats_each_alone",
     "trial_states",
     "weakly",
     "zero_grad_by",
@@ -238,7 +238,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} {reason}, and zeropp gives optimizers slices of "
             "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, RMSprop"
         )
-    if treats_each_alone(optimizer):
+    if is_elementwise(optimizer):
         return
     try:
         same = _steps_alike(optimizer)
@@ -264,7 +264,7 @@ def reason_for_whole(kind: type[Optimizer]) -> str:
     return next((_WHOLE_MATRIX[cls.__name__] for cls in kind.__mro__ if cls.__name__ in _WHOLE_MATRIX), "")
 
 
-def treats_each_alone(optimizer: Optimizer) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if this is a known elementwise optimizer of torch.optim, which steps each parameter by itself."""
     return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 

@@ -148,7 +148,7 @@ class HostStep:
         if divisor is not None:
             # The step divides gradients in place without raising their versions, so their norms must count as outdated.
             for gradient in engine.gradients:
-                gradient.doubt()
+                gradient.mark_stale()
         if waits or not self.lazy:
             engine.wait_for_step()
 
@@ -189,7 +189,7 @@ class HostStep:
                 if state:
                     dict.__setitem__(self._optimizer.state, parameter, state)
                 job = jobs.setdefault(part.buffer, BufferStep(part.buffer))
-                job.states = self._bring_home(part, part.buffer, state)
+                job.states = self._move_to_tier(part, part.buffer, state)
                 states = {name: state[name] for name in rule.states(settings)}
                 job.slices.append((part.offset, SliceStep(param, part.gradient, states, settings, number, divisor)))
         return jobs
@@ -205,9 +205,9 @@ class HostStep:
         for part in self._slices.stepped if elsewhere else ():
             state = dict.get(self._optimizer.state, part.parameter)
             if part.buffer is not None and part.buffer in elsewhere and state:
-                self._bring_home(part, part.buffer, state)
+                self._move_to_tier(part, part.buffer, state)
 
-    def _bring_home(
+    def _move_to_tier(
         self, part: Slice, buffer: FlatBuffer, state: dict[str, object]
     ) -> dict[str, storage_tiers.StoredTensor]:
         """Move a slice's elementwise states to their storage tier; return the buffer's stored tensors by state key.

@@ -38,7 +38,7 @@ from zeropp.comm.agreement import SAVED, Agreement
 from zeropp.config import Config
 from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.checks import treats_each_alone, weakly
+from zeropp.optimizer.checks import is_elementwise, weakly
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.sharded_params import ShardedParams, Slice, SliceStates
@@ -57,7 +57,7 @@ __all__ = [
     "fold",
     "from_step_result",
     "gradient_norms",
-    "load_carried",
+    "load_error_feedback",
     "load_optimizer",
     "scale_gradients",
     "unscale",
@@ -74,22 +74,22 @@ class OptimizerStep:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
-        self._elementwise = treats_each_alone(optimizer)
+        self._elementwise = is_elementwise(optimizer)
         self._max_norm = config.gradient_clipping
         self._host = HostStep(engine, optimizer, slices, config) if config.steps_on_host else None
 
     @property
-    def may_leave_out(self) -> bool:
+    def can_skip_on_device(self) -> bool:
         """True if the device can skip a step by itself, so that the host need not read the result first."""
-        return self._host is None and may_leave_out(self._engine, self._optimizer)
+        return self._host is None and can_skip_on_device(self._engine, self._optimizer)
 
-    def run_step(self, norm: Tensor, left_out: Tensor | None) -> None:
+    def run_step(self, norm: Tensor, skip_flag: Tensor | None) -> None:
         """Step all slices that have a gradient, and start refreshes.
 
         Args:
             norm: gradient norm over the whole model, float64 scalar.
-            left_out: float32 scalar on the device: 1 to skip the step (non-finite gradients), 0 to take it. None if the
-                step is known to be taken.
+            skip_flag: float32 scalar on the device: 1 to skip the step (non-finite gradients), 0 to take it. None if
+                the step is known to be taken.
         """
         # Step post-hooks may edit weights, so all weights must be stepped before hooks run, and refreshes wait until
         # later.
@@ -99,13 +99,13 @@ class OptimizerStep:
                 self._step_on_host(self._host, norm, waits=later)
             finally:
                 # Mark weights as changed after an error, too, because some may have been stepped.
-                self._engine.weights_changed(self._engine.trainable_buffers, stepped=True, for_now=later)
+                self._engine.weights_changed(self._engine.trainable_buffers, stepped=True, delay_refresh=later)
             return
-        with clipping(self._engine, self._optimizer, norm, self._max_norm, left_out):
+        with clipping(self._engine, self._optimizer, norm, self._max_norm, skip_flag):
             step_by_chunks(
                 choose_chunks(self._engine, self._slices.stepped, elementwise=self._elementwise),
                 self._step,
-                lambda buffers: self._changed(buffers, for_now=later),
+                lambda buffers: self._changed(buffers, delay_refresh=later),
             )
 
     def _step_on_host(self, host: HostStep, norm: Tensor, *, waits: bool) -> None:
@@ -147,7 +147,7 @@ class OptimizerStep:
             with without_gradients(others):
                 step(self._optimizer)
 
-    def _changed(self, buffers: Sequence[FlatBuffer], *, for_now: bool) -> None:
+    def _changed(self, buffers: Sequence[FlatBuffer], *, delay_refresh: bool) -> None:
         """Move new states to their tier, renew offloaded weight copies, and start or delay refreshes."""
         # If the host steps, the optimizer's own code runs only as a fallback, and its new states are not in their tier
         # yet.
@@ -156,7 +156,7 @@ class OptimizerStep:
         for buffer in buffers:
             if buffer.wire_copy is not None:
                 buffer.wire_copy.renew()
-        self._engine.weights_changed(buffers, stepped=True, for_now=for_now)
+        self._engine.weights_changed(buffers, stepped=True, delay_refresh=delay_refresh)
 
 
 # Chunks: slices that are stepped in one call.
@@ -325,7 +325,7 @@ def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
     return single and fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
+def can_skip_on_device(engine: Engine, optimizer: Optimizer) -> bool:
     """Return True if the device can skip a step of the optimizer so that neither weights nor states change."""
     # Only Adam's and AdamW's step qualifies. If fused SGD skips its first step, its momentum buffers stay uninitialized
     # but count as valid.
@@ -335,7 +335,7 @@ def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def clipping(
-    engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float, left_out: Tensor | None = None
+    engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float, skip_flag: Tensor | None = None
 ) -> Iterator[None]:
     """Clip gradients to ``max_norm`` in steps of the optimizer inside this context.
 
@@ -347,17 +347,17 @@ def clipping(
         optimizer: the wrapped optimizer.
         norm: gradient norm over the whole model, float64 scalar.
         max_norm: upper bound of the norm; 0 for no clipping.
-        left_out: float32 scalar, 1 to make the steps change nothing; only for an optimizer for which `may_leave_out`
-            returns True. None to take the steps.
+        skip_flag: float32 scalar, 1 to make the steps change nothing; only for an optimizer for which
+            `can_skip_on_device` returns True. None to take the steps.
     """
-    if left_out is None and not (max_norm > 0 and takes_divisor(engine, optimizer)):
+    if skip_flag is None and not (max_norm > 0 and takes_divisor(engine, optimizer)):
         if max_norm > 0:
             scale_gradients(engine, norm, max_norm)
         yield
         return
     # torch's fused optimizers read these two attributes, which GradScaler normally sets.
     none = torch.zeros((), dtype=torch.float32, device=norm.device)
-    optimizer.found_inf = none if left_out is None else left_out  # type: ignore[attr-defined]
+    optimizer.found_inf = none if skip_flag is None else skip_flag  # type: ignore[attr-defined]
     if max_norm > 0:
         optimizer.grad_scale = clip_divisor(norm, max_norm)  # type: ignore[attr-defined]
     try:
@@ -368,7 +368,7 @@ def clipping(
             del optimizer.grad_scale  # type: ignore[attr-defined]
             # The step divided gradients in place without raising their versions, so their norms must count as outdated.
             for gradient in engine.gradients:
-                gradient.doubt()
+                gradient.mark_stale()
 
 
 def gradient_norms(engine: Engine, stats: StepStats) -> GradientNorms:
@@ -506,7 +506,7 @@ class ErrorFeedback:
             feedback.fresh = False
 
 
-def load_carried(engine: Engine, carried: ErrorFeedback, saved: dict[str, Any] | None) -> None:
+def load_error_feedback(engine: Engine, carried: ErrorFeedback, saved: dict[str, Any] | None) -> None:
     """Restore saved errors if they fit on every rank; otherwise clear the errors on all ranks and warn. Collective.
 
     Cleared errors cost little accuracy, so this is no failure.

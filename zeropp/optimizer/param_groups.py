@@ -136,7 +136,7 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
     # change must send nothing.
     if _mode_of(optimizer) != before:
         engine.agreement.require_same_call(f"{name}() of the optimizer")
-        engine.weights_changed(engine.trainable_buffers, for_now=True)
+        engine.weights_changed(engine.trainable_buffers, delay_refresh=True)
 
 
 def _mode_of(optimizer: Optimizer) -> list[Any]:

@@ -184,7 +184,7 @@ class ShardedParams:
         for group, given in zip(groups, self.given, strict=True):
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
             # Change the group in place, because schedulers and users hold the group objects.
-            group["params"] = _Listed([part.parameter for part in parts], self._wait)
+            group["params"] = _WaitingParams([part.parameter for part in parts], self._wait)
             # torch stores names in the group if the optimizer was made from named_parameters().
             if "param_names" in group:
                 group["param_names"] = [part.name for part in parts]
@@ -583,7 +583,7 @@ class ShardedParams:
         return value.to(dtype)
 
 
-class _Listed(list[Any]):
+class _WaitingParams(list[Any]):
     """The ``params`` list of a group, which waits before it hands out tensors that a step or refresh may still use.
 
     Reading other entries of the group, such as the learning rate that a scheduler sets after a step, does not wait.

@@ -114,10 +114,10 @@ class StepSync:
 
     Attributes:
         reads: number of times that the host waited for a sum: 1 per step, more if gradients were unsent, 0 if late.
-        reads_late: True if sums may be read late, which is possible on a GPU only; see [Note: sums read late].
+        defers_read: True if sums may be read late, which is possible on a GPU only; see [Note: sums read late].
         cache_checksum: comparison of the weights that ranks cache.
-        spoiled: True if gradients were edited before others of the same step were reduced. The edit missed the others,
-            so all ranks skip the step.
+        must_skip: True if gradients were edited before others of the same step were reduced. The edit missed the
+            others, so all ranks skip the step.
         missed: names of parameters; this rank edited some of them, and a forward computed without the edit.
     """
 
@@ -127,15 +127,15 @@ class StepSync:
         self.reads = 0
         self._checks = checks_overflow
         # On CPU the host cannot run ahead of the device.
-        self.reads_late = engine.device.type == "cuda"
+        self.defers_read = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)
         self.missed: list[str] = []
-        self.spoiled = False
+        self.must_skip = False
         self._edited_early = False  # edits were accepted when a backward began; stray gradients may have missed them
         self._pending_sum: PendingSum | None = None
         self._vector: Tensor | None = None
-        self._verdict: StepStats | None = None
-        self._doubts = False  # reports of all arrived gradients count as possibly outdated
+        self._kept_stats: StepStats | None = None
+        self._all_stale = False  # reports of all arrived gradients count as possibly outdated
         self._kept = False  # the result was computed before the step, and the user may have edited gradients since
         # Versions of the arrived gradient shards that the vector describes; None unless the result is kept for the
         # step.
@@ -151,9 +151,9 @@ class StepSync:
     def invalidate(self) -> None:
         """Discard the result, because gradients have changed."""
         self._vector = None
-        self._verdict = None
+        self._kept_stats = None
         self._versions = None
-        self._doubts = self._kept = False
+        self._all_stale = self._kept = False
 
     def take_early_edits(self) -> None:
         """Accept gradient edits that were made before the backward that begins now.
@@ -170,16 +170,16 @@ class StepSync:
 
     def forget_early_edits(self) -> None:
         """Forget accepted and missed gradient edits, because the step was decided or the gradients were discarded."""
-        self._edited_early = self.spoiled = False
+        self._edited_early = self.must_skip = False
 
-    def doubt(self) -> None:
+    def mark_stale(self) -> None:
         """Mark all reports as outdated, because GradScaler or the user has the groups and may edit gradients unseen."""
-        if not self._doubts:
-            self._doubts = True
+        if not self._all_stale:
+            self._all_stale = True
             for gradient in self._arrived():
-                gradient.doubt()
+                gradient.mark_stale()
 
-    def spread_overflow(self, target: Tensor, source: Gradient | None) -> None:
+    def share_overflow(self, target: Tensor, source: Gradient | None) -> None:
         """Add NaN to a shown gradient on every rank if any rank has a non-finite gradient.
 
         torch's GradScaler checks this rank's gradients only, before ``step`` exchanges the vector. It must reach the
@@ -209,18 +209,18 @@ class StepSync:
         """Return the step's result; the first call sums the vector, and the host may wait for the device.
 
         Args:
-            late: True if the caller uses :meth:`left_out` and needs no number on the host.
+            late: True if the caller uses :meth:`skip_flag` and needs no number on the host.
 
         Raises:
             RuntimeError: ranks issued different collectives or have different settings, now or at an unread earlier
                 step.
         """
-        if self._verdict is None:
+        if self._kept_stats is None:
             # First check an unread sum, as after clipping. All ranks have the same one, so all raise here or none does.
             self.read_unread()
             if late and self._may_read_late() and self._needs_nothing():
-                self._verdict = self._sum_unread()
-        if self._verdict is None:
+                self._kept_stats = self._sum_unread()
+        if self._kept_stats is None:
             values = self._exchange()
             if values[_LATE] % _MISSED > 0:
                 return self._follow_late(values)
@@ -235,7 +235,7 @@ class StepSync:
                 missed = values[_EDITED] % _EARLY > 0 or (values[_EDITED] > 0 and values[self._stray] > 0)
                 if missed and values[_BAD] == 0:
                     self._refuse_edited(unsent, held=values[self._stray] == 0)
-                    self.spoiled = True
+                    self.must_skip = True
                 # Without strays, no_sync() or an unfinished window held the gradients on purpose, so the order was
                 # right.
                 self.engine.postpone_reductions(unsent, held=values[self._stray] == 0)
@@ -254,13 +254,13 @@ class StepSync:
                 values = self._exchange()
             self._renew_differing_caches(values)
             self.engine.note_step_sync(passed_over=values[self._passed_over] % _REMOVED > 0)
-            if self.spoiled and self._vector is not None:
+            if self.must_skip and self._vector is not None:
                 values[0] = self._vector[0] = math.nan
-            checked = self._checks or self.spoiled
-            self._verdict = StepStats(norm_of(values[0]), self._flags(values), checked=checked, sent=sent)
-        return self._verdict
+            checked = self._checks or self.must_skip
+            self._kept_stats = StepStats(norm_of(values[0]), self._flags(values), checked=checked, sent=sent)
+        return self._kept_stats
 
-    def keep_verdict(self) -> StepStats:
+    def keep_stats(self) -> StepStats:
         """Return the result, and keep it for the step unless gradients are edited before; see :meth:`recheck`."""
         self.recheck()  # a kept result may be outdated
         stats = self.reduce_stats()
@@ -270,7 +270,7 @@ class StepSync:
 
     def _note_versions(self) -> None:
         """Record the shards' versions, which the vector describes."""
-        self._doubts = False
+        self._all_stale = False
         self._versions = self._arrived_versions()
 
     def _arrived_versions(self) -> list[int]:
@@ -280,8 +280,8 @@ class StepSync:
         """Return True if the device may skip the step by itself; the same on every rank."""
         engine = self.engine
         return (
-            self.reads_late
-            and not self.spoiled
+            self.defers_read
+            and not self.must_skip
             and self._checks  # the device skips steps that are not finite
             and (engine.comm.world == 1 or engine.options.static_graph)
             and not self.cache_checksum.due
@@ -322,10 +322,10 @@ class StepSync:
         flags = self._flags(values)
         for unit, position in self.engine.pending.untold():
             flags[unit][position] = False  # ranks that go on late have the same graph, so no rank has used it since
-        self._verdict = StepStats(None, flags, late=True)
-        return self._verdict
+        self._kept_stats = StepStats(None, flags, late=True)
+        return self._kept_stats
 
-    def left_out(self) -> Tensor:
+    def skip_flag(self) -> Tensor:
         """Return a float32 scalar on the device: 1 if a step without a host decision must change no weight, else 0."""
         assert self._vector is not None
         bad = self._vector[0].isfinite().logical_not() | (self._vector[self._unsent : self._stray].sum() > 0)
@@ -363,7 +363,7 @@ class StepSync:
         if not math.isfinite(values[0]) and values[_BAD] == 0:
             # All ranks read the same sum, so all stop reading late. The overflow is then repaired before a step is
             # decided.
-            self.reads_late = False
+            self.defers_read = False
             _log.warning("squared gradients overflow float32: a step was skipped; later steps wait for their norm")
 
     def recheck(self) -> None:
@@ -374,11 +374,11 @@ class StepSync:
         Raises:
             RuntimeError: the settings differ between ranks.
         """
-        if self._verdict is None:
+        if self._kept_stats is None:
             return  # the coming sum compares the settings, so no exchange is needed
         # Edits through ``.data`` raise no version, and users may hold tensors of the groups since before the result.
         edited = (
-            self._doubts or self._versions != self._arrived_versions() or (self._kept and self._measures_otherwise())
+            self._all_stale or self._versions != self._arrived_versions() or (self._kept and self._measures_otherwise())
         )
         doing = "comparing the settings of parameter groups"
         rows = self.engine.agreement.exchange(SETTINGS, [int(self._settings.code()) << 1 | edited], doing)
@@ -387,7 +387,7 @@ class StepSync:
             raise self._settings.disagreement()
         if any(code & 1 for code in codes):
             self.invalidate()
-            self.doubt()  # clipping has changed gradients, too, so their reports are outdated
+            self.mark_stale()  # clipping has changed gradients, too, so their reports are outdated
 
     def _measures_otherwise(self) -> bool:
         """Measure all gradients again, and return True if their squares or flags differ from the reports."""
@@ -395,7 +395,7 @@ class StepSync:
         reports = [gradient.report for gradient in gradients]
         before = total_of(reports, self.engine.device)
         for gradient in gradients:
-            gradient.doubt()
+            gradient.mark_stale()
             gradient.measure()
         # NaN compares as False, so non-finite gradients always count as changed.
         same = (total_of(reports, self.engine.device) - before).abs() <= _ROUNDING * before
@@ -482,15 +482,15 @@ class StepSync:
 
     def _measure_doubted(self) -> Tensor:
         """Renew outdated reports; return float64 [1]: 1 if gradients changed since, plus _EARLY for accepted edits."""
-        doubted = [gradient for gradient in self._arrived() if gradient.doubted]
+        stale = [gradient for gradient in self._arrived() if gradient.stale]
         early = _EARLY * self._edited_early
-        if not doubted:
+        if not stale:
             return torch.full((1,), early, dtype=torch.float64, device=self.engine.device)
         # A raised version proves an edit. Without one, look for scaling only, which GradScaler does unseen.
-        edited = any(gradient.edited for gradient in doubted)
-        reports = [gradient.report for gradient in doubted]
+        edited = any(gradient.edited for gradient in stale)
+        reports = [gradient.report for gradient in stale]
         before = total_of(reports, self.engine.device)[0]
-        for gradient in doubted:
+        for gradient in stale:
             gradient.measure()
         # Fused kernels and separate measurements may sum in different orders.
         scaled = (total_of(reports, self.engine.device)[0] - before).abs() > _ROUNDING * before
@@ -566,7 +566,7 @@ class StepSync:
         if not late:
             told = dict(enumerate(self.engine.agreement.exchange_objects(own, "naming weights that were edited")))
             # Renew the weights, so that the next forward uses the edits if the caller catches the error.
-            self.engine.weights_changed(self.engine.trainable_buffers, for_now=True)
+            self.engine.weights_changed(self.engine.trainable_buffers, delay_refresh=True)
         ranks = [rank for rank, names in told.items() if names]
         names = list(dict.fromkeys(name for names in told.values() for name in names))
         where = f"on rank{'s' * (len(ranks) > 1)} {ranks}, in some of {names[:8]}," if names else "on another rank"

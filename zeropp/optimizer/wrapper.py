@@ -47,7 +47,7 @@ from zeropp.optimizer.optimizer_step import (
     StepResult,
     from_step_result,
     gradient_norms,
-    load_carried,
+    load_error_feedback,
     load_optimizer,
     scale_gradients,
     unscale,
@@ -153,7 +153,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices, self.config)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
-        self.carried = ErrorFeedback(self.engine, loco.reset_T if loco is not None else 1)
+        self.error_feedback = ErrorFeedback(self.engine, loco.reset_T if loco is not None else 1)
         # The hook dicts are shared with the wrapped optimizer, but the hooks run here, once per step.
         for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
             name = f"_optimizer_{call}_{when}_hooks"
@@ -230,7 +230,7 @@ class ZeroOptimizer(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of the wrapped optimizer, with this rank's slices as ``params``."""
         # The caller may edit gradients through ``.data``, which raises no version, so count their norms as outdated.
-        self.step_sync.doubt()
+        self.step_sync.mark_stale()
         self._groups_read = True
         return self.inner.param_groups
 
@@ -309,7 +309,7 @@ class ZeroOptimizer(Optimizer):
         self.step_sync.invalidate()  # the user may have edited gradients since the last result
         stats = self._decide()  # also reduces gradients held by no_sync()
         norm = self.step_sync.norm_tensor()
-        if not self.step_sync.spoiled:
+        if not self.step_sync.must_skip:
             self.step_sync.accept_scaling(scale_gradients(self.engine, norm, max_norm))
         self._show_sent(stats)
         return norm
@@ -326,7 +326,7 @@ class ZeroOptimizer(Optimizer):
         if not self.engine.accumulation.unfinished:
             self.step_result.wait_for_result()  # read the last step's result before its sum is overwritten
             self.slices.take_edits(self.engine.pending)
-            stats = self.step_sync.keep_verdict()
+            stats = self.step_sync.keep_stats()
             self._norms = gradient_norms(self.engine, stats)
             self._show_sent(stats)
         return GradientNorms(self._norms)
@@ -382,7 +382,7 @@ class ZeroOptimizer(Optimizer):
             return None
         if self.grad_scale is not None:
             unscale(self.inner, self.grad_scale)
-            self.step_sync.doubt()
+            self.step_sync.mark_stale()
         return self._step(closure, now=now)
 
     def _step(self, closure: Callable[[], Tensor] | None, *, now: bool) -> Tensor | None:
@@ -423,12 +423,12 @@ class ZeroOptimizer(Optimizer):
         stats = self._decide()
         norm = self.step_sync.norm_tensor()
         # If the host has not read the sum, the device skips the step if a gradient is not finite.
-        left_out = self.step_sync.left_out() if stats.late else None
+        skip_flag = self.step_sync.skip_flag() if stats.late else None
         self.step_sync.invalidate()  # a further step must sum again, with all ranks
         self.step_sync.forget_early_edits()
         # Restart the window before decided(), which may raise, so that the caller can continue with a new window.
         if stats.skips:
-            self.carried.clear()
+            self.error_feedback.clear()
             self.engine.accumulation.restart()
         self.step_result.decided(stats)
         if stats.skips:
@@ -438,7 +438,7 @@ class ZeroOptimizer(Optimizer):
         self.slices.show_used(stats.used)
         self._steps = True
         try:
-            self._optimizer_step.run_step(norm, left_out)
+            self._optimizer_step.run_step(norm, skip_flag)
         except BaseException:
             self._zero_after = None  # a later step must not clear gradients because of this one
             raise
@@ -447,7 +447,7 @@ class ZeroOptimizer(Optimizer):
         self.slices.accept_edits()
         # Gradients stay until zero_grad(), and norms over the groups stay refused until then.
         self.slices.show_markers(True)
-        self.carried.count_step()
+        self.error_feedback.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.accumulation.restart()
         # Without any gradient, no weight has changed, as after batches that were all discarded.
@@ -461,7 +461,7 @@ class ZeroOptimizer(Optimizer):
     def _decide(self) -> StepStats:
         """Return the step sync's result. The host reads one sum per step, or none; see [Note: sums read late]."""
         self.step_result.wait_for_result(stepping=True)
-        return self.step_sync.reduce_stats(late=self._optimizer_step.may_leave_out)
+        return self.step_sync.reduce_stats(late=self._optimizer_step.can_skip_on_device)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:
@@ -504,7 +504,7 @@ class ZeroOptimizer(Optimizer):
             "zeropp": {
                 **describe_rank(self.engine),
                 "waiting": self.slices.frozen_states(),
-                "carried": self.carried.state_dict(),
+                "carried": self.error_feedback.state_dict(),
                 "skipped_steps": self.step_result.count_skipped(),
             },
         }
@@ -531,7 +531,7 @@ class ZeroOptimizer(Optimizer):
             load_main_weights(self.engine, saved)
             load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
-        load_carried(self.engine, self.carried, saved.get("carried"))
+        load_error_feedback(self.engine, self.error_feedback, saved.get("carried"))
         self.step_result.load(saved["skipped_steps"], saved.get("loss_scale"))
 
     # Moving memory to the host between phases of training; see [Note: states off the device].
@@ -636,7 +636,7 @@ class ZeroOptimizer(Optimizer):
         if self.slices.take_edits(self.engine.pending):  # all gradients were set to None, as by torch's zero_grad
             self._forget_removed()
         self.step_sync.take_early_edits()
-        self.carried.follow(self.grad_scaler)
+        self.error_feedback.follow(self.grad_scaler)
 
     @torch.no_grad()
     def backward_ended(self) -> None:
@@ -651,7 +651,7 @@ class ZeroOptimizer(Optimizer):
         shown = self.slices.show_arrived(self.engine.pending)
         # Check for non-finite gradients only if a step may follow, because GradScaler.step() is refused otherwise.
         if self._all_shown:
-            self.step_sync.spread_overflow(shown.gradient, shown.source)
+            self.step_sync.share_overflow(shown.gradient, shown.source)
 
     def _forget_removed(self) -> None:
         """Discard gradients of earlier backwards, after the user has set all of them to None.
@@ -664,7 +664,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.pending.forget_removed(kept)
         self.step_sync.forget_early_edits()
         if self.engine.accumulation.count:
-            self.carried.clear()
+            self.error_feedback.clear()
 
     @torch.no_grad()
     def gradients_wanted(self) -> None:
@@ -680,7 +680,7 @@ class ZeroOptimizer(Optimizer):
         self.step_sync.invalidate()
         self.step_sync.forget_early_edits()
         if self.engine.accumulation.count:
-            self.carried.clear()  # the errors belong to gradients that no step has used
+            self.error_feedback.clear()  # the errors belong to gradients that no step has used
         self.engine.accumulation.restart()
         self._all_shown = True
         self.engine.loss_scale.drop_losses()

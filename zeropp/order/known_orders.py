@@ -263,7 +263,7 @@ class KnownOrders:
         # Only units of the order: modules of other units may have run without a graph and without a backward.
         return any(again[unit] > calls[unit] for unit in set(order.uses))
 
-    def note_silent(self, key: PhaseKey) -> bool:
+    def note_local(self, key: PhaseKey) -> bool:
         """Return True if forwards or backwards of this kind need no collective, so that one rank may run one alone."""
         # A forward may touch weights outside of its module. Then it has a learned order with uses.
         known = self._known[key].known if key in self._known else []

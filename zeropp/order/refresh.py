@@ -140,7 +140,7 @@ class Refresh:
             def agree() -> None:
                 most = torch.stack([buffer.count_escapes() for buffer in counted])
                 self._take_largest(most)
-                crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
+                crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.set_capacity(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
                 # On a comm stream, so that the host goes on. Refreshes on other comm streams wait for the event.

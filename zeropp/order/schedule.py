@@ -185,7 +185,7 @@ class Schedule:
         # Messages carry the code of the phase. Without it, ranks in different phases could take each other's messages
         # for answers, because the messages may look alike.
         self.agreement.enter(name, self._phase_code(key))
-        phase.silent = self.known.note_silent(key)
+        phase.silent = self.known.note_local(key)
         # Not silent forwards, which one rank may run alone: refreshes follow the order of this forward on all ranks.
         if then is not None and not phase.silent:
             self._forward = key

@@ -66,7 +66,7 @@ class Gradient:
     Attributes:
         row: stored tensor that holds ``shard``.
         arrived: True if ``shard`` contains a gradient since the last reset.
-        report: statistics of ``shard``: squares per block and a non-finite flag; out of date if ``doubted``.
+        report: statistics of ``shard``: squares per block and a non-finite flag; out of date if ``stale``.
         trained: one flag per parameter; False for parameters that were frozen after wrapping.
         held: [numel / held level] sum in the main dtype of backwards that are to be sent with a later one; or None.
     """
@@ -100,7 +100,7 @@ class Gradient:
         self.arrived = False
         self.report = Report(self.shard, device)
         self._reported = -1  # autograd version of ``shard`` when ``report`` was made
-        self._doubted = False  # True if ``shard`` may have been written without a new version
+        self._stale = False  # True if ``shard`` may have been written without a new version
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
         # Number of backwards summed in ``held``. A float16 message of the sum is scaled down accordingly.
@@ -366,22 +366,22 @@ class Gradient:
         return self.shard._version != self._reported
 
     @property
-    def doubted(self) -> bool:
+    def stale(self) -> bool:
         """True if the report may not match the shard."""
-        return self._doubted or self.edited
+        return self._stale or self.edited
 
-    def doubt(self) -> None:
+    def mark_stale(self) -> None:
         """Mark the report as doubtful: torch's GradScaler and writes to ``.data`` leave no trace in the version."""
-        self._doubted = True
+        self._stale = True
 
     def accept_edits(self) -> None:
         """Record that the report matches the shard as it is now."""
         self._reported = self.shard._version
-        self._doubted = False
+        self._stale = False
 
     def measure(self) -> None:
-        """Make the report anew if it is doubted."""
-        if self.doubted:
+        """Make the report anew if it is stale."""
+        if self.stale:
             self.report.measure(self.shard)
             self.accept_edits()
 
@@ -543,15 +543,15 @@ class LossScale:
     Attributes:
         value: factor that losses are multiplied by.
         dynamic: True if the scale is dynamic.
-        divides_plain: True if losses of a plain ``loss.backward()`` are divided by the micro-batches of a window, as
-            DeepSpeed's engine does; False if they count in full, as in plain torch.
+        averages_unscaled: True if losses of a plain ``loss.backward()`` are divided by the micro-batches of a window,
+            as DeepSpeed's engine does; False if they count in full, as in plain torch.
         iterations: number of steps so far, skipped ones included; counted for a dynamic scale only.
     """
 
     # Shared by all models, because a loss may depend on several. ``_running``: running backwards of scaled losses.
-    # ``_unmet``: loss scales that scaled a loss of this window whose backward did not reach their own model.
+    # ``_unreached``: loss scales that scaled a loss of this window whose backward did not reach their own model.
     _running: ClassVar[list[_Scaled]] = []
-    _unmet: ClassVar[weakref.WeakSet[LossScale]] = weakref.WeakSet()
+    _unreached: ClassVar[weakref.WeakSet[LossScale]] = weakref.WeakSet()
 
     def __init__(self, scaling: LossScaling, factor: float) -> None:
         self._scaling = scaling
@@ -561,7 +561,7 @@ class LossScale:
         if scaling.enabled:
             self.value = 2.0**scaling.initial_scale_power if self.dynamic else scaling.loss_scale
         self.iterations = 0
-        self.divides_plain = False
+        self.averages_unscaled = False
         # For the losses of a window: the factor that divides them (1 / micro-batches, or 1 for losses that zeropp does
         # not divide), and their loss scale.
         self._share = 1.0
@@ -609,16 +609,16 @@ class LossScale:
             # Without a scale, small float16 gradients would underflow to zero.
             raise RuntimeError(
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
-                f"or optimizer.scale(loss).backward(){_DETACHED if LossScale._unmet else ''}"
+                f"or optimizer.scale(loss).backward(){_DETACHED if LossScale._unreached else ''}"
             )
-        matters = (self.divides_plain and steps > 1) or any(each._scaling.enabled for each in LossScale._unmet)
-        if scale is None and LossScale._unmet and matters:
+        matters = (self.averages_unscaled and steps > 1) or any(each._scaling.enabled for each in LossScale._unreached)
+        if scale is None and LossScale._unreached and matters:
             raise RuntimeError(
                 "an engine scaled a loss, and the backward of that loss did not reach the engine's model. Until "
                 "that engine steps, zeropp cannot tell whether the loss of this backward is already scaled or divided"
                 f"{_DETACHED}"
             )
-        share = 1 / steps if scale is None and self.divides_plain else 1.0
+        share = 1 / steps if scale is None and self.averages_unscaled else 1.0
         scale = 1.0 if scale is None else scale
         # The held gradients of a window are one sum, which is multiplied by one factor.
         if not first and share != self._share:
@@ -648,7 +648,7 @@ class LossScale:
 
     def drop_losses(self) -> None:
         """Forget the losses that were scaled in this window, because the window has ended."""
-        LossScale._unmet.discard(self)
+        LossScale._unreached.discard(self)
 
     def update(self, *, overflow: bool) -> None:
         """Update a dynamic scale after a step was taken or skipped.
@@ -745,7 +745,7 @@ def _begin_scaled_backward(owner: weakref.ref[LossScale], value: float, gradient
     @uncompiled
     def over() -> None:
         if not scaled.met and (this := owner()) is not None:
-            LossScale._unmet.add(this)
+            LossScale._unreached.add(this)
 
     # If one backward goes through several scaled losses, it may have reached the owner's model before this loss.
     met = any(each.met for each in same if each.owner() is owner())

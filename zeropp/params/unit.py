@@ -301,11 +301,11 @@ class FlatBuffer:
         assert self.paths.differences is not None and self.paths.differences.counted is not None
         return self.paths.differences.counted.count_escapes(self._new_values(), self._difference_places[0])
 
-    def take_room(self, room8: int, room16: int) -> bool:
+    def set_capacity(self, room8: int, room16: int) -> bool:
         """Set the message size to the largest counts of any rank; return True if differences save bytes."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
         numel = self.shard.numel()
-        return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
+        return self.paths.differences.counted.set_capacity((room8, room16), numel, numel * self.compute_dtype.itemsize)
 
     def refresh(self, sends_differences: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         """Refresh the cached weights; ``sends_differences`` returns True if this refresh is to send differences."""
@@ -334,7 +334,7 @@ class FlatBuffer:
         """
         # Unguard first: setting ``.data`` of a guarded parameter would count as a use of the parameter.
         unguard(self.parameters)
-        self._swap(self._present, 2 * self.version)
+        self._replace_values(self._present, 2 * self.version)
 
     def guard_values(self) -> None:
         """Point the parameters at their stand-ins and guard them; see `zeropp.params.guard`.
@@ -345,12 +345,12 @@ class FlatBuffer:
         unguard(self.parameters)
         try:
             # Guard in ``finally``: after an error, a parameter without values must not stay readable.
-            self._swap(self._absent, 2 * self.version + 1)
+            self._replace_values(self._absent, 2 * self.version + 1)
             self._refuse_unfrozen()
         finally:
             guard(self.parameters)
 
-    def _swap(self, values: list[Tensor], version: int) -> None:
+    def _replace_values(self, values: list[Tensor], version: int) -> None:
         # Look for edits first, because setting the version counter hides them. Raise last, so that the swap is
         # complete.
         edited = [n for n, p in zip(self.names, self.parameters, strict=True) if p._version != self._noted_version]

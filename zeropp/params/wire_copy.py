@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.streams import Event, copy, used_here
-from zeropp.offload.read_ahead import Arriving, GdsTensor, ReadAhead
+from zeropp.offload.read_ahead import GdsTensor, PendingRead, ReadAhead
 from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.wire.codecs import Codec
 
@@ -76,7 +76,7 @@ class WireCopy:
         """Bytes on the device of new main weights that no refresh has sent yet."""
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
-    def begin_gather(self, after: Event | None) -> Tensor | Arriving | GdsTensor:
+    def begin_gather(self, after: Event | None) -> Tensor | PendingRead | GdsTensor:
         """Return the source of one gather, and start reading it if it is off the device.
 
         Args:

@@ -21,7 +21,7 @@ from zeropp.plan.outline import (
     PlannedMemory,
     communicators,
     outline,
-    plan_homes,
+    plan_tiers,
 )
 from zeropp.setup.blueprint import Blueprint
 from zeropp.wire.codecs import report_nbytes
@@ -275,7 +275,7 @@ class _Tally:
         self._device = blueprint.device
         self._encoding = blueprint.encoding
         self._states = states
-        self._tiers = plan_homes(blueprint)
+        self._tiers = plan_tiers(blueprint)
         self._groups = NoGroups(blueprint.world, blueprint.rank)
 
     @property

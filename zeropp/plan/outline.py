@@ -1,7 +1,7 @@
 """The blueprint of a model that is not wrapped, its NCCL communicators, and storage tiers that allocate nothing.
 
 :func:`outline` computes the blueprint with the function that training uses. :func:`communicators` derives the
-communicators and estimates their memory. :func:`plan_homes` returns tiers with the engine's own rules for the place
+communicators and estimates their memory. :func:`plan_tiers` returns tiers with the engine's own rules for the place
 and size of each tensor, but with tensors on the meta device.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
     "communicators",
     "estimate_nbytes",
     "outline",
-    "plan_homes",
+    "plan_tiers",
 ]
 
 
@@ -155,7 +155,7 @@ def estimate_nbytes(ranks: int, link: str, collectives: Collection[str], max_cta
 # Storage tiers whose tensors take no memory.
 
 
-def plan_homes(blueprint: Blueprint) -> Tiers:
+def plan_tiers(blueprint: Blueprint) -> Tiers:
     """Return the tiers of a blueprint, as :func:`zeropp.offload.tier_choice.open_tiers` opens them, but without memory.
 
     There are no staging buffers either.

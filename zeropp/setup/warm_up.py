@@ -107,7 +107,7 @@ class _Rehearsal:
             base = paths.differences.places(secondary)
             if (counted := paths.differences.counted) is not None:
                 room8, room16 = counted.count_escapes(shard, base[0]).tolist()
-                counted.take_room((room8, room16), shard.numel(), shard.numel() * self._key.dtype.itemsize)
+                counted.set_capacity((room8, room16), shard.numel(), shard.numel() * self._key.dtype.itemsize)
             paths.differences.gather_at_once(shard, base, "warm-up")
         if paths.fetch is not None:
             self._run(paths.fetch, secondary)

@@ -115,7 +115,7 @@ class Lossless:
         # The kernel may decode in place, so the cached weights need no second copy.
         kernels.lossless_decode_(messages, base, base, count=count, room8=room8, room16=room16)
 
-    def take_room(self, room: tuple[int, int], numel: int, most: int) -> bool:
+    def set_capacity(self, room: tuple[int, int], numel: int, most: int) -> bool:
         """Set the space for 8-bit and 16-bit escapes. Return True if a message then has fewer than ``most`` bytes.
 
         Args:

@@ -166,12 +166,12 @@ def test_only_activations_of_outer_segments_are_moved(monkeypatch: pytest.Monkey
     """
     copied: list[torch.Size] = []
 
-    class Watched(checkpointing._OnHost):
+    class Watched(checkpointing._SavedOnHost):
         def __init__(self, tensor: Tensor) -> None:
             copied.append(tensor.shape)
             super().__init__(tensor)
 
-    monkeypatch.setattr(checkpointing, "_OnHost", Watched)
+    monkeypatch.setattr(checkpointing, "_SavedOnHost", Watched)
     with moved(WAYS["host"]):
         x, weight, mask = torch.randn(4, WIDTH).t().requires_grad_(), nn.Parameter(torch.randn(100, 4)), torch.ones(4)
 

@@ -65,7 +65,7 @@ def by_hand() -> float:
     Without an engine, a ZeroOptimizer does not divide losses either.
     """
     engine, *_ = zeropp.initialize(model=model_of(), config=settings())
-    engine.core.loss_scale.divides_plain = False
+    engine.core.loss_scale.averages_unscaled = False
     for number in range(MICRO):
         loss_of(engine, number, dist.get_rank()).backward()
         engine.step()

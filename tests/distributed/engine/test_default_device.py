@@ -50,7 +50,7 @@ def trains(folder: Path, name: str, device: str | None) -> list[dict[str, Tensor
     torch.set_default_device(device)
     try:
         optimizer = zeropp.ZeroOptimizer(inner, model, CONFIGS[name])
-        optimizer.step_sync.reads_late = True
+        optimizer.step_sync.defers_read = True
         step(0)
         step(1)
         assert optimizer.grad_norm

@@ -14,7 +14,7 @@ import zeropp
 from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from zeropp.comm.hops import Hop
-from zeropp.offload.read_ahead import Arriving, GdsTensor
+from zeropp.offload.read_ahead import GdsTensor, PendingRead
 from zeropp.wire.codecs import Report
 
 LONG = 20.0  # seconds
@@ -76,7 +76,7 @@ def trained(held: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]
     training, losses = False, []
     with (
         mock.patch.object(Hop, "all_gather", all_gather),
-        mock.patch.object(Arriving, "copy_to", noted(Arriving.copy_to)),
+        mock.patch.object(PendingRead, "copy_to", noted(PendingRead.copy_to)),
         mock.patch.object(GdsTensor, "copy_to", noted(GdsTensor.copy_to)),
         mock.patch.object(Hop, "all_to_all", all_to_all),
         mock.patch.object(Report, "send_part", send_part),

@@ -1,6 +1,6 @@
 """Steps whose sum the host does not wait for: equal weights, states and reports, and steps that the device skips.
 
-On CPU, sums are read late only if a test sets ``reads_late``; see [Note: sums read late].
+On CPU, sums are read late only if a test sets ``defers_read``; see [Note: sums read late].
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def partly_used() -> tuple[int, bool]:
     torch.manual_seed(0)
     model = Partly()
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config())
-    optimizer.step_sync.reads_late = True
+    optimizer.step_sync.defers_read = True
     for both in (True, False):
         before = zeropp.full_state(model)["layers.1.weight"]
         model(torch.ones(2, 8), both).sum().backward()
@@ -155,7 +155,7 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
         model = Leaning()
         inner = torch.optim.AdamW(model.parameters(), **ADAM)
         pair.append((model, zeropp.ZeroOptimizer(inner, model, make_config(**STATIC, **settings))))
-        pair[-1][1].step_sync.reads_late = late
+        pair[-1][1].step_sync.defers_read = late
     for step in range(4):
         seen: list[Any] = []
         for model, optimizer in pair:
@@ -259,7 +259,7 @@ def unfreezes(adds: bool) -> list[float]:
     groups = model[2].parameters() if adds else model.parameters()
     optimizer: Any = zeropp.ZeroOptimizer(torch.optim.AdamW(groups, **ADAM), model, make_config(static_graph=True))
     optimizer.model = model
-    optimizer.step_sync.reads_late = True
+    optimizer.step_sync.defers_read = True
     norms = []
     for step in range(4):
         if step == 2:
@@ -322,13 +322,13 @@ def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
 
 
 def test_on_a_card_sums_are_read_late() -> None:
-    """The device's type alone decides if sums are read late. All other tests here set ``reads_late`` themselves."""
+    """The device's type alone decides if sums are read late. All other tests here set ``defers_read`` themselves."""
     from zeropp.optimizer.step_sync import StepSync
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))
-    assert StepSync(engine, mock.Mock(), checks_overflow=True).reads_late
+    assert StepSync(engine, mock.Mock(), checks_overflow=True).defers_read
     engine.device = torch.device("cpu")
-    assert not StepSync(engine, mock.Mock(), checks_overflow=True).reads_late
+    assert not StepSync(engine, mock.Mock(), checks_overflow=True).defers_read
 
 
 def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:

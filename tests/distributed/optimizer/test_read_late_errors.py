@@ -54,7 +54,7 @@ def some_wait_apart() -> list[str]:
     torch.manual_seed(3)
     model, found = Leaning(), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
-    optimizer.step_sync.reads_late = True
+    optimizer.step_sync.defers_read = True
     for step in range(4):
         if step < 2 and dist.get_rank() == 1:
             optimizer.inner.param_groups[0]["lr"] = 0.05 if step else 0.01
@@ -90,7 +90,7 @@ def clips_twice(measures: str) -> list[str]:
     torch.manual_seed(3)
     model, found = Leaning(), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config(**STATIC))
-    optimizer.step_sync.reads_late = True
+    optimizer.step_sync.defers_read = True
     for step in range(3):
         if step < 2 and dist.get_rank() == 1:
             optimizer.inner.param_groups[0]["lr"] = 0.05 if step else 0.01

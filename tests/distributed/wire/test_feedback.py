@@ -148,7 +148,7 @@ def thrown_away(settings: dict[str, object], how: str | None, size: float) -> di
     for step in range(6):
         if step == 3:
             if how is None:
-                optimizer.carried.clear()
+                optimizer.error_feedback.clear()
                 continue
             factor = math.nan if dist.get_rank() == 1 else size
             scaler.scale(model(tokens(99, dist.get_rank())) * factor).backward()

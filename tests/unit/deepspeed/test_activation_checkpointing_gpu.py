@@ -40,12 +40,12 @@ def run(way: dict[str, Any] | None) -> tuple[list[torch.Tensor], int, int]:
 def test_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[bool] = []
 
-    class Watched(checkpointing._OnHost):
+    class Watched(checkpointing._SavedOnHost):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             pinned.append(self._copy.is_pinned())
 
-    monkeypatch.setattr(checkpointing, "_OnHost", Watched)
+    monkeypatch.setattr(checkpointing, "_SavedOnHost", Watched)
     way: dict[str, Any] = {"checkpoint_in_cpu": True}
     try:
         wanted, _, _ = run(None)

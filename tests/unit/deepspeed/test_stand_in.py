@@ -14,7 +14,7 @@ import pytest
 
 from zeropp.compat import deepspeed as compat
 from zeropp.compat.deepspeed.__main__ import main
-from zeropp.deepspeed.stand_in_path import STAND_IN, VERSION, require_alone, require_first
+from zeropp.deepspeed.stand_in_path import STAND_IN, VERSION, require_not_installed, require_not_shadowed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -104,8 +104,8 @@ def test_what_only_bears_the_name_of_an_argument_is_no_other_one(tmp_path: Path)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     argument = str(tmp_path / "configs/deepspeed.py")
-    require_first(["python", str(tmp_path / "train.py"), "-c", argument])
-    require_first(["python", "-m", "train", argument])
+    require_not_shadowed(["python", str(tmp_path / "train.py"), "-c", argument])
+    require_not_shadowed(["python", "-m", "train", argument])
 
 
 def test_a_module_is_looked_for_where_the_command_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +114,10 @@ def test_a_module_is_looked_for_where_the_command_is_given(tmp_path: Path, monke
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "deepspeed.py").touch()
     with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
-        require_first(["python", "-m", "train", "elsewhere/settings.py"])
+        require_not_shadowed(["python", "-m", "train", "elsewhere/settings.py"])
     (tmp_path / "deepspeed.py").rename(tmp_path / "elsewhere/deepspeed.py")
     with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
-        require_first(["python", "-m", "torch.distributed.run", "elsewhere/train.py"])
+        require_not_shadowed(["python", "-m", "torch.distributed.run", "elsewhere/train.py"])
 
 
 @pytest.mark.parametrize("how", [["-mtrain"], ["-um", "train"], ["-cimport deepspeed"], ["-"], ["--module", "train"]])
@@ -125,13 +125,13 @@ def test_names_are_told_by_options_however_they_are_written(
     how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    require_first(["python", *how])
+    require_not_shadowed(["python", *how])
     (tmp_path / "deepspeed.py").touch()
     with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
-        require_first(["python", *how])
-    require_first(["torchrun", "--nproc-per-node", "2", "other/train.py", *how])
+        require_not_shadowed(["python", *how])
+    require_not_shadowed(["torchrun", "--nproc-per-node", "2", "other/train.py", *how])
     for launcher in (["mpirun", "-mca", "btl", "tcp"], ["mpirun", "-map-by", "node"], ["srun", "-c4"]):
-        require_first([*launcher, "python", "-u", "other/train.py", "-model", "small"])
+        require_not_shadowed([*launcher, "python", "-u", "other/train.py", "-model", "small"])
 
 
 def test_a_script_is_where_its_link_leads_to(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_script_is_where_its_link_leads_to(tmp_path: Path) -> None:
         (tmp_path / "real" / name).touch()
     (tmp_path / "links/train.py").symlink_to(tmp_path / "real/train.py")
     with pytest.raises(RuntimeError, match=r"real/deepspeed\.py would be imported"):
-        require_first(["python", str(tmp_path / "links/train.py")])
+        require_not_shadowed(["python", str(tmp_path / "links/train.py")])
 
 
 def test_a_module_that_is_run_as_a_command_warns_of_nothing() -> None:
@@ -175,6 +175,6 @@ def test_it_never_hides_the_real_one(real: Path, fresh: None, capsys: pytest.Cap
     try:
         assert importlib.import_module("deepspeed").__version__ == "0.18.0"
         with pytest.raises(RuntimeError, match="installed \\(at "):
-            require_alone()
+            require_not_installed()
     finally:
         forget()

@@ -52,7 +52,7 @@ SHOWN = {
 # Waits that no run reaches, or that do not protect memory, each with the reason.
 ELSEWHERE = {
     "deepspeed/checkpointing.py _synchronize 1": "measures time",
-    "deepspeed/checkpointing.py _OnHost.__call__ 1": "for a backward that is on another stream than its forward",
+    "deepspeed/checkpointing.py _SavedOnHost.__call__ 1": "for a backward that is on another stream than its forward",
     "deepspeed/training_optimizer.py LossScaler.cur_iter 1": "PendingSum.read_sum waits for a step's result",
     "deepspeed/training_optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
 }

@@ -16,10 +16,10 @@ from zeropp.deepspeed.refused_modules import (
     refuse_attribute,
     refused,
 )
-from zeropp.deepspeed.stand_in_path import VERSION, require_alone
+from zeropp.deepspeed.stand_in_path import VERSION, require_not_installed
 
 try:
-    require_alone()
+    require_not_installed()
 except RuntimeError as error:
     # ImportError, because scripts with an optional DeepSpeed catch that error and go on without it.
     raise ImportError(str(error)) from error
