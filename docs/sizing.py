@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/sizing.md anew, from what the code computes: ``python -m docs.sizing``."""
+"""Rewrites the numbers of docs/sizing.md with what the code computes: ``python -m docs.sizing``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DOCUMENT = Path(__file__).with_suffix(".md")
 _MARKS = "<!-- tables of python -m docs.sizing -->", "<!-- end of tables -->"
 _EXECUTED = re.compile(r"(<!-- executed -->\n```python\n)(.*?)(```\n```text\n)(.*?)(```\n)", re.DOTALL)
 _GB = 10**9
-# Of a card and of a host, what may be planned for: the rest is for activations, communicators and buffers, and for the
-# system, Python and torch, the data's workers and the page cache.
+# Fractions of the memory of a GPU and of a host that a plan may fill. The rest of a GPU is for activations, communicators
+# and buffers; the rest of a host is for the system, Python and torch, data workers and the page cache.
 _USABLE = {"card": 0.75, "host": 0.8}
 _NVME = {"nvme_path": "/local_nvme"}
 _LEAN = {"buffer_count": 4, "buffer_size": 50_000_000, "max_in_cpu": 0}
@@ -32,7 +32,7 @@ _LEAN = {"buffer_count": 4, "buffer_size": 50_000_000, "max_in_cpu": 0}
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder as Llama's are."""
+    """The sizes of a decoder with the layers of Llama."""
 
     hidden: int
     layers: int
@@ -61,11 +61,11 @@ LADDER: dict[str, dict[str, Any]] = {
         "sub_group_size": 100_000_000,
     },
 }  # fmt: skip
-"""What is switched on, from the cheapest to what needs least."""
+"""Offload settings by name, from the fastest to the one that needs the least memory."""
 
 
 class Block(nn.Module):
-    """Attention without positions, and a gated layer; a module with a forward, so that it is one unit."""
+    """Attention without positions, and a gated layer. It is one module with a forward, so it becomes one unit."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits of tokens."""
+    """A decoder that returns the logits of tokens."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -105,13 +105,13 @@ class Decoder(nn.Module):
 
 
 def build(shape: Shape) -> nn.Module:
-    """The model, on the meta device."""
+    """Return a model of this shape on the meta device."""
     with torch.device("meta"):
         return Decoder(shape)
 
 
 def device_bytes(plan: MemoryPlan) -> int:
-    """What a card has to hold beside activations: two units under way, and their gradients, which are packed once."""
+    """Return the bytes that a GPU needs besides activations: all states, and two units in flight with their gradients."""
     moving = max((unit.gathered + unit.message for unit in plan.units if not unit.persistent), default=0)
     arriving = max(unit.arriving for unit in plan.units)
     return plan.total + plan.device_states + plan.new_weights + 2 * (moving + arriving)
@@ -119,7 +119,7 @@ def device_bytes(plan: MemoryPlan) -> int:
 
 @cache
 def plans(ranks: int) -> list[tuple[str, str, MemoryPlan]]:
-    """Model, setting, plan; on one node of so many cards."""
+    """Return (model, setting, plan) for every model and setting on one node with this number of GPUs."""
     found = []
     for name, shape in SHAPES.items():
         model = build(shape)
@@ -154,7 +154,7 @@ def _choices(ranks: int) -> list[str]:
 
 
 def render(text: str) -> str:
-    """A document with its tables, and with what its examples print, as they are now."""
+    """Return the document with its tables and the output of its examples computed anew."""
     before, rest = text.split(_MARKS[0])
     after = rest.split(_MARKS[1])[1]
     tables = ["\n".join(table) for ranks in (1, 8) for table in (_needs(ranks), _choices(ranks))]

@@ -184,7 +184,10 @@ def a_set_of_trained_parameters_is_learned_once() -> None:
 
 
 def a_backward_that_comes_to_more_since_others_are_trained_is_heard() -> None:
-    """A forward is learned again when other units are trained, so ranks exchange which units backward may need."""
+    """If other units are trained, ranks drop the known order of the forward and learn a new one.
+
+    They then exchange which units the backward may reach, so the backward may use more units than before.
+    """
 
     def program(leaves: Uses, back: Uses) -> Deed:
         return lambda rank: rank.forward(FULL, leaves=leaves) and rank.backward(back) and rank.step()

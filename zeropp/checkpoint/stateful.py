@@ -310,14 +310,14 @@ def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]
 def _spread(
     parts: Callable[[Which], Iterator[TensorBox]], shapes: dict[str, tuple[Sequence[int], torch.dtype]]
 ) -> dict[str, ShardedTensorView]:
-    """Collect this rank's boxes of sharded tensors.
+    """Return, for torch.distributed.checkpoint, a view of each sharded tensor that lists this rank's parts of it.
 
     Args:
-        parts: returns the boxes for "own" (to save) and "pieces" (to load); see :data:`Which`.
+        parts: returns this rank's boxes (rectangular parts): "own" to save, "pieces" to load; see :data:`Which`.
         shapes: (shape, dtype) of each whole tensor, by name.
 
     Returns:
-        A view per tensor, by name; without boxes if this rank has no elements of it.
+        A view per tensor, by name; its lists are empty if this rank has no elements of the tensor.
     """
     boxes: dict[str, dict[str, list[TensorBox]]] = {name: {"own": [], "pieces": []} for name in shapes}
     for which in ("own", "pieces"):

@@ -1,7 +1,7 @@
 """Activation checkpointing under DeepSpeed's names: a segment keeps only its inputs and is recomputed in backward.
 
-The functions wrap torch's non-reentrant checkpoint. The configuration chooses the memory that keeps the inputs until
-backward (device or host) and the timing of segments.
+The functions wrap torch's non-reentrant checkpoint. The configuration says if the inputs wait for backward on the
+device or on the host, and if the run time of each segment is logged.
 """
 
 from __future__ import annotations

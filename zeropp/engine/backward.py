@@ -206,9 +206,10 @@ class BackwardUses:
             self._release(unit)
 
     def give_up(self) -> bool:
-        """End all remaining uses; return True if there were any.
+        """End all remaining uses of units at the end of a backward; return True if there were any.
 
-        They are units fetched for the whole backward, and units with a gradient that is no part of this graph.
+        Two kinds of uses remain: of units that were gathered for the whole backward, and of units with a parameter
+        whose gradient this backward did not compute.
         """
         left = [self._units[index] for index in self._calls]
         self._calls.clear()

@@ -90,7 +90,7 @@ class Adapter:
             )
         for name, feedback in self._feedbacks().items():
             feedback.state.copy_(state[name])
-            # A reset that was requested before the load must not discard the loaded errors.
+            # A reset of the error feedback that was requested before the load must not discard the loaded errors.
             feedback.fresh = False
 
     def remove(self) -> None:

@@ -214,6 +214,7 @@ class ShardedParams:
         return [marker for group in self._marks for marker in group]
 
     def _add_markers(self) -> None:
+        """Add two small tensors to each parameter group, by whose edits ranks notice edits of the whole group."""
         groups = self._optimizer.param_groups
         while len(self._marks) < len(groups):
             # Use the slices' dtype, because sums over all tensors of a group should not mix dtypes.

@@ -17,7 +17,6 @@ from zeropp.comm.communicators import History
 __all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "Reach", "describe_phase"]
 
 PhaseKey = tuple[object, ...]
-"""What tells kinds of phases apart; equal on every rank, made of plain values."""
 """The kind of a phase: a tuple of plain values, equal on every rank."""
 
 

@@ -81,7 +81,7 @@ class Refresh:
         self.is_put_off = False
 
     def put_off(self) -> None:
-        """Delay refreshes to the next step or forward, because main weights have changed and may change again."""
+        """Delay the refresh of cached weights to the next step or forward: main weights may change again before it."""
         self.is_put_off = True
         for source in self._sources():
             source.expect_edits()

@@ -296,7 +296,7 @@ class Schedule:
 
     @property
     def key(self) -> PhaseKey:
-        """The kind of the running phase; between phases, that of the last one."""
+        """The kind of the running forward or backward; between passes, the kind of the last one."""
         return self._phase.key
 
     @property

@@ -82,7 +82,7 @@ class Piece(GuardHandler):
             extension.parameter_freed(parameter)
 
     def _tell_extensions(self, parameter: nn.Parameter) -> None:
-        """Notify extensions that the values of a parameter have come or gone."""
+        """Tell the extensions (zeropp.deepspeed, for ``ds_status``) that full values were gathered or freed."""
         for extension in extensions():
             extension.piece_changed(parameter, self)
 

@@ -231,7 +231,7 @@ class FlatBuffer:
         """Identity of the gathered buffer's storage; constant while the engine lives."""
         return storage_id(self.flat)
 
-    # Gathered values: alloc_storage, gather, unshard; guard_values, free_storage.
+    # A gather and its end, in the order of calls: alloc_storage, gather, unshard, guard_values, free_storage.
 
     def alloc_storage(self) -> None:
         """Allocate memory for the gathered values, unless it is allocated."""

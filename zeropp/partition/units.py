@@ -90,7 +90,10 @@ def have_tensors(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bo
 
 
 def _callers(module: nn.Module, path: str) -> list[Owner]:
-    """Return the owners whose forwards together cover all uses of a subtree."""
+    """Return the modules whose forwards together contain all uses of a module's parameters.
+
+    That is the module itself, or, if its own forward is never called (a ModuleList), the children that are called.
+    """
     if not never_called(module):
         return [Owner(path, recurse=True)]
     owners = []
