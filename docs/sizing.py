@@ -23,8 +23,8 @@ DOCUMENT = Path(__file__).with_suffix(".md")
 _MARKS = "<!-- tables of python -m docs.sizing -->", "<!-- end of tables -->"
 _EXECUTED = re.compile(r"(<!-- executed -->\n```python\n)(.*?)(```\n```text\n)(.*?)(```\n)", re.DOTALL)
 _GB = 10**9
-# Fractions of the memory of a GPU and of a host that a plan may fill. The rest of a GPU is for activations, communicators
-# and buffers; the rest of a host is for the system, Python and torch, data workers and the page cache.
+# Fractions of the memory of a GPU and of a host that a plan may fill. The rest of a GPU is for activations,
+# communicators and buffers; the rest of a host is for the system, Python and torch, data workers and the page cache.
 _USABLE = {"card": 0.75, "host": 0.8}
 _NVME = {"nvme_path": "/local_nvme"}
 _LEAN = {"buffer_count": 4, "buffer_size": 50_000_000, "max_in_cpu": 0}
@@ -111,7 +111,7 @@ def build(shape: Shape) -> nn.Module:
 
 
 def device_bytes(plan: MemoryPlan) -> int:
-    """Return the bytes that a GPU needs besides activations: all states, and two units in flight with their gradients."""
+    """Return the bytes that a GPU needs besides activations: states, and two units in flight with gradients."""
     moving = max((unit.gathered + unit.message for unit in plan.units if not unit.persistent), default=0)
     arriving = max(unit.arriving for unit in plan.units)
     return plan.total + plan.device_states + plan.new_weights + 2 * (moving + arriving)
