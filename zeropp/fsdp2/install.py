@@ -42,6 +42,7 @@ class Adapter:
         self.ledger = ledger
         self._comms = comms
         self._routes = routes
+        self._removed = False
         # Errors differ between ranks, and a checkpoint stores one tensor per name, so names contain the rank.
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._rank = f"rank {rank} of {world}"
@@ -98,6 +99,9 @@ class Adapter:
 
         Hooks that the user has set after :func:`apply` stay. A second call does nothing.
         """
+        if self._removed:
+            return  # a later apply() may have installed hooks of its own, which must stay
+        self._removed = True
         # Remove the hooks first, so that no hook can use a destroyed group.
         for unit, (gather, reduce) in self._comms.items():
             unit.restore(gather, reduce, reduce.finish_reduction)
