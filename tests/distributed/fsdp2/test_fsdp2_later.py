@@ -139,6 +139,18 @@ def hooks_of_others() -> list[str]:
     adapter.remove()
     if hooks(model)[0] is not own:
         wrong.append("a hook that was set after remove()")
+    # Nor may it remove the hooks of a later apply().
+    model.set_custom_all_gather(DefaultAllGather())
+    first.set_custom_all_gather(DefaultAllGather())
+    second.set_custom_reduce_scatter(DefaultReduceScatter())
+    second.set_all_reduce_hook(lambda output: None)
+    for group in groups:
+        group._all_reduce_hook = None
+    fsdp2.apply(model)
+    noted = [group.__dict__["post_backward"] for group in groups]
+    adapter.remove()
+    if [group.__dict__.get("post_backward") for group in groups] != noted:
+        wrong.append("hooks of a later apply()")
     model(tokens(0, dist.get_rank())).backward()
     return wrong
 
