@@ -27,6 +27,7 @@ from torch.distributed.run import get_args_parser
 from bench.convergence.__main__ import parse_arguments as convergence_arguments
 from bench.step_time.__main__ import parse_arguments as step_time_arguments
 from docs.configuration import anchor
+from docs.pictures import PICTURES
 from zeropp.config import load_config, require_supported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +142,12 @@ def test_the_index_has_every_page() -> None:
     assert set(PAGES) <= reached
     assert len(INDEX.read_text().splitlines()) <= 60
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def test_every_picture_has_a_script_and_a_page() -> None:
+    drawn = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
+    shown = {Path(target).stem for page in DOCS for target in links(page) if target.endswith(".png")}
+    assert drawn == set(PICTURES) and drawn <= shown
 
 
 def messages() -> list[str]:
