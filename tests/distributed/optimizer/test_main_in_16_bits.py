@@ -213,7 +213,7 @@ def test_combinations_that_are_refused() -> None:
         ({"bf16": {**BF16, "bf16_master_weights_and_grads": False}}, "states: true without bf16.bf16_master"),
         ({"bf16": {**BF16, "enabled": False}}, "without bf16.enabled"),
         ({"fp16": {**FP16, "enabled": False}}, "without fp16.enabled"),
-        ({"bf16": BF16, "zeropp": {"weight_codec": "delta4"}}, "these are in 16 bits"),
+        ({"bf16": BF16, "zeropp": {"weight_codec": "delta4"}}, "main weights are in 16 bits"),
     ):
         with pytest.raises(UnsupportedConfigError, match=text):
             require_supported(load_config({"zero_optimization": zero, **block}))
