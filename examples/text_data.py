@@ -40,8 +40,8 @@ def list_files(sources: Sequence[Path] = ()) -> list[Path]:
     """Return the files to read, sorted by their names, so that every machine reads them in the same order.
 
     Args:
-        sources: files, and folders whose files are all used except hidden ones. If empty: the ``.py`` files of the
-            standard library without its tests.
+        sources: files, and folders whose files are all used, except hidden ones and compiled Python. If empty: the
+            ``.py`` files of the standard library without its tests.
     """
     if not sources:
         root = standard_library()
@@ -52,8 +52,8 @@ def list_files(sources: Sequence[Path] = ()) -> list[Path]:
         if source.is_file():
             files.append(source)
         elif source.is_dir():
-            below = (p for p in source.rglob("*") if p.is_file())
-            visible = [p for p in below if not any(n.startswith(".") for n in p.relative_to(source).parts)]
+            below = ((p, p.relative_to(source).parts) for p in source.rglob("*") if p.is_file())
+            visible = [p for p, parts in below if not any(n.startswith(".") or n == "__pycache__" for n in parts)]
             files.extend(sorted(visible, key=lambda path: path.relative_to(source).as_posix()))
         else:
             raise ValueError(f"--data {source}: expected a file or a directory, found neither")

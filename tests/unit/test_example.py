@@ -25,10 +25,12 @@ TINY = GPTConfig(layers=2, d_model=32, heads=2, seq_len=16)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of 39 text files, each with its number as content, and one hidden file."""
+    """A folder of 39 text files, each with its number repeated as content, a hidden file and a bytecode file."""
     for i in range(39):
         (tmp_path / f"{i:02}.txt").write_text(f"<{i:02}>" * 50)
     (tmp_path / ".secret").write_text("!" * 50)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_text("!" * 50)
     return tmp_path
 
 
