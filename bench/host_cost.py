@@ -1,7 +1,7 @@
 """Host time to gather and reshard one unit, and to wrap a model, without a network and with little data.
 
-The model has small blocks of 12 parameters. It runs on torch's fake process group, whose collectives return at once.
-The benchmark counts aten calls and collectives, and measures the main thread's CPU time:
+The model has small blocks of 12 parameters (15 with ``--wrap``). It runs on torch's fake process group, whose
+collectives return at once. The benchmark counts aten calls and collectives, and measures the main thread's CPU time:
 
     unit      gather, wait, unshard and reshard of one unit, all in the caller's thread
     thread    the same with the gather on another thread, as on a CPU with overlap
@@ -131,7 +131,7 @@ def collectives(unit: Any) -> None:
 
 
 def count(unit: Any) -> dict[str, Any]:
-    """Return the operators of one gather, unshard and reshard."""
+    """Return the number of calls of each operator in one gather, unshard and reshard, and the number of hops."""
     with Calls() as calls:
         cycle(unit, CommStreams(lambda link: InlineStream()))
     hops = len(unit.buffers[0].paths.fetch.hops)
@@ -181,7 +181,9 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
 
 
 def measure_wrap(world: int, local: int, blocks: int = WRAPPED_UNITS) -> dict[str, Any]:
-    """Return time and memory of wrapping a model, measured in a new process.
+    """Wrap a model, and return the time and the memory that wrapping takes.
+
+    Each call needs a new process, because the memory is measured for the whole process.
 
     Args:
         world: number of ranks.

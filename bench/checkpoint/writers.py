@@ -160,7 +160,10 @@ class Bench:
             saving.write_files = write_files
 
     def once(self, way: str) -> dict[str, Any]:
-        """Save once in one way, and return times of the save and of the steps during it."""
+        """Save once in one way, and return the times of the save and of the steps during it.
+
+        The way "nothing" runs 20 steps without a save; the times of the save are zero.
+        """
         dist.barrier()
         if way == "nothing":
             return {"way": way, "steps": self.steps(20), "blocked": 0.0, "done": 0.0}
@@ -195,7 +198,7 @@ class Bench:
 
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """Return the table: medians and quartiles of the rounds after the first."""
+    """Return the table of all rounds but the first: mean step times, median times of saves, quartiles of costs."""
     warm = [row for row in rows if row["round"] > 0]
     base = median(step for row in warm if row["way"] == "nothing" for step in row["steps"])
     lines = [f"A step with nothing being written: {base * 1e3:.1f} ms.", ""]

@@ -44,7 +44,7 @@ class Meeting:
 
         Args:
             index: index of this member in the hop.
-            into: tensors to fill, one per member.
+            into: tensors to fill, one per member. This member's own entry is not filled.
             out_of: tensors to send, one per member.
         """
         self._offered[index] = out_of
@@ -90,7 +90,7 @@ class VirtualComm:
     device: torch.device = HOST
 
     def hop(self, stream: str, spec: HopSpec) -> VirtualHop:
-        """Return a hop with a meeting for its stream and ranks, as process groups are kept per stream."""
+        """Return a hop with a meeting for its kind of work (``stream``) and ranks. Comm keeps groups by kind, too."""
         meeting = self.meetings.setdefault((stream, spec), Meeting(len(spec.ranks)))
         return VirtualHop(spec, meeting, self.rank, self.ledger, stream)
 
@@ -100,10 +100,10 @@ class Reduced:
     """The gradient of one flat buffer over all virtual ranks.
 
     Attributes:
-        layout: positions of the parameters, in blocks of 256 elements, padded for the number of ranks.
-        ranks: the buffer of each rank's engine; the shards of their gradients are parts of ``mean``.
+        layout: offsets of the parameters in the buffer, padding included.
+        ranks: one flat buffer for each virtual rank; the gradient shards of these buffers are parts of ``mean``.
         mean: float32 [numel]. After :meth:`VirtualRanks.reduce`, the mean gradient as the hops delivered it.
-        exact: float32 [numel], mean of the ranks' gradients, summed in float32.
+        exact: float32 [numel]. After :meth:`VirtualRanks.reduce`, the mean of the ranks' gradients, summed in float32.
     """
 
     layout: BufferLayout
@@ -155,7 +155,7 @@ class VirtualRanks:
         self._threads = ThreadPoolExecutor(self.world, "rank", _use_device, (device,))
 
     def _share(self, ranks: list[FlatBuffer]) -> Reduced:
-        """Make the ranks' gradient shards views of one buffer, ordered by rank pieces."""
+        """Make each rank's gradient shard a view of that rank's slice of one buffer."""
         layout, device = ranks[0].layout, ranks[0].device
         mean = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for buffer in ranks:
@@ -164,7 +164,7 @@ class VirtualRanks:
         return Reduced(layout, ranks, mean, torch.zeros_like(mean))
 
     def take(self, rank: int) -> None:
-        """Encode the gradients in ``.grad`` as rank ``rank``'s message, and remove them from the parameters."""
+        """Encode the gradients in ``.grad`` as the message of one rank, add them to ``exact``, and clear ``.grad``."""
         if not rank:
             for buffer in self.buffers:
                 buffer.exact.zero_()

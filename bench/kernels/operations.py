@@ -1,7 +1,7 @@
 """The timed operations: each operation of zeropp_kernels with its buffers, and the same in plain torch (``eager.py``).
 
-The number of bytes of an operation counts each input once and each output once. ``numel`` is the number of values,
-independent of their encoding.
+The number of bytes of an operation counts each input once and each output once, for each call that the operation
+makes. ``numel`` is the number of values, independent of their encoding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeropp_kernels import BlockTable, block_table, lossless_layout, message_lay
 
 __all__ = ["OPERATIONS", "Operation", "Run", "Twin", "parts_of", "values"]
 
-Run = Callable[[], Sequence[Tensor]]  # runs the operation once; returns the tensors that it has written
+Run = Callable[[], Sequence[Tensor]]  # runs the operation once; returns its main results, to compare both twins
 MESSAGES = 4  # number of messages that the reductions sum
 BETA = 0.8
 SCALE = 1 / MESSAGES
@@ -198,7 +198,7 @@ def delta_apply(numel: int, device: str) -> Twin:
 
 
 def _stepped(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights after a step, weights before it, and a buffer for the positions of escaped values."""
+    """Return weights after a step, weights before it, and a buffer for the escapes that ``lossless_count_`` counts."""
     held = values(numel, device)
     noise = values(numel, device, torch.float32).roll(1)
     new = (held.float() + 0.004 * noise * held.float()).bfloat16()
@@ -235,7 +235,10 @@ def lossless_decode(numel: int, device: str) -> Twin:
 
 
 def parts_of(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
-    """Return twelve tensors that fill a flat buffer, like a transformer block's gradients, and their block table."""
+    """Return copies of about twelve equal parts of a flat buffer, and their block table.
+
+    A transformer block has about as many gradients. A remainder of the buffer that is shorter than a part is left out.
+    """
     size = max(flat.numel() // 12 // 256 * 256, 256)
     offsets = list(range(0, flat.numel() - size + 1, size))
     table = block_table([size] * len(offsets), offsets, flat.numel(), device=flat.device)

@@ -54,7 +54,10 @@ SCALED = {"reduce_quantize_": 4, "reduce_": 5, "sum_": 3, "gather_": 5, "scatter
 
 
 def check_scales(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
-    """Run :func:`check` twice: with the scale as a number, and in a tensor, which overrides the number; same bits."""
+    """Run :func:`check` with the scale as a number, then in a tensor that overrides the number.
+
+    Output tensors of the two runs must have equal bits. Lists of outputs are not compared between the runs.
+    """
 
     def cloned(argument: object) -> object:
         if isinstance(argument, list):
@@ -180,7 +183,10 @@ SHAPES = {
 
 
 def laid_out(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
-    """Return tensors of the shapes in ``SHAPES[kind]`` and a table that leaves gaps, in a buffer of two messages."""
+    """Return tensors of the shapes in ``SHAPES[kind]``, and a block table that leaves gaps between them.
+
+    Each half of the flat buffer has a whole number of blocks, so that the buffer can be encoded as two messages.
+    """
     shapes = SHAPES[kind]
     numels = [torch.Size(shape).numel() for shape in shapes]
     tensors = [values(n, dtype, i).view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]

@@ -130,7 +130,10 @@ def test_feedback(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_rotation(bits: int) -> None:
-    """Codes are those of the rotated values in one of two output orders, and decoding is exact to half a code step."""
+    """Codes are the rotated values to half a step, in one of two output orders.
+
+    Decoded values have an RMS error of at most half a step over each 32 values.
+    """
     x = values(NUMEL, torch.float32, spoilt=False).clamp_(-1e4, 1e4)
     message = encoded(x, bits, rotate=True)
     codes, scales = statement.unpack(message.numpy(), NUMEL, bits)
@@ -201,7 +204,7 @@ def test_lossless() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies(dtype: torch.dtype) -> None:
-    """Copies are exact in both directions, norms agree within rounding, and the flag is set for Inf only."""
+    """Copies equal the formulas bit for bit both ways, norms within rounding. The flag is 0, and 1 with an Inf."""
     numels, starts, numel = [1000, 3, 700], [0, 1024, 1536], 2560
     parts = [values(each, dtype, index, spoilt=False).float().clamp_(-1e4, 1e4).to(dtype).clone()
              for index, each in enumerate(numels)]  # fmt: skip

@@ -1,4 +1,7 @@
-"""Limits of NCCL's thread blocks: their sums, and their way to NCCL. The tests need neither a GPU nor NCCL."""
+"""Limits on NCCL's thread blocks, their sums and the option of NCCL that takes them; sharing of communicators.
+
+The tests need neither a GPU nor NCCL.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_limits_follow_the_card() -> None:
 
 
 def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL rounds channels of sends and receives up to a power of two, and its variables overrule the program."""
+    """NCCL rounds channels of sends and receives up to a power of two; NCCL_* variables override zeropp's limits."""
     gather, exchange = (13, False), (13, True)
     assert most_ctas([gather, exchange]) == 13 + 16
     assert most_ctas([gather, (None, True)]) is None

@@ -1,7 +1,7 @@
 """Present checkpoints of other programs as checkpoints of zeropp: safetensors, ``torch.save``, DCP.
 
 - Safetensors, as Hugging Face writes them: one file, several files with an index, or all files of a folder.
-- ``torch.save``: one file, or a folder with an index.
+- ``torch.save``: one file, or a folder with ``pytorch_model.bin`` or an index of several files.
 - torch.distributed.checkpoint (DCP; FSDP2, torchtitan): a folder with ``.metadata``, a pickle of DCP's own classes.
   Each box of a tensor is a ``torch.save`` archive inside a larger file.
 - Extensions read further formats (`zeropp._extensions`).
@@ -404,7 +404,7 @@ class _Optimizer:
         """Return the names of parameters that the checkpoint numbers, by number.
 
         The names come from ``param_names`` if all groups have them. Otherwise parameters are matched by their order in
-        the groups, as ``torch.optim.Optimizer.load_state_dict`` does.
+        the groups, as ``torch.optim.Optimizer.load_state_dict`` does. The result is empty if the groups list names.
 
         Args:
             listed: settings of each group, by number of the group.
@@ -554,9 +554,10 @@ _CALLED = {("torch", "Size"): tuple, ("torch.serialization", "_get_layout"): str
 
 
 class _Unpickler(pickle.Unpickler):
-    """A restricted unpickler for ``.metadata``: DCP's classes become :class:`Record`, and other names are refused.
+    """A restricted unpickler for ``.metadata``: DCP's classes and pathlib's paths become :class:`Record`.
 
-    torch's restricted unpickler supports only pickle protocol 2, but DCP writes Python's default protocol.
+    torch's dtypes, torch.Size and the other names in ``_CALLED`` are accepted, too. All other names are refused.
+    torch's own restricted unpickler supports only pickle protocol 2, but DCP writes Python's default protocol.
     """
 
     def __init__(self, path: Path) -> None:

@@ -3,10 +3,9 @@
 A background save copies this rank's share to host memory, and a thread writes the copy while training goes on.
 
 A checkpoint replaces an earlier one atomically. All ranks write and sync their files of tensors, whose names contain a
-random token of the save. Then rank 0 renames ``metadata.json`` into place
-(:func:`~zeropp.checkpoint.metadata.write_synced`), which lists the files of the checkpoint. Only then it removes the
-files of the earlier checkpoint. A save that is cut off leaves files that no ``metadata.json`` lists; the next save to
-the same folder removes them.
+random token of the save. Then rank 0 writes ``metadata.json``, which lists these files, complete or not at all
+(:func:`~zeropp.checkpoint.metadata.write_synced`). Only then rank 0 removes the files of the earlier checkpoint. A save
+that is cut off leaves files that no ``metadata.json`` lists; the next save to the same folder removes them.
 """
 
 from __future__ import annotations
@@ -226,6 +225,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: a rank failed; raised on every rank, with the cause.
+            RuntimeError: a rank was lost.
         """
         first = sync.rank == 0
         try:
@@ -468,7 +468,7 @@ class Background:
         self.recreate_group()
 
     def recreate_group(self) -> None:
-        """Replace the process group of the writing threads, because a collective in it failed. Collective."""
+        """Create a process group for the writing threads, and free the broken one, if there is one. Collective."""
         comm = self._comm()
         assert comm is not None  # the engine is in use
         comm.free_host_group(f"checkpoint {self._meetings}")
@@ -571,7 +571,8 @@ def wait_for_cards(parts: Iterable[TensorBox]) -> None:
 
 
 backgrounds: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
-# Saves that are not complete, in order. A save outlives its engine, and keeps its error here for wait().
+# Background saves that run, or that failed and were not waited for, oldest first. If the engine of a save is dropped,
+# this reference keeps the save for wait().
 _unfinished: dict[Background, None] = {}
 # Errors that finish_save() has logged and wait() has not raised yet.
 _logged: list[str] = []
@@ -656,7 +657,7 @@ def save(
     """Save a complete checkpoint to a folder. Collective: every rank calls it, between optimizer steps.
 
     Each rank writes its own shards, and each element is written once. An earlier checkpoint at ``path`` stays until the
-    new one is complete on disk. A save that fails or is cut off leaves the earlier one unchanged.
+    new one is complete on disk. A save that fails or is cut off before that leaves the earlier one unchanged.
 
     Args:
         path: folder visible to all ranks; created, or replaced if it is a checkpoint. If ranks give different paths,
@@ -667,7 +668,7 @@ def save(
             samplers, scalers), by name. Ranks may give different states.
         asynchronous: return after copying this rank's share to host memory, and write it while training goes on. The
             copy takes as much host memory as the share. :func:`wait` and the next save raise errors of the write.
-        busy: if another save is in progress, "wait" waits for it and "refuse" raises.
+        busy: if another save of this model is in progress, "wait" waits for it and "refuse" raises.
         file_nbytes: maximum size of a file in bytes, without its header; at least 65536.
         exclude_frozen_parameters: leave out frozen parameters, for example around adapters. A model in which they are
             frozen can load the checkpoint and keeps its own values of them.
@@ -675,8 +676,9 @@ def save(
 
     Raises:
         CheckpointError: the save failed; raised on every rank. The message says which state the failure leaves.
-        RuntimeError: the call is inside a pass, or ranks are at different calls.
+        RuntimeError: the call is inside a pass, ranks are at different calls, or a rank is lost.
         TypeError: ``optimizer`` is not a ZeroOptimizer.
+        ValueError: ``path`` is empty, ``busy`` or ``file_nbytes`` is invalid, or ``optimizer`` is of another model.
     """
     begin_save(
         path,

@@ -67,7 +67,8 @@ def state(model: nn.Module, optimizer: Optimizer | None = None) -> Stateful:
 class ShardedTensorView(Tensor):
     """A sharded tensor for DCP: shape and dtype of the whole tensor, and the boxes that this rank has.
 
-    DCP's planners get the boxes through the ``__create_..._`` methods. Other operations raise.
+    DCP's planners get boxes and values through the methods with double underscores below. Tensor operations raise,
+    except new_empty and detach, which return another view of the same boxes.
 
     Attributes:
         written: boxes that this rank saves. Replicas are left out, so the boxes of all ranks do not overlap.
@@ -94,7 +95,7 @@ class ShardedTensorView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # dcp.async_save starts its copy of a tensor with these operations.
+        # dcp.async_save starts its copy of a tensor with these operations, and later copies the attributes.
         if function in (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default):
             own = args[0]
             return ShardedTensorView(own.written, own.read, own.shape, own.dtype)
@@ -104,7 +105,7 @@ class ShardedTensorView(Tensor):
         )
 
     def _of(self, parts: list[TensorBox]) -> list[TensorBox]:
-        """Return the boxes; for an empty tensor, which no rank has a box of, one empty box, as torch expects."""
+        """Return ``parts``. For an empty tensor, of which no rank has a box, return one empty box, as DCP expects."""
         return parts if self.numel() else [whole("", torch.empty(self.shape, dtype=self.dtype, device="cpu"))]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -200,8 +201,7 @@ class _State(Stateful):
                     rows.append((part, key, value))
                     shapes[f"{STATE}{part.name}.{key}"] = named[part.name].shape, value.dtype
                 else:
-                    # Clone, because torch loads in place, and the load may turn out to have no state for this
-                    # parameter.
+                    # Clone: dcp.load writes in place, but only load_state_dict() may change the optimizer's numbers.
                     numbers[f"state.{part.name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
         spread = _spread(lambda which: state_parts(self._engine, rows, which), shapes)
         return {**{f"state.{name.removeprefix(STATE)}": value for name, value in spread.items()}, **numbers}

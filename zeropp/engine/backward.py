@@ -26,7 +26,8 @@ from zeropp.params.unit import Unit
 __all__ = ["MAX_FORWARDS_IN_KEY", "BackwardUses", "OutOfModuleUses", "PinnedUnits"]
 
 
-# Limit on the forwards before a backward, and on the backwards after them, that the kind of a backward contains.
+# Limit in the PhaseKey of a backward: the key lists the last 8 forwards that the backward may go through, and counts
+# earlier backwards through these forwards up to 8.
 MAX_FORWARDS_IN_KEY = 8
 
 
@@ -52,8 +53,8 @@ class BackwardUses:
         # Index of a unit in use -> number of calls with frozen parameters that backward has reached and not left. An
         # entry of zero means that the unit is in use until its gradients have come.
         self._calls: dict[int, int] = {}
-        # Index of a unit in use -> path prefixes of the modules inside the one whose call backward has reached ("" for
-        # the root), and inside modules that this module runs.
+        # Index of a unit in use -> path prefixes. A module whose path starts with one of them runs inside the call that
+        # uses the unit. The called module gives the first prefix ("" for the root, which contains all modules).
         self._inside: dict[int, tuple[str, ...]] = {}
         self.complete: list[Unit] = []
         self._whole: dict[int, None] = {}  # units that stay gathered during the whole next backward
@@ -129,7 +130,7 @@ class BackwardUses:
 
     def fetch_known_uses(self) -> None:
         """Count the calls to come, and gather the units that the whole backward needs."""
-        # Autograd is asked now. In a nested backward, as of checkpointing, it would answer for the nested one.
+        # Ask autograd now. Inside a nested backward, as of checkpointing, autograd would answer for the nested one.
         to_come: dict[int, int] = {}
         for index, made in self._made.items():
             self._made[index] = [ref for ref in made if ref() is not None]
@@ -145,7 +146,7 @@ class BackwardUses:
         Args:
             unit: unit to use.
             path: path of the module whose call needs the unit.
-            run_by: path prefixes of modules that ran this one, as in :meth:`come_to`, which is called before.
+            run_by: path prefixes of modules that ran this one. The caller has passed them to :meth:`come_to` before.
             lasting: True if the call needs the unit until the gradients of its inputs have come. If the inputs need no
                 gradient, the unit stays in use until backward ends.
         """
@@ -187,17 +188,18 @@ class BackwardUses:
                     self._inside[index] = (*around, f"{path}.")
 
     def _is_inside(self, unit: Unit, path: str, run_by: Set[str]) -> bool:
-        """Return True if a module runs inside the module whose call has a unit in use."""
+        """Return True if the module at ``path`` runs inside the module whose call uses this unit."""
         around = self._inside.get(unit.index, (".",))  # no path begins with a dot, so (".",) matches none
         return path.startswith(around) or not run_by.isdisjoint(around)
 
     def end_use(self, unit: Unit) -> None:
         """End the use of a unit if this backward needs it no longer."""
         index = unit.index
-        # For a frozen weight no gradient shows this: backward reads it until the inputs of its module have their
-        # gradients. FSDP2 hooks the inputs of all sharded modules; here only modules with frozen weights have hooks.
+        # No gradient marks the end of a frozen weight's use: backward reads the weight until the inputs of its module
+        # have their gradients. FSDP2 hooks the inputs of all sharded modules, zeropp only those with frozen weights.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
-            # Checkpointing has just made calls of this unit that backward has yet to reach, so retain the unit.
+            # Checkpointing has just made calls of this unit that backward has yet to reach. Retain the unit, unless the
+            # rest of the order gathers it again.
             if self.fresh.get(index):
                 self._schedule.expect_again([unit])
             # Removed before the release, so that a later use of the unit counts as a new one.
@@ -208,8 +210,8 @@ class BackwardUses:
     def give_up(self) -> bool:
         """End all remaining uses of units at the end of a backward; return True if there were any.
 
-        Two kinds of uses remain: of units that were gathered for the whole backward, and of units with a parameter
-        whose gradient this backward did not compute.
+        A use remains if the unit was gathered for the whole backward, if backward reached no module outside of the one
+        that used the unit, or if backward did not compute the gradient of a parameter or of the module's inputs.
         """
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
@@ -235,7 +237,7 @@ class BackwardUses:
 
 
 class OutOfModuleUses:
-    """Units whose parameters were touched outside of their modules in the running pass. They stay until it ends."""
+    """Units whose parameters this pass has used outside of their modules. They stay gathered until the pass ends."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
         self._units = units
@@ -292,7 +294,11 @@ class PinnedUnits:
         return self._now is not None and unit.index in self._now
 
     def keeps(self, unit: Unit) -> bool:
-        """Keep a unit whose module has finished; return True if the module's use of it goes on as a kept one."""
+        """Keep a unit after its first use inside :meth:`until_left`.
+
+        Returns:
+            True if the caller must leave ``unit.users`` as it is, because the first use goes on until the context ends.
+        """
         if self._now is None or unit.index in self._now:
             return False
         self._now[unit.index] = unit

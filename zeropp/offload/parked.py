@@ -1,4 +1,4 @@
-"""Storages whose device memory is freed between two phases while host memory keeps their bytes."""
+"""Storages whose device memory is freed for a time; host memory keeps their bytes if they are needed again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Parked:
     """
 
     def __init__(self, tensor: Tensor, *, keep: bool, pinned: bool, non_blocking: bool) -> None:
-        """Copy the bytes to host memory, then free the device memory.
+        """Copy the bytes to host memory if ``keep`` is set, then free the device memory.
 
         Args:
             tensor: a tensor on the storage. Only a weak reference to it is kept: if it is dropped, nothing is restored.
@@ -59,7 +59,7 @@ class Parked:
             return self._host.view(tensor.dtype).view(tensor.shape)
 
     def bring_back(self, *, non_blocking: bool) -> None:
-        """Allocate the storage's device memory again and restore its bytes.
+        """Allocate the storage's device memory again, and restore its bytes or, without a copy, fill it with zeros.
 
         Args:
             non_blocking: True to return before a device has finished the copy.

@@ -5,8 +5,8 @@ A thread reads rows (stored tensors) in the order in which they were requested, 
 row may be larger than all buffers together.
 
 With ``aio.use_gds``, rows in files are read directly into GPU memory by kvikio, which uses NVIDIA's GPUDirect Storage.
-Where disks, file system or CUDA do not support that, kvikio goes through its own host memory. These rows are not read
-ahead: they are read into the gather's own memory when the gather runs, and gathers are issued ahead themselves.
+Where disks, file system or CUDA do not support that, kvikio goes through its own host memory. In both cases the rows in
+files are not read ahead: each is read into the gather's own memory when the gather runs. Gathers are issued ahead.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PendingRead:
     """A row that is being read ahead.
 
     Attributes:
-        parts: queue of parts that have been read, or the error of the read.
+        parts: queue of parts whose reads have begun, each with the event of its end; or the error of the read.
     """
 
     def __init__(self, ring: Ring, numel: int) -> None:
@@ -116,6 +116,8 @@ class PendingRead:
 
         Raises:
             OSError: the row could not be read.
+            RuntimeError: the ring was closed.
+            Exception: the event ``after`` of :meth:`ReadAhead.begin_read` raised this error.
         """
         done = 0
         error = None

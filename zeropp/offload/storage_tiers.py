@@ -2,7 +2,8 @@
 
 A `StoredTensor`, called a row, holds one kind of numbers (main weights, gradients, an optimizer state, ...) of one flat
 buffer's shard. It is read and written in parts, in any tier. A `StorageTier` allocates rows. Reads and writes of rows
-in files use direct I/O, past the page cache; the row's ``tensor`` is a mapping through the page cache.
+in files use direct I/O, past the page cache, if the file system has it; the row's ``tensor`` is a mapping through the
+page cache.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class StoredTensor(Protocol):
 
 
 class StorageTier(Protocol):
-    """A storage tier, which allocates rows in one kind of memory or in files."""
+    """A storage tier, which allocates rows in one kind of memory, in files, or in both."""
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """Allocate a row of zeros.
@@ -248,16 +249,17 @@ class Files:
 
     def accepts(self, row: StoredTensor) -> bool:
         """Return True if the row is in a file, or is so small that it would be in host memory in this tier, too."""
-        # This tier keeps small rows in memory, too.
         return not row.in_memory or row.tensor.nbytes < self.least
 
 
 class PartlyInMemory:
-    """A tier with the first rows in host memory, up to ``numel`` elements in total, and the others in files.
+    """A tier that puts rows into host memory while they fit into ``numel`` elements in total. Other rows go to files.
+
+    A small row may still fit after a larger one did not.
 
     Args:
-        files: tier of the other rows.
-        numel: elements that stay in host memory (``max_in_cpu``).
+        files: tier of the rows that do not fit. It puts rows below ``least`` bytes into host memory, too, uncounted.
+        numel: limit on the elements of the rows in host memory (``max_in_cpu``).
     """
 
     def __init__(self, files: Files, numel: int) -> None:
@@ -266,8 +268,8 @@ class PartlyInMemory:
 
     def allocate_tensor(self, numel: int, dtype: torch.dtype) -> StoredTensor:
         """Allocate a row of zeros in host memory if it fits into the rest of ``numel``, else in the file."""
-        # Whole rows, first come first served. The first rows belong to the first layers, which forward needs before
-        # anything could be read ahead.
+        # Rows are not divided. The first rows belong to the first layers, which forward needs before it could read
+        # anything ahead.
         if numel > self._left:
             return self._files.allocate_tensor(numel, dtype)
         self._left -= numel

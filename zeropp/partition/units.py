@@ -1,12 +1,14 @@
-"""The cut of a model into units, the parameters that are gathered together. Reads no values and needs no process.
+"""The cut of a model into units: sets of parameters that are gathered together.
 
-The rules, in order of priority:
+The cut reads no values and needs no process group. The rules, in order of priority:
 
-- A leaf module or a compiled module is one unit.
-- Children of the same class in a ModuleList, ModuleDict or Sequential are one unit each.
-- All other parameters merge with their neighbours below the nearest common parent.
+- Small parameters become persistent, within the thresholds of `UnitOptions`, and so do PEFT's prompts of any size.
+- A leaf module, a compiled module or a subtree with few elements per module is one unit.
+- Several children of one class in a ModuleList, ModuleDict or Sequential are one unit each. A child that exceeds
+  ``unit_numel`` or has no forward is cut further.
+- All other parameters merge with their neighbours below the nearest common parent, up to ``unit_numel`` elements.
 - A unit too small to be spread over the ranks without much padding merges with the next one. Flat buffers that are
-  still too small become persistent parameters, and so do PEFT's prompts of any size.
+  still too small become persistent parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ __all__ = [
 LEAF_AS = "_z3_leaf"
 """Attribute that marks a module as a leaf. The name is DeepSpeed's, because some users set it by hand."""
 
-# Largest number of elements in a persistent unit. Several units let the reduction of one overlap the rest of backward.
+# Largest number of elements in a persistent unit of several parameters. Several units let the reduction of one overlap
+# the rest of backward.
 _PERSISTENT_NUMEL = 1 << 24
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -120,7 +123,8 @@ class UnitOptions:
     """The settings that determine the cut, with sizes in elements. Defaults are those of the configuration.
 
     Attributes:
-        unit_numel: largest number of elements in a merged unit; larger blocks are cut further. 0 for no limit.
+        unit_numel: limit on the elements of a unit that merges neighbours; larger blocks are cut further. 0 for no
+            limit. Single parameters, leaf modules and merges of too short units may exceed the limit.
         unit_min_blocks: smallest number of blocks per rank in the largest flat buffer of a unit.
         param_persistence_threshold: largest number of elements of a parameter that becomes persistent.
         model_persistence_threshold: largest total number of elements of these persistent parameters.
@@ -141,7 +145,9 @@ class UnitOptions:
     leaf_suffixes: tuple[str, ...] = ()
 
 
-_BufferKey = tuple[torch.dtype, bool]  # (dtype, trainable); each key has one flat buffer per unit
+# (own dtype of a parameter, trainable). Parameters of a unit with equal keys count as one flat buffer. This is an
+# estimate, because flat buffers are divided by the dtypes of BufferKey, such as the compute dtype.
+_BufferKey = tuple[torch.dtype, bool]
 
 
 @dataclass
@@ -150,7 +156,7 @@ class _Run:
 
     owners: list[Owner]
     names: list[str]
-    sizes: Counter[_BufferKey]  # number of elements in each flat buffer
+    sizes: Counter[_BufferKey]  # number of elements in each estimated flat buffer
     closed: bool = False
 
     @property
@@ -286,8 +292,8 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     runs = _merge_short(runs, minimum)
     specs = []
     for run in runs:
-        # A run has one flat buffer for each dtype, trainable and frozen apart. Merging considered only the largest of
-        # them. Other buffers that are too short, such as adapters in a large layer, become persistent.
+        # A run counts as one flat buffer for each dtype, trainable and frozen apart. Merging considered only the
+        # largest of them. Other buffers that are too short, such as adapters in a large layer, become persistent.
         short = _short_buffers(run.names, parameters, minimum)
         persistent |= short
         rest = tuple(name for name in run.names if name not in short)
@@ -313,9 +319,9 @@ def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions)
 
 
 def _of_prompts(model: nn.Module) -> set[str]:
-    """Return the parameters of PEFT's prompt encoders, of any size.
+    """Return the names of the parameters of PEFT's prompt encoders, of any size.
 
-    They must be persistent, because PEFT runs these modules on one rank only when it saves them.
+    These parameters must be persistent, because PEFT runs the encoders to save them, and does so on one rank only.
     """
     encoders = [
         module._modules.get("prompt_encoder")

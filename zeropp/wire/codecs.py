@@ -127,7 +127,7 @@ class Codec(Protocol):
         """Decode messages and sum them: ``out = scale * sum(messages)``, or ``out +=`` with ``accumulate``.
 
         Args:
-            messages: messages of equal length, one from each rank.
+            messages: messages of equal length: one from each rank of the hop, or a single one that is already the sum.
             out: [numel], any floating dtype.
             scale: factor on the sum.
             accumulate: True to add to ``out``, False to overwrite it.
@@ -151,7 +151,7 @@ class Codec(Protocol):
 
         Args:
             source: codec that ``parts`` are encoded with.
-            parts: messages of [numel] elements, one from each rank of the hop.
+            parts: messages of [numel] elements: one from each rank of the hop, or a single one that is already the sum.
             numel: elements of the sum.
             messages: output, from :meth:`empty`.
             count: number of messages to write.
@@ -431,7 +431,7 @@ class BlockCodec:
     ) -> None:
         """Dequantize, sum and quantize again in one kernel, so that the float32 sum is never written to memory.
 
-        If ``source`` is a plain codec, the float32 sum is computed first and then quantized.
+        If ``source`` is a plain codec, the sum is stored in at least float32 first and then quantized.
         """
         if not isinstance(source, BlockCodec):
             self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
@@ -462,10 +462,12 @@ class BlockCodec:
 
 
 class Feedback:
-    """Error-feedback state of one hop: the last quantization error, added to the next values (LoCo, arXiv 2407.04480).
+    """Error-feedback state of one hop (LoCo, arXiv 2407.04480).
+
+    The state is a moving average of the quantization errors. It is added to the next values before they are encoded.
 
     Attributes:
-        state: uint8, the quantized error of each message: 8-bit codes and scales (`zeropp_kernels.state_layout`).
+        state: uint8, the averaged error of each message in 8-bit codes and scales (`zeropp_kernels.state_layout`).
         scales: bfloat16 [count, groups], a view of the scales in ``state``.
         beta: factor on the old error in ``error = beta * error + (1 - beta) * loss``.
         fresh: True if the next encoding must treat the old error as zero.
@@ -476,8 +478,8 @@ class Feedback:
         self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
         self.beta = beta
         self.fresh = False
-        # [count, bytes per message]. ``scales`` is a view, so multiplying it in place multiplies the stored errors.
-        # This follows a change of the loss scale.
+        # [count, bytes per message]. ``scales`` is a view, so multiplying it in place multiplies the stored errors. A
+        # change of the loss scale does that.
         rows = self.state.view(count, layout.nbytes)
         self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
 
@@ -499,7 +501,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _sum(source: Codec, parts: Messages, numel: int, scale: float, dtype: torch.dtype) -> Tensor:
-    # Sum in at least float32: then a hop rounds once, when the sum is encoded, and not at each addition.
+    # Sum in at least float32. Then a hop rounds to a 16-bit wire dtype once, when the sum is encoded, and not at each
+    # addition.
     total = torch.empty(numel, dtype=torch.promote_types(dtype, torch.float32), device=parts[0].device)
     source.decode_sum_(parts, total, scale=scale)
     return total
@@ -628,7 +631,8 @@ class Report:
     def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
         """Copy a part of a gradient sum to a host staging buffer, and measure the values that end up there.
 
-        The caller zeroes ``flag`` before the first part. The host must wait for the device before it reads ``staged``.
+        The caller zeroes ``flag`` before the first part, and calls `add_up` after the last part. The host must wait for
+        the device before it reads ``staged``.
 
         Args:
             values: [numel] on the device, whole blocks; may be overwritten.

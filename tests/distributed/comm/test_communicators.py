@@ -179,7 +179,7 @@ def test_engines_in_another_order_on_another_rank_are_noticed() -> None:
 
 
 def lost_together() -> list[str]:
-    """Let rank 1 stay away from a step of one engine, and return the errors that rank 0 gets in both engines."""
+    """Step two engines on rank 0 while rank 1 steps neither of them, and return the errors of rank 0."""
     (model, first), (other, second) = wrapped(1, hang_timeout=2), wrapped(2, hang_timeout=2)
     errors, store = [], dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -267,9 +267,9 @@ def rehearsed(settings: dict[str, Any]) -> tuple[Counter[str], Counter[str], int
     """Count the collectives of hops while a model is wrapped and in two steps.
 
     Returns:
-        Collectives during wrapping, by kind and hop; all collectives, by kind and hop; ledger rows of gathers and
-        reductions after wrapping; and the number of collectives in training that are larger than every earlier one of
-        their kind.
+        Counts of collectives by kind, hop and name, during wrapping and in all; number of ledger rows of gathers and
+        reductions after wrapping; and number of collectives in training that are larger than all earlier ones of the
+        same kind, hop and name.
     """
     seen: Counter[str] = Counter()
     largest: dict[str, int] = {}

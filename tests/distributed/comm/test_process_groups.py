@@ -215,10 +215,10 @@ CARDS = {
 
 @pytest.mark.parametrize("backends", CARDS, ids=str)
 def test_what_carries_a_model_on_a_card(backends: str) -> None:
-    """The user's backend for CUDA is used if there is one.
+    """The user's backend for CUDA is used, unless it is gloo, which cannot carry CUDA tensors.
 
-    gloo is never used, because it cannot carry CUDA tensors; then the backend is nccl. The small exchanges work without
-    a CUDA backend.
+    Without such a backend, the backend is nccl. Ranks can exchange the errors of wrapping even if the user's group has
+    no CPU backend.
     """
     backend, pattern, shared = CARDS[backends]
     for found, said, is_shared in run_ranks(2, on_a_card, backends, init=False):
@@ -227,7 +227,7 @@ def test_what_carries_a_model_on_a_card(backends: str) -> None:
 
 
 def wrapped_twice() -> tuple[list[str], int]:
-    """Wrap two models over one group without a CPU backend, and close one engine.
+    """Wrap two models over one group whose CPU backend is not gloo, and close one engine.
 
     Returns:
         Names of the host groups that zeropp has made, and the result of an all-reduce over the user's group.

@@ -1,4 +1,4 @@
-"""Settings and models that zeropp.fsdp2 refuses, on every rank and before anything is installed or sent.
+"""Settings and models that zeropp.fsdp2 refuses, on every rank and before any hook is installed.
 
 Also ``remove()``, asynchronous ``unshard``, and a job of one rank.
 """
@@ -30,7 +30,7 @@ from zeropp.fsdp2.shards import parameter_groups
 def refused(case: str) -> str:
     """Return the error for one of ``CASES``.
 
-    After the error, the ranks can still communicate, and FSDP2 has its own hooks.
+    After the error, the ranks can still communicate, and FSDP2 has its own hooks (except after a second ``apply``).
     """
     make, settings = CASES[case]
     model = make()
@@ -173,7 +173,7 @@ def refused_all() -> dict[str, str]:
 
 
 def other_nodes() -> str:
-    """Return the error if the last rank's LOCAL_WORLD_SIZE differs from that of the other ranks."""
+    """Return the error of ``apply`` when the last rank's LOCAL_WORLD_SIZE differs from that of the other ranks."""
     if dist.get_rank() == 3:
         os.environ["LOCAL_WORLD_SIZE"] = "4"
     with pytest.raises((ValueError, RuntimeError)) as raised:
@@ -211,9 +211,9 @@ def test_what_fits_together_is_accepted(settings: dict[str, Any]) -> None:
 
 
 def late_changes() -> list[str]:
-    """Change a dtype after apply, and remove the adapter.
+    """Change a dtype after apply; remove the adapter of another model.
 
-    Training with the changed dtype raises an error. After ``remove()``, gradients are those of FSDP2, no bytes are
+    A forward with the changed dtype raises an error. After ``remove()``, gradients are those of FSDP2, no bytes are
     counted, and no process group of the adapter exists.
 
     Returns:

@@ -26,7 +26,7 @@ def mean(output: Tensor, target: object) -> Tensor:
 
 
 class Setup:
-    """A wrapped model, and valid arguments of ``accumulate``, of which each case changes one."""
+    """A wrapped model, and valid arguments of ``accumulate``; most cases change one of them."""
 
     def __init__(self, model: nn.Module | None = None, **settings: Any) -> None:
         self.model = Routed(3) if model is None else model

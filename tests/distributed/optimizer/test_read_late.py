@@ -251,7 +251,7 @@ def unfreezes(adds: bool) -> list[float]:
     """Return the norms of steps of a model that gets more trained parameters while the sum of a step is unread.
 
     Args:
-        adds: True to add the new parameters to a group, False if a group has them from the beginning.
+        adds: True to add the new parameters as a group of their own, False if a group has them from the beginning.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -281,7 +281,7 @@ def test_parameters_that_are_unfrozen_before_a_sum_is_read(adds: bool) -> None:
 
 
 def too_large() -> tuple[list[bool], int]:
-    """Take steps with finite gradients whose squares overflow float32.
+    """Take four steps. After the first step, gradients are finite and their squares overflow float32.
 
     Returns:
         True for each skipped step, and the number of times that the host waited.
@@ -322,7 +322,7 @@ def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
 
 
 def test_on_a_card_sums_are_read_late() -> None:
-    """The device's type alone decides if sums are read late. All other tests here set ``defers_read`` themselves."""
+    """A new StepSync sets ``defers_read`` by the device's type alone. Other tests here that step set it themselves."""
     from zeropp.optimizer.step_sync import StepSync
 
     engine = mock.Mock(units=[], device=torch.device("cuda"))
