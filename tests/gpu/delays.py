@@ -3,7 +3,7 @@
 Code that does not wait for the delayed work computes with wrong values, and the losses and weights show it.
 
 On a GPU the delays are sleep kernels (``torch.cuda._sleep``) at the start of each piece of work of a comm stream and of
-each module's forward and backward. On CPU the model computes in the caller's thread, comm streams are threads, and the
+each block's forward and backward. On CPU the model computes in the caller's thread, comm streams are threads, and the
 delays are ``time.sleep``.
 """
 

@@ -17,7 +17,7 @@ SMALL = {"device": "cpu", "pin_memory": True, "buffer_count": 2, "buffer_size": 
 SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer": CPU,
     "optimizer, bf16, nothing kept": {**CPU, **BF16, "reuse": 0, "prefetch": 0},
-    # Buffers smaller than a row, so that one gather uses each buffer of the ring several times.
+    # On a GPU, where rows are longer than buffers, one gather uses each buffer of the ring several times.
     "both, bf16": {**CPU, **BF16, "offload_param": SMALL, "reuse": 0, "sub_group_size": 4096},
     # The refresh sends the new weights, and the memory that they are sent from is reused soon.
     "stage 1, bf16": {**CPU, **BF16, "stage": 1, "overlap_comm": True},
@@ -41,7 +41,8 @@ def settings_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 LATE = ("all", "streams", "computing", "host")
-# On CPU the default suite runs "all" for every setting and every delay for "optimizer". The campaign runs the rest.
+# On CPU the default suite draws its rows from "all" of every setting and all delays of "optimizer": see the mark
+# ``every``. The campaign runs the rest.
 CASES = [
     pytest.param("cpu", name, late, marks=() if late == "all" or name == "optimizer" else pytest.mark.campaign)
     for name in SETTINGS for late in LATE

@@ -1,4 +1,4 @@
-"""The peak of a process's anonymous memory while a block runs."""
+"""The largest growth of a process's anonymous memory while a block runs, sampled every 2 ms."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Peak:
 
 
 def anonymous() -> int:
-    """Return the bytes of this process's private memory in use."""
+    """Return the bytes of this process's anonymous memory that is resident."""
     return status("RssAnon")
 
 

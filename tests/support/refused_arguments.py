@@ -1,8 +1,8 @@
 """Errors that ZeroOptimizer raises for unusable arguments, on every rank, and the seconds until they arrive.
 
 A case is a function that each rank runs. The case receives a fresh model and returns the arguments for
-``ZeroOptimizer``. Several cases run in one call to the pool, so each case also shows that earlier refusals left no
-state behind.
+``ZeroOptimizer``. Each call to the pool runs one case. The pool's processes are reused, so each case also shows that
+earlier refusals left no state behind.
 """
 
 from __future__ import annotations

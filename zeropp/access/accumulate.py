@@ -45,9 +45,9 @@ def accumulate(
 
     The gradients are those of the mean loss, as in a loop with ``optimizer.backward``. Each loss is divided by
     ``gradient_accumulation_steps`` if it is configured, and by the number of micro-batches otherwise. The micro-batches
-    count in the accumulation window. They are summed, from last to first, in the dtype of the main weights, before the
-    sum over ranks; a loop rounds in another order. Random numbers are drawn stage by stage. Module buffers, such as
-    those of BatchNorm, are updated in the order of micro-batches.
+    count in the accumulation window. Their gradients are summed, from last to first, in the dtype of the main weights,
+    before the sum over ranks; a loop rounds in another order. Random numbers are drawn stage by stage. Module buffers,
+    such as those of BatchNorm, are updated in the order of micro-batches.
 
     Args:
         model: the wrapped model.
@@ -63,7 +63,7 @@ def accumulate(
     Raises:
         TypeError, ValueError: an argument or the result of a stage or ``loss_fn`` is invalid, or there are more
             micro-batches than the accumulation window has left. For an invalid argument, other ranks raise
-            RuntimeError.
+            RuntimeError. If ranks give different numbers of micro-batches, all ranks raise ValueError.
         RuntimeError: the model is not wrapped, a pass is running, or gradients are disabled.
     """
     engine = _engine_of(model)
@@ -204,7 +204,10 @@ def _stages_of(model: nn.Module, stages: Iterable[Stage] | None) -> list[Stage]:
 def _forward(
     engine: Engine, stages: Sequence[Stage], values: list[Any], targets: Sequence[Any], loss_fn: LossFn
 ) -> list[Tensor]:
-    """Run all micro-batches through one stage after the other, and compute the losses after the last stage."""
+    """Run all micro-batches through each stage in turn.
+
+    In the last stage, compute each loss right after its micro-batch.
+    """
     losses = []
     for number, stage in enumerate(stages):
         # Without pin_units, each micro-batch would free the units of the stage, and the next would gather them again.
@@ -216,8 +219,8 @@ def _forward(
                         f"stage {number}, {_name(stage)}, returned None for micro-batch {micro}; expected what the "
                         f"{'loss' if number == len(stages) - 1 else 'next stage'} is to get"
                     )
-                # Drop each input right after its use. Otherwise the logits of all micro-batches would be in memory at
-                # once.
+                # Drop each input right after its use. Otherwise all inputs of the last stage would stay in memory until
+                # the last loss is computed. They may be logits.
                 values[micro] = None
                 if number < len(stages) - 1:
                     values[micro] = output

@@ -48,7 +48,10 @@ def builds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[ShardedBuild, li
     """Group parameters that ``zero.Init`` has built and no engine manages yet, by their :class:`ShardedBuild`.
 
     Args:
-        parameters: parameters of any kind; others are left out.
+        parameters: parameters of any kind; plain parameters and those of engines are left out.
+
+    Returns:
+        Each build with its parameters, in the given order.
     """
     found: dict[int, tuple[ShardedBuild, list[nn.Parameter]]] = {}
     for parameter in parameters:
@@ -99,7 +102,8 @@ class BuildGather:
         # Without a modifier_rank, edits are lost unless all ranks make the same ones. Take fingerprints to detect
         # edits.
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
-        # Save the parameters that are not sharded (small ones), to restore them if an edit is rejected.
+        # Copy the parameters that are not sharded (small ones, or not sharded yet), to restore them if edits are
+        # rejected.
         whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None and modifier_rank is None]
         self._restored = dict(whole)
         self._values: list[Tensor] = []
@@ -202,7 +206,7 @@ class GraphTracker(TorchFunctionMode):
                     if tensor._is_view():
                         self._names[id(tensor)] = name
                         self._views.append(tensor)
-                    # Do not raise here: reading a norm with grad mode on is allowed, and its graph ends with the
+                    # Do not raise here: reading a norm with grad mode on is allowed, and its graph is freed with the
                     # result.
                     trip = _BackwardRefusal(name, line_of_user())
                     tensor.register_hook(trip)
@@ -283,8 +287,9 @@ def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 class GatheredParameters:
     """Context manager that gives parameters their whole values, in the dtype of the main weights.
 
-    With an engine of ``zeropp.initialize`` and without ``modifier_rank``, values have the compute dtype instead,
-    because scripts pass them on to inference engines, which expect that dtype.
+    Values have the compute dtype instead if an engine of ``zeropp.initialize`` trains the model and no
+    ``modifier_rank`` is given, because scripts pass these values on to inference engines, which expect that dtype.
+    Parameters that no engine manages yet keep their own dtype.
 
     Collective: all ranks of the model enter and leave, with the same parameters in the same order. The parameters
     belong to a wrapped model or were built in :class:`zeropp.zero.Init`; other parameters are left unchanged. Use it
@@ -305,8 +310,9 @@ class GatheredParameters:
 
     Raises:
         RuntimeError: on entry, ``modifier_rank`` is given inside a pass, a parameter is gathered already with another
-            ``modifier_rank``, or other ranks make another call. At the end, on all ranks: ranks made different edits
-            without ``modifier_rank``, or assigned a tensor of another shape.
+            ``modifier_rank`` (before wrapping: gathered already at all), or other ranks make another call. At the end,
+            on all ranks: ranks made different edits without ``modifier_rank``, or assigned a tensor of another shape.
+        TypeError: ``params`` contains an object that is not a tensor.
         ValueError: ``modifier_rank`` is not a rank of the model.
     """
 
@@ -348,8 +354,9 @@ class GatheredParameters:
                 if engine.running:
                     self._fetch(engine, parameters)
                 else:
-                    # Skip parameters that an outer GatheredParameters has gathered. They stay gathered, with their
-                    # edits, until the outer context ends.
+                    # Skip parameters that an outer GatheredParameters has gathered, unless this one names another
+                    # modifier_rank, which is an error. Skipped parameters stay gathered, with their edits, until the
+                    # outer context ends.
                     wanted = [
                         each
                         for each in parameters
@@ -409,7 +416,7 @@ class GatheredParameters:
 
 
 def _tell(contexts: Sequence[EngineGather | BuildGather], error: BaseException) -> None:
-    """Report an exception on this rank to the other ranks, for contexts of models that are being built."""
+    """Report an exception on this rank to the other ranks, for parameters that ``zero.Init`` has built."""
     for context in contexts:
         if isinstance(context, BuildGather):
             context.report_failure(error)
@@ -498,7 +505,8 @@ class EngineGather:
         Values are not converted back. Each later call finds them converted.
 
         Raises:
-            RuntimeError: a value has edits to keep, which the conversion would round.
+            RuntimeError: a value with another dtype was edited, or ``modifier_rank`` is given. The conversion would
+                round the edits.
         """
         for number, (buffer, index) in enumerate(self.places):
             parameter, dtype = buffer.parameters[index], buffer.compute_dtype

@@ -1,9 +1,10 @@
 """Ownership of the engine by the model, and wrapping a model again after its optimizer or engine is gone.
 
-[Note: ownership] Each module of the model holds a strong reference to the engine, so trained weights live as long as
-any module. The optimizer also holds a strong reference, as PyTorch's optimizers do to parameters. The engine holds only
-weak references to modules and to the optimizer, and parameters hold only weak references to the engine. So there is no
-reference cycle, and memory and hooks are freed with the last module, without the garbage collector.
+[Note: ownership] Each module with parameters or buffers holds a strong reference to the engine, so trained weights live
+as long as any of these modules. The optimizer also holds a strong reference, as PyTorch's optimizers do to parameters.
+The engine holds only weak references to modules and to the optimizer, and parameters hold only weak references to the
+engine. So there is no reference cycle, and memory and hooks are freed with the last module, without the garbage
+collector.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
 
     Returns:
         Tensors in the compute dtype, as views of the engine's memory. Empty if some weights are not cached on this
-        rank, or the engine is not in a state to read them.
+        rank, under ``torch_autocast``, or if the engine is not in a state to read them.
     """
     # Drop the gradients of a failed backward. A plain model would add them to its next gradients.
     engine.notice_failed_backward()
@@ -83,15 +84,15 @@ def unshard_parameters(weights: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Engine]:
-    """Return the engines of earlier wrappings that hold values of a model and whose optimizers are gone. Local.
+    """Return the engines of earlier wrappings that hold values of a model; their optimizers are gone or retired. Local.
 
     Args:
         model: a model that may have been wrapped before.
         parameters: all parameters of the model by name.
 
     Raises:
-        ValueError: an optimizer of the model still exists, the values were dropped by ``close()``, or the model is only
-            a part of the model that was wrapped before.
+        ValueError: an optimizer of the model is still in use, the values were dropped by ``close()``, or the model is
+            only a part of the model that was wrapped before.
         RuntimeError: a pass is running, or values are gathered.
     """
     found: dict[int, Engine] = {}
@@ -191,7 +192,7 @@ class PreviousWeights:
         def fill(whole: Tensor) -> None:
             views = buffer.layout.views(whole)
             # Broadcast new parameters from rank 0. Gathered values of earlier buffers are equal on all ranks already,
-            # and take_over gathers parameters that zero.Init built.
+            # and take_over gathers parameters that zero.Init has sharded.
             fresh = [v is None and is_whole(p) for v, p in zip(values, buffer.parameters, strict=True)]
             if any(fresh):
                 for view, parameter, new in zip(views, buffer.parameters, fresh, strict=True):

@@ -733,7 +733,7 @@ class Engine(nn.Module):
     def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int = 0) -> str:
         """Return the path of a checkpoint's optimizer states; subclasses of DeepSpeed's engine call this method.
 
-        The path is the checkpoint's directory, because zeropp has no file with the states of one rank.
+        The path is the checkpoint's directory, because a rank's files in it hold weights and states together.
         """
         return str(Path(checkpoints_path) / tag)
 

@@ -1,7 +1,7 @@
 """The gradient sum of one flat buffer, from ``.grad`` to the reduced shard, and the loss scale.
 
-[Note: loss scale] The loss scale is divided out when gradients are added to their float32 sums. So norms, clipping and
-steps work on unscaled gradients, and an overflow appears as a non-finite norm on every rank. One loss may depend on
+[Note: loss scale] The loss scale is divided out when gradients are added to sums in the main dtype. So norms, clipping
+and steps work on unscaled gradients, and an overflow appears as a non-finite norm on every rank. One loss may depend on
 several models, each with its own engine and loss scale. The engine that scaled the loss determines the scale, and all
 engines divide by this scale.
 
@@ -305,8 +305,9 @@ class Gradient:
         if replicas is None:
             yield from self._reduce(path, message, numel, scale)
             return
-        # ``piece`` is [numel / world], ``whole`` [numel / states] in the wire dtype. All replicas receive the same
-        # message of each piece, so their states keep the same bits. An all-reduce would not guarantee that.
+        # ``piece`` is [numel / world] in the main dtype, ``whole`` is [numel / states] in the wire dtype. All replicas
+        # receive the same message of each piece, so their states keep the same bits. An all-reduce would not guarantee
+        # that.
         piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
         whole = replicas.empty(self.shard.numel(), self.device)
         # The sum is gathered in the wire dtype before the scale is applied, so a float16 sum is scaled down for the
@@ -657,7 +658,7 @@ class LossScale:
             overflow: True if the step was skipped because of non-finite gradients; the same on every rank.
 
         Raises:
-            LossScaleError: The step overflowed at the minimum scale. Raised on every rank.
+            LossScaleError: The step overflowed at the minimum scale, with no hysteresis left. Raised on every rank.
         """
         # A static scale never changes. The caller skips and counts the step.
         if not self.dynamic:

@@ -6,8 +6,8 @@ class. The ``__torch_function__`` of this subclass handles each access in one of
 - *metadata*: shape, dtype and the like are read from the stand-in tensor.
 - *fetch*: inside a pass, the unit is gathered and the operation runs on the parameter itself.
 - *read*: between passes, the operation runs on cached whole values (:class:`ShownWeights`), if every rank caches them
-  and they are up to date, as in stages 0 to 2. Edits are refused, and so is a backward that reaches values read in this
-  way.
+  and they are up to date, as in stages 0 to 2. Edits are refused, unless a :class:`WeightReader` accepts them. A
+  backward that reaches values read in this way is refused, too.
 - *refuse*: all other operations raise an error that names the remedy.
 
 A few functions access a tensor without calling ``__torch_function__``, such as ``torch.tensor(p)`` and ``vmap``. They
@@ -100,7 +100,7 @@ _COPY = torch.Tensor.copy_
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that read a parameter without starting a graph.
 _UNTRACKED = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
-# In-place operations whose names do not end in "_".
+# In-place operations and setters whose names do not end in a single "_".
 _WRITING = {
     "__setitem__", "__set__", "__delete__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
@@ -120,7 +120,9 @@ class EditTarget(Protocol):
 
 
 class WeightReader(Protocol):
-    """An extension of the access to weights between passes: DeepSpeed's engine lets scripts edit frozen weights.
+    """An extension of the access to weights between passes.
+
+    DeepSpeed's engine has one, so that scripts can read persistent parameters in stage 3 and edit frozen weights.
 
     Attributes:
         alone: True if ``state_dict()`` runs no collective, even if some values are not on this rank.
@@ -154,7 +156,10 @@ class GuardHandler(Protocol):
         return None
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
-        """Gather a parameter that an operation uses, and return True, if a pass is running; return False otherwise."""
+        """Gather a parameter that an operation uses, and return True; return False if no pass is running.
+
+        A `Piece` gathers while the model is built, and raises an error afterwards.
+        """
         ...
 
     def use_ended(self) -> None:
@@ -183,7 +188,7 @@ class GuardHandler(Protocol):
 
 
 class _Tag:
-    """A parameter's link to its name and handler; the link is weak, so that a parameter keeps no engine alive."""
+    """A parameter's name and its link to its handler; the link is weak, so that a parameter keeps no engine alive."""
 
     __slots__ = ("handler", "layout", "name", "own_dtype")
 
@@ -196,8 +201,8 @@ class _Tag:
         # A meta tensor that answers for strides and contiguity only.
         self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
-    # Pickling a parameter pickles its ``__dict__`` and so calls this method. Refuse, because the saved values would be
-    # NaN.
+    # Pickling a parameter pickles its ``__dict__`` and so calls this method. Refuse, because the file would contain the
+    # memory of the whole unit.
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(
             f"parameter {self.name!r} is managed by zeropp and cannot be pickled: it lies in the memory of its whole "
@@ -249,7 +254,10 @@ def handler_of(parameter: torch.Tensor) -> GuardHandler | None:
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
-    """Return True if an engine manages a parameter, or did so until the engine was dropped or closed."""
+    """Return True if an engine manages a parameter, or if the parameter is in pieces (`Piece`).
+
+    The result stays True if the engine is dropped, or closed without giving the parameter its values.
+    """
     return "_zeropp_tag" in parameter.__dict__
 
 
@@ -435,10 +443,10 @@ def _gradients(
 
 
 def _refuse_inputs(inputs: Iterable[object]) -> None:
-    """Refuse parameters as ``inputs`` of a backward.
+    """Refuse released parameters as ``inputs`` of a backward.
 
     Raises:
-        RuntimeError: ``inputs`` contains a managed parameter.
+        RuntimeError: ``inputs`` contains a released parameter.
     """
     for parameter in _released(inputs):
         name = parameter.__dict__["_zeropp_tag"].name

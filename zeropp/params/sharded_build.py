@@ -6,9 +6,10 @@ parameters of one process group.
 [Note: building in pieces] Every rank runs the code that builds the model and so makes the same parameters. Rank 0's
 values become the values on all ranks. New parameters wait, whole, until their bytes exceed a limit; then each rank
 keeps only its piece. If code uses a parameter that is in pieces, all ranks gather it. Edits are kept, and the parameter
-waits whole again. A parameter whose memory has other references stays whole, because edits through these would be lost.
-Small parameters stay whole and are broadcast at the end. Before each collective, the ranks exchange descriptions of the
-operation, so that ranks that build different models or fail are named in an error.
+waits whole again. A parameter whose memory has other references stays whole until the end of the build, because edits
+through these references would be lost. Small parameters stay whole and are broadcast at the end. Before each
+collective, the ranks exchange descriptions of the operation, so that ranks that build different models or fail are
+named in an error.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Piece(GuardHandler):
         fetcher: build that gathers the parameters of the group.
         name: class name of the module and the parameter's name in it; qualified names are unknown during the build.
         row: [ceil(numel / world)] this rank's part of the values in memory order, padded with zeros at the end; None
-            while the parameter is whole.
+            while the parameter is whole. Inside GatheredParameters a row is kept.
         awaited: True if the parameter has no values yet, because they are loaded after the model is wrapped.
         is_gathered: True inside GatheredParameters, while the user has the whole values.
     """
@@ -217,7 +218,7 @@ class ShardedBuild:
     Attributes:
         carrier: collectives between the ranks.
         trains_on: device that the model will train on, unless it is wrapped with another one.
-        asked: settings that the configuration must contain, too, when the model is wrapped.
+        asked: keys and values that the configuration must have when the model is wrapped.
         building: True while all ranks run the code that builds the model.
     """
 
@@ -233,7 +234,7 @@ class ShardedBuild:
         Args:
             carrier: collectives between the ranks.
             trains_on: device that the model will train on.
-            asked: settings that the configuration must contain when the model is wrapped.
+            asked: keys and values that the configuration must have when the model is wrapped.
             keep: function that moves a row to the memory where pieces are kept, and may return the row itself.
         """
         self.carrier = carrier
@@ -306,7 +307,11 @@ class ShardedBuild:
             self._cut_waiting(aliased=True)
 
     def _cut_waiting(self, *, aliased: bool) -> None:
-        """Partition the waiting parameters; with ``aliased``, those with other references to their memory wait on."""
+        """Partition the waiting parameters.
+
+        Parameters inside GatheredParameters stay whole. With ``aliased``, parameters with other references to their
+        memory stay whole, too.
+        """
         parameters = list(self._waiting.values())
         held = [i for i, p in enumerate(parameters) if _piece(p).is_gathered or (aliased and is_aliased(p))]
         accounts = self.agree(_CUTTING, parameters, held)

@@ -72,14 +72,14 @@ class FlatBuffer:
     Attributes:
         coded: True if the shard is stored quantized, as a codec message.
         parameters: the model's own parameter objects.
-        flat: gathered weights, [numel] in the compute dtype; empty storage while released; the shard itself if shared.
+        flat: gathered weights, [numel] in the compute dtype; its storage has 0 bytes while the unit is sharded. The
+            shard itself if shared.
         main: stored tensor that holds the shard.
         wire_copy: offloaded source of gathers and refreshes; None if they read the shard itself.
         secondary: cached weights of hpZ, [numel / cached level] in the compute dtype, or cached messages; None without
             hpZ.
         tiers: storage tiers of the buffer's parts.
-        trainable: True if there are a gradient and optimizer states; some parameters may be frozen for now all the
-            same.
+        trainable: True if there are a gradient and optimizer states, even if parameters are frozen for the moment.
         gradient: gradient sum of the buffer; None if the buffer is not trainable.
     """
 
@@ -228,7 +228,7 @@ class FlatBuffer:
 
     @property
     def storage_id(self) -> int:
-        """Identity of the gathered buffer's storage; constant while the engine lives."""
+        """Identity of the gathered buffer's storage; only :meth:`move_main` changes it, if the shard is shared."""
         return storage_id(self.flat)
 
     # A gather and its end, in the order of calls: alloc_storage, gather, unshard, guard_values, free_storage.
@@ -323,7 +323,7 @@ class FlatBuffer:
             self.wire_copy.drop_new()
 
     def _new_values(self) -> Tensor:
-        """Return the new main weights, on the device."""
+        """Return the new weights on the device: the shard itself, or new weights in the dtype of the wire copy."""
         return self.shard if self.wire_copy is None else self.wire_copy.new()
 
     def unshard(self) -> None:
@@ -357,7 +357,7 @@ class FlatBuffer:
         for parameter, value in zip(self.parameters, values, strict=True):
             # Setting ``.data`` keeps the parameter object and its version counter. See [Note: versions].
             parameter.data = value
-        # FSDP2 hides its writes from version counters, so a graph recorded before a step silently reads newer weights.
+        # Without this, as in FSDP2, a graph recorded before a step would silently read newer weights in its backward.
         bump_versions(self.parameters, version)
         self._noted_version = version
         if edited:
@@ -391,7 +391,7 @@ class FlatBuffer:
             )
 
     def show_whole(self, index: int, value: Tensor) -> None:
-        """Point one parameter at its whole value, in the main dtype, while the other parameters stay released."""
+        """Point one parameter at its whole value, in main or compute dtype; the other parameters stay released."""
         # Unguard the parameter, so that the user's code finds a plain one.
         unguard([self.parameters[index]])
         self.parameters[index].data = value
@@ -531,9 +531,10 @@ class Unit:
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
     def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
-        """Replace a frozen buffer by several new ones, between passes; trainable ones must come last in ``parts``."""
+        """Replace a frozen buffer by several new ones, between passes."""
         rest = [other for other in self.buffers if other is not buffer]
-        # Append the parts: hooks identify a parameter by its position among the trainable ones, which must not change.
+        # Append the parts: hooks identify a parameter by its position in the trainable buffers, and the positions of
+        # parameters in earlier trainable buffers must not change.
         self.buffers = (*rest, *parts)
         # The new buffers hold no gathered values, even if the plan kept the unit gathered.
         self.state = self._resting

@@ -31,7 +31,9 @@ def find_device(
         device: device that the caller gave, or None.
 
     Raises:
-        ValueError: the device does not exist, or none is given and the parameters are on several devices or on meta.
+        ValueError: the model has no parameters, or the device does not exist. Without a device: parameters are on
+            several devices, or a parameter or buffer is on meta. With a device: a meta tensor cannot be replaced, or a
+            parameter has a gradient.
     """
     chosen = None if device is None else _existing(device)
     found: dict[torch.device, str] = {}
@@ -61,7 +63,8 @@ def require_values(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
 
     Args:
         model: model that is about to be wrapped.
-        parameters: all parameters of the model, by name. Those that are loaded after wrapping need no values.
+        parameters: all parameters of the model, by name. Parameters that ``zero.Init`` has sharded, or that are loaded
+            after wrapping, are not checked.
 
     Raises:
         ValueError: a tensor is on the meta device.
@@ -153,7 +156,7 @@ def _refuse_lost(path: str, name: str, tensor: Tensor) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_managed(parameter):
-        return  # wrapped before, so it is on its device
+        return  # wrapped before, or sharded by zero.Init: wrapping brings its values to the device
     if parameter.grad is not None:
         raise ValueError(
             f"parameter {name!r} has a gradient, which would stay where the parameter was; call zero_grad() before "

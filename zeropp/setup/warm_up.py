@@ -1,7 +1,7 @@
 """Compilation of Triton kernels while the model is wrapped, instead of during the first step.
 
-In the first step, each compilation would stop one rank inside the order of collectives while the other ranks wait. So
-small buffers run through every path of the model here, over hops that send nothing.
+During the first step, a rank that compiles would keep the other ranks waiting in collectives. So small buffers run
+through every path of a training step here, over hops that send nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["warm_up"]
 
 
 def warm_up(blueprint: Blueprint) -> None:
-    """Run once, on small buffers, every kernel that this rank's units will run.
+    """Run, on small buffers, the kernels of this rank's gathers, refreshes and reductions.
 
     The caller calls this on GPUs only, because CPU tensors need no compiled kernels.
 
     Args:
-        blueprint: blueprint of the engine; each kind of buffer in it is run once.
+        blueprint: blueprint of the engine; each kind of buffer in it is run in two sizes.
     """
     world = blueprint.world
     seen: set[tuple[BufferKey, bool]] = set()
@@ -39,8 +39,8 @@ def warm_up(blueprint: Blueprint) -> None:
         for key in (buffer.key for buffer in unit.buffers):
             if (key, unit.spec.persistent) not in seen:
                 seen.add((key, unit.spec.persistent))
-                # Run once with padding in every rank's shard, and once without: with rotated codes, a shard with
-                # padding is cleared and measured by other operations.
+                # Run once with padding in every rank's shard, and once without: with rotated codes, padding is cleared,
+                # and the shard is then measured, by operations of their own.
                 for numels in ([3] * world, [BLOCK * world]):
                     _Rehearsal(blueprint, unit.placement, key, numels).rehearse()
 
@@ -78,7 +78,7 @@ class _Rehearsal:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """Run all gathers, refreshes and reductions of this kind of buffer once."""
+        """Run the refresh and the gather of this kind of buffer, and four reductions if it is trainable."""
         self._gather(self._weights)
         if self._travels is not None:
             values = [torch.ones(numel, dtype=self._key.dtype, device=self._device) for numel in self._numels]

@@ -80,7 +80,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def test_a_disk_that_fails_at_any_call(
     code: int, trained: Pair, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed system call gives an error with its reason.
+    """A save that fails at a system call raises an error with the reason.
 
     The earlier or the new checkpoint loads, and the next save succeeds.
     """
@@ -115,7 +115,7 @@ def test_a_disk_that_fails_at_any_call(
                 assert os.strerror(code) in str(error) and "saving again is possible" in str(error)
         other = wrap("stage 3")
         checkpoint.load(saved, *other)
-        # Some calls may fail without an error of the save: mkdir of an existing folder, or posix_fallocate.
+        # Some calls may fail without an error of the save: mkdir of an existing folder, or fsync of a folder.
         assert same(weights(other[0]), before if failed else after)
         failures += failed
         if made <= number:
@@ -128,7 +128,7 @@ def test_a_disk_that_fails_at_any_call(
 
 
 def of_two(path: Path, failing: bool) -> str:
-    """Save on two ranks while rank 1 cannot write, load, and save again.
+    """Save on two ranks, with rank 1 unable to write if ``failing``. Then load, and save again.
 
     Args:
         path: folder of the checkpoint.

@@ -80,7 +80,8 @@ def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, 
         slack: bytes that the load may take beyond the memory in use before it.
 
     Returns:
-        Bytes read, the peak of additional memory since before the model was built, and True if all values are right.
+        Bytes read, the peak of memory above that before the model was built (on rank 0: during the load only), and True
+        if all values are right.
     """
     first = dist.get_rank() == 0
     gc.collect()
@@ -117,7 +118,7 @@ def check(folder: Path, layers: int, slack: int, timeout: float = 60) -> None:
 
 
 def test_a_rank_has_no_more_than_its_share(tmp_path: Path) -> None:
-    """The model has 0.1 B parameters. The whole file of 200 MB would exceed the hard limit on memory."""
+    """The model has 0.1 B parameters. All 200 MB of weights in the files would exceed the limit on memory."""
     check(tmp_path, layers=6, slack=80_000_000)
 
 

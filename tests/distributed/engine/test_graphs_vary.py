@@ -134,7 +134,7 @@ def sent_in_parts() -> list[dict[str, int]]:
 
 
 def test_gradients_that_come_more_often_on_one_rank_are_sent_once() -> None:
-    """A reduction waits for as many gradients as the rank with the most receives, so it is not issued too early."""
+    """Each rank expects as many gradients as the rank with the most receives, so no reduction is issued too early."""
     for found in run_ranks(2, sent_in_parts):
         assert found[1:] == [{f"blocks.{number}": 1 for number in range(3)}] * 3, found
 
@@ -223,7 +223,7 @@ def test_late_gradients_are_not_mixed_with_scaled_ones(world: int, edit: bool) -
 
 
 class Twice(nn.Module):
-    """Two blocks. The first is called before and after a loop over the second, whose length is an argument."""
+    """Two blocks. The first is called before and after ``loops`` calls of the second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""``offload_states``: all device memory is freed between phases and restored bit for bit.
+"""``offload_states``: device memory, except a few numbers, is freed between phases.
 
-Operations that need offloaded memory raise.
+All of it except gathered weights is restored bit for bit. Operations that need offloaded memory raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.support.rank_pool import run_ranks
 BF16 = {"bf16": {"enabled": True}}
 HPZ = {"zero_hpz_partition_size": 2, **BF16}
 LOCO = {"zeropp_loco_param": {}, "feedback": "both"}
-# By name: settings, and the kinds of memory that units own with these settings besides main weights and gradients.
+# By name: settings, and the kinds of memory that exist with these settings on several ranks, besides main weights,
+# gradients and states. In rows named "apart" these are in host memory or files (in "a part": some of the states only).
 ROWS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "stage 0": ({"stage": 0}, set()),
     "stage 0, bf16": ({"stage": 0, **BF16}, {"persistent_weights"}),
@@ -105,7 +106,7 @@ class Pauses:
 
 
 def pointers(optimizer: zeropp.ZeroOptimizer) -> list[object]:
-    """Return the object, storage, class and version of each tensor that the optimizer and the engine have."""
+    """Return the object, class, storage and version of all states, slices, gradients, shards and gathered buffers."""
     states = [(p, *s.values()) for p, s in optimizer.inner.state.items()]
     tensors = [t for row in states for t in row if isinstance(t, torch.Tensor)]
     tensors += [t for part in optimizer.slices.all for t in (part.parameter, part.gradient)]
@@ -125,10 +126,10 @@ def trained(settings: dict[str, Any], how: str, *, apart: bool) -> tuple[list[st
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ROWS)
 def test_training_goes_on_as_if_nothing_had_happened(name: str, world: int, tmp_path: Path) -> None:
-    """Results have the same bits, also with pauses in a window, and all device memory is freed during each pause."""
+    """Results have the same bits, also with pauses in a window, and device memory is freed during each pause."""
     (settings, terms), apart = ROWS[name], "apart" in name
     # hpZ has secondary shards only with several nodes, so it runs on two nodes of two ranks. A single rank communicates
-    # nothing and has none of the further kinds of memory.
+    # nothing and lacks some of the further kinds of memory, such as error feedback.
     ranks = 4 if world == 2 and "zero_hpz_partition_size" in settings else world
     here = {"host"} if apart else {"states", "main_weights", "gradients"}
     wanted = here | (terms if world == 2 else set())

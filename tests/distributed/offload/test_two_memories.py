@@ -1,4 +1,4 @@
-"""All calls of training with offload keep host tensors and device tensors apart, as a GPU requires.
+"""No kernel of training with offload mixes host tensors and device tensors, which a GPU would refuse.
 
 The device is simulated on the CPU; see :mod:`tests.support.two_memories`.
 """
@@ -23,7 +23,7 @@ from tests.support.two_memories import Memories, two_memories
 from zeropp.offload.read_ahead import Ring
 from zeropp.params import wire_copy
 
-WIDTH = 24  # 256, the elements of a block, is not a multiple, so borders of blocks lie within rows of weights
+WIDTH = 24  # a block of 256 elements is no whole number of rows of weights, so blocks end within rows
 BF16 = {"bf16": {"enabled": True}}
 CPU = {"offload_optimizer": {"device": "cpu"}}
 WEIGHTS = {"offload_param": {"device": "cpu"}}
@@ -120,7 +120,8 @@ def states(t: Training) -> None:
     t.optimizer.load_state_dict(kept)
     t.step()
     t.model.load_state_dict(weights)
-    t.model.load_state_dict(t.model.state_dict())  # with bf16 this rounds the main weights
+    # With bf16 this load keeps the main weights, because they round to the loaded values.
+    t.model.load_state_dict(t.model.state_dict())
     t.step()
 
 

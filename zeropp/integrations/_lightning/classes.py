@@ -76,7 +76,8 @@ def make_classes(module: str, pytorch: str, fabric: str) -> Made:
     packages = Packages.named(pytorch, fabric)
 
     def make(name: str, parts: type, base: str, half: str, **attributes: Any) -> Any:
-        # With __module__ and __doc__ of a class statement in that module: pickle and messages find classes by them.
+        # Set __module__ as a class statement in that module would: pickle finds classes by it. Copy __doc__, which
+        # classes do not inherit.
         attributes |= {"__module__": module, "__doc__": parts.__doc__, "packages": packages}
         return types.new_class(name, (parts, packages.find(half, base)), exec_body=lambda body: body.update(attributes))
 

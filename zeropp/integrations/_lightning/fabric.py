@@ -27,7 +27,10 @@ class NoSync:
     """Implementation of ``fabric.no_backward_sync``, to be combined with Lightning's base class."""
 
     def no_backward_sync(self, module: Engine, enabled: bool) -> Any:
-        """Return a context whose backward passes reduce no gradients; the next backward outside reduces them."""
+        """Return a context whose backwards reduce no gradients; a later backward or the step reduces them.
+
+        Without ``enabled``, the context does nothing.
+        """
         return module.no_sync() if enabled else contextlib.nullcontext()
 
 
@@ -110,7 +113,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         )
         self._engines.add(engine)
         self._configure_recomputation(self._config())
-        # A scheduler made from the configuration's ``scheduler`` block, if there is such a block.
+        # ``scheduler`` is the given scheduler, or one made from the configuration's ``scheduler`` block.
         return engine, [wrapped], scheduler
 
     def setup_module(self, module: nn.Module) -> Engine:
