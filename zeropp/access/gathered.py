@@ -104,7 +104,7 @@ class BuildGather:
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
         # Copy the parameters that are not sharded (small ones, or not sharded yet), to restore them if edits are
         # rejected.
-        whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None and modifier_rank is None]
+        whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None]
         self._restored = dict(whole)
         self._values: list[Tensor] = []
 

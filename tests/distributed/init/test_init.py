@@ -468,6 +468,9 @@ def unkept() -> list[str]:
     with pytest.raises(RuntimeError, match="are lost"), zero.GatheredParameters(model), torch.no_grad():
         model.bias.add_(1.0 + dist.get_rank())
     wrong += [] if torch.equal(model.bias, before) else ["a lost edit stays"]
+    with pytest.raises(RuntimeError, match="are lost"), zero.GatheredParameters(model, modifier_rank=0):
+        model.bias.data = torch.zeros(7)
+    wrong += [] if torch.equal(model.bias, before) else ["a refused edit of another shape stays"]
     with zero.GatheredParameters([model.bias, many[0]]), torch.no_grad():
         model.bias.add_(1.0)
         many[0].mul_(3.0)
