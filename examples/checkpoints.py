@@ -1,4 +1,7 @@
-"""Checkpoints for ``train_gpt.py``: saved every few steps, and resumed on any number of ranks."""
+"""Checkpoints for ``train_gpt.py``: saved every N steps, and resumed on the same or another number of ranks.
+
+The number of ranks times ``--batch`` must divide the number of windows (samples) per optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ class Checkpoints:
         return self._series is not None and step % self._every == 0
 
     def save(self, step: int, model: nn.Module, optimizer: object, scheduler: LRScheduler) -> None:
-        """Start to save a checkpoint; files are written in the background while training continues."""
+        """Start to save a checkpoint, if there is a folder; training continues while files are written."""
         if self._series is not None and isinstance(optimizer, zeropp.ZeroOptimizer):
             self._series.save(step, model, optimizer, {"scheduler": scheduler}, asynchronous=True)
 

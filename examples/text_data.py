@@ -37,7 +37,7 @@ def standard_library() -> Path:
 
 
 def list_files(sources: Sequence[Path] = ()) -> list[Path]:
-    """Return the files to read, sorted by their names, so that every machine reads them in the same order.
+    """Return the files to read, in an order that is the same on every machine: by source, then by path below it.
 
     Args:
         sources: files, and folders whose files are all used, except hidden ones and compiled Python. If empty: the
@@ -89,7 +89,7 @@ def _as_tensor(data: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """Random windows of a text. The windows depend only on seed, step, micro-batch and rank.
+    """Random windows of a text, which depend on the fields below, the step and the micro-batch only.
 
     The windows of an optimizer step are drawn for all ranks together, and each rank takes its own rows. So ranks train
     on different windows, and a step trains on the same windows if only their split over ranks and micro-batches
@@ -161,7 +161,7 @@ def _windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor
 
 
 class Windows(Dataset[Tensor]):
-    """Data set of windows of a file: always the same random positions, each ``length + 1`` bytes long."""
+    """Data set of ``count`` windows of ``length + 1`` bytes of a file, at random positions that ``seed`` fixes."""
 
     def __init__(self, path: Path, length: int, count: int = 4096, seed: int = 0) -> None:
         self.text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()

@@ -4,10 +4,12 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py                    # two ranks, all states sharded
     torchrun --nproc-per-node 2 examples/train_gpt.py --config zero.json # a configuration in DeepSpeed's format
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --d-model 2048 --heads 16 --seq-len 2048
-    torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/first --resume  # on any number of ranks
+    torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/first --resume  # see below
 
 The script runs on CUDA devices (NCCL) or on CPUs (gloo). On two CPU cores the default model with 10.8 million
 parameters takes about three minutes to get from 5.5 to below 2 nats per byte.
+
+A run resumes on any number of ranks if that number times ``--batch`` divides the windows of a step.
 """
 
 from __future__ import annotations

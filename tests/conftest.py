@@ -1,4 +1,4 @@
-"""Pytest setup: environment variables that torch and Triton read at import, skips by marker, and pool shutdown."""
+"""Pytest setup: environment variables read at import, fast and campaign marks, skips, and pool shutdown."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ collect_ignore = [folder for package, folders in _FOLDERS.items() if find_spec(p
 
 
 def pytest_report_header() -> str:
-    """Return the versions of Python and of the tested packages. Pytest prints them at the start of a run."""
+    """Return the versions of Python and of packages that zeropp is tested with; pytest prints them at a run's start."""
     found = [f"tested: Python {platform.python_version()}"]
     for name in ("torch", "triton", "pydantic", "transformers", "lightning"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -53,8 +53,8 @@ def pytest_report_header() -> str:
     return ", ".join(found)
 
 
-# Prefixes of test ids that `pytest -m fast` selects: the most informative tests of every folder, in at most two
-# minutes.
+# Prefixes of test ids that `pytest -m fast` selects, besides tests that are marked fast in their files: informative
+# tests, in at most two minutes.
 FAST = (
     "tests/unit/test_house.py::test_dependencies",
     "tests/unit/test_house.py::test_rooms",
@@ -112,7 +112,7 @@ FAST = (
 
 
 def thin_out(items: list[pytest.Item]) -> None:
-    """Mark most rows of tests that are marked ``every(n)`` as campaign tests; about one row in n stays a default test.
+    """Mark most parameter sets of tests with ``every(n)`` as campaign tests; about one in n stays a default test.
 
     Args:
         items: collected tests, in the order of collection.
@@ -123,8 +123,8 @@ def thin_out(items: list[pytest.Item]) -> None:
         if mark is None or item.get_closest_marker("campaign"):
             continue
         test = item.nodeid.partition("[")[0]
-        # Choose the rows by multiples of the golden ratio. If every n-th row were chosen, a parametrized argument with
-        # n values would have the same value in all chosen rows.
+        # Choose the parameter sets by multiples of the golden ratio. If every n-th set were chosen, a parametrized
+        # argument with n values would have the same value in all chosen sets.
         if rows[test] * 0.6180339887 % 1 * mark.args[0] >= 1:
             item.add_marker(pytest.mark.campaign)
         rows[test] += 1
@@ -132,7 +132,7 @@ def thin_out(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # tryfirst: the marks must be set before pytest evaluates -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark fast and campaign tests, and skip the tests that need a GPU or root where there is none.
+    """Mark fast tests and, without a GPU, campaign tests; skip tests that need a missing GPU or root rights.
 
     Args:
         items: collected tests, in the order of collection.

@@ -119,8 +119,7 @@ def draw_model(draw: random.Random) -> Model:
         children = [other for other in later if other.startswith(f"{name}.")]
         inner = children + ([draw.choice(later)] if later and draw.random() < 0.25 else [])
         bodies[name] = tuple(_draw_node(draw, other, units) for other in inner)
-    # A module may also be reached through another module that comes earlier, so remove calls that lead back to the
-    # module.
+    # Remove calls that lead back to their module. The order above excludes such calls already, so this is a safeguard.
     bodies = {name: tuple(n for n in code if _is_free(n, name, bodies)) for name, code in bodies.items()}
     tops = [name for name in names if "." not in name]
     bodies[""] = tuple(_draw_node(draw, draw.choice(tops), units) for _ in range(draw.randint(2, 6)))
@@ -142,7 +141,10 @@ def _draw_node(draw: random.Random, module: str, units: int) -> Call | Touch:
 
 
 def for_data(draw: random.Random, code: Code, much: float) -> Code:
-    """Return the part of some code that a rank's data runs; ``much`` is the probability of each branch."""
+    """Return the part of some code that a rank's data runs, sometimes with two neighbours in reverse order.
+
+    ``much`` is the probability that an optional or unwrapped node runs as written.
+    """
     found: list[Call | Touch] = []
     for node in code:
         if node.optional and draw.random() > much:
@@ -208,7 +210,7 @@ class Case:
 
     @staticmethod
     def draw_alike(seed: int) -> Case:
-        """Draw a case without branches, in which each step covers its forwards by backwards in another way."""
+        """Draw a case without branches. For each step, the way in which backwards cover forwards is drawn anew."""
         draw = random.Random(seed)
         model = draw_model(draw)
         runs = (model.full(),) * 2
@@ -242,7 +244,7 @@ LIMITS = [Limits(0, 0, 0), Limits(0, 0, 0), Limits(4, 8, 100), Limits(100, 8, 8)
 
 @dataclass(eq=False)
 class _Made:
-    """A recorded call in a graph, with the interface of `zeropp.engine.hooks.BackwardCall`."""
+    """A recorded call in a graph, with the part of BackwardCall's interface that BackwardUses needs."""
 
     hooked: Any
     executed: list[bool]
@@ -268,7 +270,7 @@ class _Entry:
         node: the call or use.
         call: the record of the call; None if no graph was recorded.
         again: True if the node ran inside a backward, where checkpoints do not nest.
-        inside: entries of the calls inside this call.
+        inside: entries of the calls and uses inside this call.
     """
 
     node: Call | Touch

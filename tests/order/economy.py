@@ -26,7 +26,7 @@ Deed = Callable[[Rank], object]
 
 
 def traces(*deeds: Deed, limits: Limits = ENDLESS, **more: Any) -> list[tuple[list[object], list[tuple[object, ...]]]]:
-    """Let two ranks do the same, and return the exchanges and the issued collectives of each deed.
+    """Let two ranks do the same, and return the exchanges and rank 0's collectives of each deed.
 
     Args:
         deeds: actions of a rank, such as a training step.
@@ -97,7 +97,7 @@ def _as_if_there_were_no_other(first: Uses) -> None:
 
 
 def a_way_that_was_not_foreseen_sends_each_gradient_once() -> None:
-    """When a pass leaves the expected route, gradients reduced after that place are not reduced again."""
+    """After a pass has left the expected route, a later step reduces each gradient of its own route exactly once."""
     for one, other in [((1, 2, 3), (0, 2, 3)), ((2, 1, 3), (0, 1, 3)), ((3, 1), (2, 1))]:
         *_, (said, issued) = traces(*map(step, (one, other, one, one)))
         assert reduced(issued) == Counter(one), f"{one} after {other}: {issued}"

@@ -73,7 +73,7 @@ class _Unit:
 
     @property
     def resting(self) -> UnitState:
-        """The state of the unit between passes."""
+        """The state of the unit before training and after each step."""
         return UnitState.GATHERED if self.persistent else UnitState.SHARDED
 
     @property
@@ -128,7 +128,7 @@ class Rank:
         inside: units of the module that forward calls; all units by default.
         modules: module path -> unit; by default one module per unit.
         delivered: for each unit, the number of gradients that were reduced.
-        given: for each unit, the number of gradients that arrived on this rank.
+        given: for each unit, the number of gradients that arrived on this rank and were not dropped after an error.
     """
 
     world: World

@@ -1,4 +1,7 @@
-"""Random programs, alike or different on the ranks, train with any limits and scheduling, or deadlock as allowed."""
+"""Random programs, alike or different on the ranks, train, or end in an allowed deadlock.
+
+The limits of the prefetch plan are one of several, and the next rank to run is chosen at random.
+"""
 
 from __future__ import annotations
 

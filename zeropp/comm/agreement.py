@@ -530,7 +530,7 @@ class Agreement:
         """Return True if the store shows that another rank has failed, which gloo does not report to waiting ranks."""
         if self.comm.world == 1 or self.comm.backend == "fake":
             return False
-        # Errors of the store are ignored here; a thread that needs the store's answer raises them itself.
+        # Ignore errors of the store here: the rank's later error or warning says that the store does not answer.
         with contextlib.suppress(RuntimeError, TimeoutError):
             return self.board.some_rank_failed(self._code)
         return False

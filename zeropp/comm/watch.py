@@ -19,9 +19,10 @@ stopped, and in which pass. The rank withdraws this entry
   if the pass before it has failed; or
 - when it begins a step, or a pass that sends something, if the failed pass has sent nothing.
 
-A rank that has waited for 5 seconds reads the store. If another rank has stopped in a pass in which the reading rank
-has not stopped, and is still stopped 3 seconds later, the other rank will not come: the ranks have lost each other. An
-evaluation pass that sends nothing is not counted, because one rank may run it without the others.
+A rank that waits reads the store: after 5 seconds, or after 1 second if its host polls an event. If another rank has
+stopped in a pass in which the reading rank has not stopped, and is still stopped 3 seconds later, the other rank will
+not come: the ranks have lost each other. An evaluation pass that sends nothing is not counted, because one rank may run
+it without the others.
 
 Engines over the same ranks share one status board: a rank may stop in the forward of one model (an actor) while the
 other ranks wait in another model (a critic). When the rank goes on in the critic, its stop in the actor only matters to
@@ -84,7 +85,8 @@ _LONGEST = 300  # characters, at most, of a failure's text in the store
 # Seconds, at most, between two checks by a watching thread. Events of finished work stay in memory until the next
 # check.
 PERIOD = 1.0
-# Seconds of waiting after which a rank checks the store for failures of other ranks, and seconds between two checks.
+# Seconds of waiting after which a watching thread checks the store for failures of other ranks, and seconds between two
+# checks.
 ASKING = 5.0
 _LOOKS_BEFORE_LOSS = 8  # number of checks by the monitor within ``hang_timeout``, at least
 BLIND = frozenset({"cuda"})
@@ -237,7 +239,8 @@ class StatusBoard:
     Engines are named by a code: see :func:`code_of`.
 
     Attributes:
-        stopped_by: status with the exception that ended this rank's last pass or step; None once the rank goes on.
+        stopped_by: status with the exception or loss that ended this rank's last pass or step; None once the rank goes
+            on.
         ends: for each engine, the exception or loss that ended this rank's work in the engine. Other threads read this
             dictionary without a lock, so a change always replaces the whole dictionary.
     """
@@ -701,7 +704,7 @@ class Monitor:
         self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Remove finished work from the queue, and give up if the oldest unfinished work has been running for too long.
+        """Remove finished work from the queue. Give up if none has finished for ``hang_timeout``, or a rank has failed.
 
         Args:
             now: present time, by time.monotonic().
@@ -726,7 +729,7 @@ class Monitor:
         if waited < ASKING or now - self._asked < ASKING:
             return False
         self._asked = now
-        # Errors of the store are ignored here; a thread that needs the store's answer raises them itself.
+        # Ignore errors of the store here: the rank's later error or warning says that the store does not answer.
         with contextlib.suppress(RuntimeError, TimeoutError):
             return self._failed()
         return False

@@ -19,7 +19,10 @@ from zeropp.wire.codecs import Codec, dtype_name
 __all__ = ["GatherComm", "GatherRoute"]
 
 _MOST_CALLS = 16
-"""Largest number of messages that are decoded one at a time; more are decoded in one call into a padded buffer."""
+"""Largest number of messages that are decoded one at a time, if their size is not a multiple of 256 elements.
+
+More messages are decoded in one call into a padded buffer.
+"""
 
 
 class GatherRoute:
@@ -46,7 +49,7 @@ class GatherRoute:
         With a codec, this rank's own part is overwritten, too, so that all ranks compute with the same decoded values.
 
         Args:
-            whole: output [ranks * n], any dtype.
+            whole: output [ranks * n]; any dtype, with a codec a floating one.
             own: this rank's part [n], a view of ``whole``.
             rank: index of this rank's part.
             unit: name of the unit for the ledger.
@@ -134,11 +137,12 @@ class GatherComm(AllGather):
             async_op: True if the caller waits for a returned work.
 
         Returns:
-            A work to wait for, with ``async_op`` and always on CPU. Otherwise None, and the calling stream waits.
+            A work to wait for, with ``async_op`` and always on CPU. Otherwise None, and the calling stream waits. None
+            for an empty input, too.
 
         Raises:
-            RuntimeError: the unit's parameters have several dtypes, which they had not when the hooks were installed;
-                or an error of ``before``.
+            RuntimeError: with a codec, the unit's parameters have several dtypes, which they had not when the hooks
+                were installed; an earlier hop has timed out; or an error of ``before``.
         """
         self.before()
         # After forward, FSDP2 may shard parameters over a smaller group, and then passes that group.

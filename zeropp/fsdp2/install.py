@@ -35,7 +35,8 @@ class Adapter:
     Attributes:
         ledger: bytes that this rank has sent, by unit, kind and hop. The kinds are "gather" for weights, "second" for
             weights that backward gathers from a smaller group (``reshard_after_forward`` as a number), and "reduce" for
-            gradients. A hop is named by the two numbers of ranks that it connects.
+            gradients. A hop is named by two levels, such as "8->2", before and after the hop: at level n a rank has
+            1 / n of the buffer.
     """
 
     def __init__(self, ledger: Ledger, comms: _Comms, routes: Sequence[Routes]) -> None:
@@ -134,7 +135,8 @@ def apply(
         model: model with ``fully_shard`` called on it, on modules below it, or both.
         weights: "int8", or None for plain values.
         secondary: encoding of the gather in backward if ``reshard_after_forward`` is a number. "values" gathers the
-            weights of forward, bit for bit. "codes" sends half the bytes or fewer, and rounds these weights again.
+            weights of forward, bit for bit. "codes" sends about half the bytes of 16-bit weights (a quarter of those of
+            float32), and rounds these weights again.
         gradient_bits: bits per element (intra-node, inter-node); a single hop uses the second. 4 or 8 for codes, 16 for
             bfloat16, 32 for float32. None for plain values in FSDP2's reduce dtype.
         hadamard: True to rotate each 32 elements of a gradient before they are quantized.
@@ -220,7 +222,7 @@ def _make_routes(
         # Nodes are checked with the names of hosts. A fake group returns only this rank's name.
         hosts.update(exchange(mesh, whereabouts(), WHAT, options.patience()))
     _agree(units, options, partial(_check_arguments, units, options, hosts), lambda accounts, group: accounts[group])
-    # This creates process groups, so from here on every member must take part.
+    # This creates process groups: a rank that fails here leaves the others waiting, so all checks come before.
     return {
         mesh: Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts, before) for mesh in meshes
     }

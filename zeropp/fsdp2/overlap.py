@@ -127,7 +127,7 @@ class Arrival(dist.Work):
         self._waiting = waiting
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the gather as :func:`wait_for` does. The groups' timeouts apply, and ``timeout`` is not used."""
+        """Wait for the gather as :func:`wait_for` does. ``timeout`` is not used: each hop has a time limit."""
         wait_for(self._event)
         self._waiting.require()
         return True
@@ -138,7 +138,10 @@ class Arrival(dist.Work):
 
 
 class ReductionLimit:
-    """A limit of two reductions in flight per mesh, so that messages do not use up memory.
+    """A limit of two reductions in flight per mesh, so that computation does not run far ahead of a slow network.
+
+    On CPU the host waits, so the limit also bounds the memory of messages. On a GPU only streams wait. The host goes on
+    and may allocate further messages, so their memory is not bounded.
 
     Args:
         comm_streams: comm streams of reductions.
@@ -151,8 +154,8 @@ class ReductionLimit:
         self._under_way: deque[Event] = deque()
 
     def make_room(self) -> None:
-        """Make the calling stream wait until fewer than two reductions are in flight."""
-        # FSDP2's next backward computation waits for the calling stream, so the host cannot run further ahead either.
+        """Make the calling stream (on CPU, the calling thread) wait until fewer than two reductions are in flight."""
+        # On a GPU, FSDP2's next backward computation waits for the calling stream, so computation waits, too.
         while len(self._under_way) >= _IN_FLIGHT:
             wait_for(self._under_way.popleft())
         self._waiting.require()

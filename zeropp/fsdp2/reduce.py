@@ -1,4 +1,4 @@
-"""Reduction of FSDP2's gradients: inside the node, then between nodes, each an all-to-all and a sum in float32."""
+"""Reduction of FSDP2's gradients: inside the node, then between nodes, each an all-to-all and a local sum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReduceRoute:
 
     Attributes:
         placement: this rank's position in the levels 1, ranks per node, all ranks.
-        hops: one or two hops.
+        hops: one or two hops; none with one rank.
         encoding: codecs of the hops.
         values: True to send gradients of one-dimensional parameters as plain values beside quantized ones.
         reductions: limit on the reductions in flight over these hops.
@@ -58,7 +58,13 @@ class ReduceRoute:
         return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
     def feedbacks(self, numel: int, codecs: Sequence[Codec], device: torch.device) -> list[Feedback | None]:
-        """Return error-feedback state per hop for padded messages of [numel] elements; None for a hop without."""
+        """Return the error-feedback state of each hop, None for a hop without.
+
+        Args:
+            numel: padded elements of all messages of the first hop together.
+            codecs: codec of each hop.
+            device: device of the state.
+        """
         specs = [hop.spec for hop in self.hops]
         found: list[Feedback | None] = []
         for hop, codec in zip(self.hops, codecs, strict=True):
@@ -125,8 +131,8 @@ class _Packing:
             self._set_values(values, count, VALUE_BITS // min(codec.bits for codec in coded), device)
         self.numel = world * self.padded
         self.in_place = self.padded == self.piece and self.owners == list(range(world))
-        # If packing changes nothing and the first hop sends plain values, FSDP2's buffer serves as the message without
-        # a copy.
+        # If packing changes nothing and the first hop sends plain values in the buffer's dtype, FSDP2's buffer serves
+        # as the message without a copy.
         self.as_it_is = self.in_place and self.codecs[0] == PlainCodec(dtype)
         # Describe pieces to the layout like parameters: each with its offset, and padding behind.
         slots = (Slot(f"piece {rank}", (self.piece,), (1,), at * self.padded) for at, rank in enumerate(self.owners))
@@ -157,13 +163,13 @@ class _Packing:
         The buffer's elements that are sent as plain values are set to zero.
         """
         if self.as_it_is:
-            # FSDP2 keeps its buffer alive until the reduction is finished.
+            # FSDP2 may drop its buffer before the reduction has read it: see `_with_message`.
             return buffer
         message = path.empty(self.numel, buffer.device)
         values = None
         if self.inside is not None:
             values = buffer.index_select(0, self.taken)
-            # FSDP2 does not read this buffer again: ``allocate`` returned its memory.
+            # The buffer may be changed: it is a copy of the gradients, made for this reduction only.
             buffer.index_fill_(0, self.taken, 0.0)
         if self.in_place:
             path.encode_(message, buffer)
@@ -185,7 +191,7 @@ class _Packing:
         """Copy a padded piece ``total`` to ``output`` [piece], with plain values back at their indices."""
         output.copy_(total[: self.piece])
         if self.inside is not None:
-            # ``inside`` was allocated on another stream than that of FSDP2's all-reduce hook.
+            # ``inside`` may have been allocated on another stream than that of FSDP2's all-reduce hook.
             used_here(self.inside)
             output.index_copy_(0, self.inside, total[self.behind].to(output.dtype))
 
@@ -215,7 +221,8 @@ class _Pending:
 class ReduceComm(ReduceScatter):
     """The reduce-scatter of one unit: messages are packed on FSDP2's calling stream, and hops run on comm streams.
 
-    FSDP2 uses the result after :meth:`finish_reduction`, which is its all-reduce hook: see [Note: FSDP2's order].
+    FSDP2 uses the result after :meth:`finish_reduction`, which is its all-reduce hook. With replicas, or if FSDP2 has
+    another such hook, this object calls the method itself: see [Note: FSDP2's order].
 
     Args:
         unit: unit whose gradients are reduced.
@@ -291,7 +298,7 @@ class ReduceComm(ReduceScatter):
     ) -> dist.Work | None:
         """Start a reduction: ``output_tensor`` becomes this rank's part of the sum or mean over ranks.
 
-        The factor of a mean is applied once, to the float32 sum. :meth:`finish_reduction` waits for the output. FSDP2
+        The factor of a mean is applied once, to the last sum. :meth:`finish_reduction` waits for the output. FSDP2
         calls that method, or this method does if FSDP2 has another all-reduce hook.
 
         Args:
@@ -302,7 +309,8 @@ class ReduceComm(ReduceScatter):
             async_op: not used.
 
         Raises:
-            RuntimeError: with error feedback, a trained parameter has no gradient.
+            RuntimeError: with error feedback, a trained parameter has no gradient; FSDP2's buffer has an unexpected
+                size; or an earlier hop has failed.
             ValueError: ``op`` is another operation.
         """
         scale = factor_of(op, self.route.world)
@@ -310,13 +318,14 @@ class ReduceComm(ReduceScatter):
         if not output_tensor.numel():
             return None
         packing, path = self._prepare(input_tensor)
-        # Sum float64 in float64, and all other dtypes in float32, whatever dtype FSDP2 reduces in.
+        # The last sum is float64 if FSDP2 reduces in float64, and float32 otherwise. Quantized messages are summed in
+        # float32 in both cases.
         exact = torch.float64 if output_tensor.dtype == torch.float64 else torch.float32
         # If dtype and size are equal, the last hop writes its sum straight to FSDP2's output.
         fits = output_tensor.dtype == exact and packing.padded == packing.piece
         total = output_tensor if fits else torch.empty(packing.padded, dtype=exact, device=output_tensor.device)
         reductions = self.route.reductions
-        # Before messages are allocated, so that the limit also bounds their memory.
+        # Wait before the message is allocated, so that on CPU the limit also bounds the memory of messages.
         reductions.make_room()
         message = packing.message(path, input_tensor)
         # FSDP2 itself adds the result to existing gradients, so never accumulate here.
@@ -340,7 +349,8 @@ class ReduceComm(ReduceScatter):
         if pending is None:
             return
         wait_for(pending.event)
-        # Both tensors were allocated on another stream, which may reuse their memory without waiting for this stream.
+        # In FSDP2's all-reduce hook, both tensors come from another stream, which may reuse their memory without
+        # waiting for this stream.
         used_here(pending.output)
         if pending.total is not pending.output:
             used_here(pending.total)
@@ -397,8 +407,8 @@ class ReduceComm(ReduceScatter):
 
 def _with_message(message: Tensor, part: Iterator[None]) -> Iterator[None]:
     """Run ``part`` on comm streams, and record that the first of them uses the message."""
-    # The message was allocated on the calling stream. If it is FSDP2's own buffer, FSDP2 keeps it only until the
-    # calling stream continues, so the allocator must wait for the comm stream as well.
+    # The message was allocated on another stream, and its last reference may go before the comm stream has read it. So
+    # the allocator must wait for the comm stream, too.
     used_here(message)
     del message
     yield from part

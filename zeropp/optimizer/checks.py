@@ -1,7 +1,7 @@
 """Checks of an optimizer before ``ZeroOptimizer`` wraps it, and substitutes for the wrapped optimizer's methods.
 
-An optimizer can step slices of parameters only if its step is elementwise. Known classes are accepted or refused by
-name. Unknown classes are tested by trial steps of a :class:`Twin`.
+An optimizer can step slices of parameters only if its step is elementwise. torch's elementwise classes are accepted by
+name, and some other classes are refused by name. All others are tested by trial steps of a :class:`Twin`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """Raise if the optimizer's step on slices differs from its step on whole parameters.
 
     Known classes are decided by name. An unknown optimizer takes trial steps: steps on an 8 x 8 matrix must equal steps
-    on two halves of that matrix, bit for bit.
+    on the two halves of its elements, each a vector of 32, bit for bit.
 
     Args:
         optimizer: optimizer that is to be wrapped; it is not changed.
@@ -329,7 +329,7 @@ def trial_states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
 
 
 class Twin:
-    """A copy of an optimizer without its states, which can step other parameters without changing the original.
+    """A shallow copy of an optimizer with own groups, states and hooks, to step other parameters.
 
     Args:
         optimizer: optimizer to copy.

@@ -8,7 +8,8 @@ intra-op thread. A kernel call on a whole tensor would use the intra-op threads 
 :class:`SubGroupSteps` steps shards whose numbers are not all in host memory, or whose new weights must be copied
 elsewhere. A sub-group's numbers are read into staging buffers, stepped there and written back. Meanwhile the next
 sub-group may be read and the previous one written. The staging buffers limit the size of a sub-group: each kind of
-number that is not in host memory needs a part of a buffer for each sub-group in flight.
+number that is not in host memory, and new weights for another copy, need a part of a buffer for each sub-group in
+flight.
 
 [Note: steps on the host] If optimizer states are offloaded, ``step()`` first decides everything: if the step is
 skipped, the factor that clips gradients, the set of gradients, and a copy of the settings and step counts. Then
@@ -182,7 +183,8 @@ class HostStep:
                 # user's edits.
                 param = parameter.data
                 state = dict.get(self._optimizer.state, parameter, {})
-                # The host creates the states of the slices that it steps, even if their weights are in GPU memory.
+                # The states of slices that the host steps are created in host memory, even if their weights are in GPU
+                # memory or in a file.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 number = rule.begin_step(settings, like, state)
                 # SGD without momentum has no state, and an empty entry would show in the optimizer's state_dict().
@@ -338,7 +340,7 @@ class CpuStepPool:
 
 
 def _work(waiting: deque[Callable[[], object]], errors: list[BaseException], ended: SimpleQueue[None]) -> None:
-    # Enter these contexts for each run, because other code also uses these threads, above all the caller's thread.
+    # Enter these contexts for each run, because one of the threads is the caller's, which also runs other code.
     with one_intra_op_thread(), torch.no_grad():
         while True:
             try:
@@ -415,7 +417,7 @@ def spare_cores(local_ranks: int) -> int:
 
     The limit is the number of cores that the process may run on, divided by ``local_ranks``, minus one core for the
     training thread. Within the limit, the first call measures the number of threads beyond which steps do not get
-    faster.
+    faster. Later calls with the same limit return the measured number.
 
     Args:
         local_ranks: number of ranks that share these cores; 1 if the launcher binds each rank to its own cores.
@@ -431,7 +433,7 @@ def spare_cores(local_ranks: int) -> int:
 
 @cache
 def _useful(limit: int) -> int:
-    """Return the smallest number of threads, of 1, 2, 4, ... and ``limit``, that steps nearly as fast as any number.
+    """Return the smallest of the numbers of threads 1, 2, 4, ... and ``limit`` that steps nearly as fast as the best.
 
     A single core may already saturate the memory bus. On 2 cores of an EPYC, AdamW on 16 Mi elements took 8.0 ms with
     one thread and 6.7 ms with two; on 4 Mi elements it took 1.8 ms with either. More threads than needed take cores
@@ -440,8 +442,8 @@ def _useful(limit: int) -> int:
     if limit == 1:
         return 1
     times: dict[int, float] = {}
-    # Use two chunks per thread and more data than most caches hold: 64 to 256 MiB. The first touch of this memory takes
-    # most of the measurement's time.
+    # Use two chunks per thread, but 8 to 32 in all: 64 to 256 MiB, more than most caches hold. The first touch of this
+    # memory takes most of the measurement's time.
     step = _trial(min(max(2 * limit, 8), 32) * CHUNK_NUMEL)
     for count in [*(1 << power for power in range((limit - 1).bit_length())), limit]:
         cores = CpuStepPool(count)
@@ -599,7 +601,7 @@ class SubGroupSteps:
                         _begin_read(own, job, start, stop)
                     if self._read_ahead and number + 1 < len(sub_groups):
                         _begin_read(slots[(number + 1) % self._count], *sub_groups[number + 1])
-                    # Wait for the reads of this sub-group, and for earlier writes from the same staging memory.
+                    # Wait for the reads of this sub-group.
                     own.wait_for_copies()
                     self._step(own, job, start, stop)
                     if self._count == 1:

@@ -524,7 +524,7 @@ def load_error_feedback(engine: Engine, carried: ErrorFeedback, saved: dict[str,
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict(state)``, but keep the optimizer's group and state objects.
+    """Call ``optimizer.load_state_dict(state)``, but keep the group dicts, and a sharded optimizer's ``state`` dict.
 
     torch replaces these dicts with new ones. A scheduler may hold the old ones through another optimizer that shares
     them, as after Accelerate has replaced torch's Adam with DeepSpeed's. Such a scheduler would then set learning rates
@@ -611,7 +611,7 @@ class StepResult:
         try:
             self.wait_for_result()
         except RuntimeError:
-            # The error is about differing settings or collectives, which the next step will report.
+            # The error is about differing settings or missed weight edits, which the next step will report.
             if self._step_sync.engine.agreement.lost is not None:
                 raise
         return self.skipped_steps

@@ -4,8 +4,9 @@ Trainers clip and log by ``torch.nn.utils.clip_grad_norm_`` over the tensors of 
 rank that holds only a part of each gradient, the result would be the norm of the parts, which differs between ranks. So
 these gradients are of a tensor subclass that refuses operations that combine elements of a gradient into single
 numbers. Examples are norms, products of stacked gradients, sums over the elements, counts after a comparison, and
-operations that compare elements, such as topk. All other operations work, and their results are of the subclass, too.
-Reading single elements and tests such as ``isfinite().all()`` are allowed.
+operations that compare elements, such as topk. All other operations work. Their results are of the subclass, too,
+except those of ``isnan``, ``isfinite`` and the like, so that users can count such elements. Reading single elements and
+tests such as ``isfinite().all()`` are allowed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["MARKER_GRADIENT", "NOTHING", "as_partial"]
 NOTHING = "<nothing>"
 MARKER_GRADIENT = 1e-30  # nonzero, because some loops set zero gradients to None; too small to change a sum
 
-# Norm functions, which are always refused: those that torch's clip_grad_norm_ uses, and those that normalize gradients.
-# They need a list of their own, because some return lists or tensors instead of a single number.
+# Norm functions, which are always refused: torch's norms and functions that normalize. They need a list of their own,
+# because some return lists or several elements.
 _NORMS = frozenset(
     (
         torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm,
@@ -48,7 +49,8 @@ _ACROSS = frozenset(
     )
 )  # fmt: skip
 # Functions over a dimension -> the position of ``dim`` in their arguments, and the default of ``dim``. These functions
-# are refused if ``dim`` is the dimension of a gradient's elements.
+# are refused if ``dim`` is the dimension of a gradient's elements. Without ``dim``, most of them are refused because
+# their result is one number.
 _OVER: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
         (
@@ -69,7 +71,8 @@ _TRANSPOSES = frozenset(
 # Functions with unmarked results. Users may count NaN or Inf. torch.compile follows ``_base`` until it is None, so the
 # base must be returned unchanged.
 _UNMARKED = frozenset(("isnan", "isinf", "isfinite", "isposinf", "isneginf", "_base"))
-# Functions that return some of the elements, or a new tensor with other values. A result with one element is allowed.
+# Functions that return some of the elements or their places, or a new tensor with other values. A result with one
+# element is allowed.
 _ELEMENTS = frozenset(
     (
         "__getitem__", "select", "masked_select", "nonzero", "argwhere", "where", "take", "new_zeros", "new_ones",
@@ -96,12 +99,11 @@ class PartialGradient(Tensor):
         with unguarded():
             return _compute(func, args, kwargs or {})
 
-    # Pickled gradients become plain tensors, because a tensor in a file takes no part in training.
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return _marked(copy.deepcopy(_plain(self), memo), self.in_columns)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickled gradient becomes a plain tensor, because a tensor in a file takes no part in training.
         return _plain(self).__reduce_ex__(protocol)
 
 
@@ -112,7 +114,7 @@ class _Given:
     Attributes:
         args: positional arguments; keyword arguments if there are no positional ones.
         kwargs: keyword arguments.
-        numel: number of elements of each gradient part among the arguments; 1 if there is none.
+        numel: number of elements of the largest gradient part among the arguments; 1 if there is none.
         in_columns: True if some argument has gradient elements along its first dimension.
     """
 
@@ -173,7 +175,7 @@ def _mark_target(name: str, args: tuple[Any, ...]) -> None:
     if name != "__setitem__" and (not name.endswith("_") or name.endswith("__")):
         return
     for target in args[0] if isinstance(args[0], (tuple, list)) else args[:1]:
-        # Do not mark weights or views of weights.
+        # Do not mark weights, nor views, which may be of weights.
         if type(target) is Tensor and target.ndim and target._base is None and not target.requires_grad:
             set_class(target, PartialGradient)
 
@@ -229,7 +231,8 @@ def _is_number(found: Tensor, name: str, given: _Given) -> bool:
     # Bool results, as of ``any`` and ``all``, are tests, which are allowed.
     if found.numel() != 1 or found.dtype == torch.bool:
         return False
-    if found.ndim and (given.numel == 1 or name.startswith("_foreach_")):  # the gradient itself has one element
+    # The gradient itself has one element. _foreach_ functions give one result for each gradient of a list.
+    if found.ndim and (given.numel == 1 or name.startswith("_foreach_")):
         return False
     # A result that shares memory with an argument is one of its elements.
     return not any(isinstance(each, Tensor) and storage_id(found) == storage_id(each) for each in given.args)

@@ -1,4 +1,4 @@
-"""The step sync: one small reduction in each optimizer step, one after the last backward, and the one host read.
+"""The step sync: the small reduction of each optimizer step, the host's read of it, and a flag for torch's GradScaler.
 
 After the last backward, one number shows every rank if all gradients are finite, before torch's GradScaler checks. In
 ``step``, one vector is summed over the ranks. It carries the squared gradient norm, the used mask, flags of units with
@@ -113,7 +113,8 @@ class StepSync:
         checks_overflow: True to skip a step with a non-finite gradient.
 
     Attributes:
-        reads: number of times that the host waited for a sum: 1 per step, more if gradients were unsent, 0 if late.
+        reads: number of times that the host waited for a sum: usually 1 per step, more if gradients were unsent, 0 if
+            late.
         defers_read: True if sums may be read late, which is possible on a GPU only; see [Note: sums read late].
         cache_checksum: comparison of the weights that ranks cache.
         must_skip: True if gradients were edited before others of the same step were reduced. The edit missed the
@@ -216,7 +217,7 @@ class StepSync:
                 step.
         """
         if self._kept_stats is None:
-            # First check an unread sum, as after clipping. All ranks have the same one, so all raise here or none does.
+            # First check a sum that clip_grad_norm_ left unread. All ranks have the same sum, so all raise or none.
             self.read_unread()
             if late and self._may_read_late() and self._needs_nothing():
                 self._kept_stats = self._sum_unread()
@@ -785,7 +786,10 @@ def rounded(norm: Tensor) -> Tensor:
 
 
 def square_over(shards: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares over shards in any memory: a float64 scalar on ``device``, without overflow."""
+    """Return the sum of squares over shards on any devices: a float64 scalar on ``device``.
+
+    The squares may exceed float32's range.
+    """
     # Shards may be in device and host memory. Sum the shards of each memory where they are.
     memories = dict.fromkeys(shard.device for shard in shards)
     parts = [squared_norm([shard for shard in shards if shard.device == memory]) for memory in memories]

@@ -39,7 +39,7 @@ class UnitMemory:
         name: name of the unit.
         persistent: True if the unit's whole weights stay on the device between uses.
         gathered: bytes of the whole weights while the unit is unsharded.
-        message: bytes of the first message that reduces the unit's gradients, the largest of its path.
+        message: bytes of the first hop's messages that reduce the unit's gradients, the largest of the path.
         held: bytes of gradients that are summed over the micro-batches of an accumulation window.
         arriving: bytes of reduced gradients before they are copied to host memory.
     """
@@ -58,7 +58,7 @@ class MemoryPlan:
 
     Attributes:
         terms: bytes on the device at all times, by term. Optimizer states are not included. The terms are
-            ``main_weights`` (float32 or float64 shards of trainable parameters),
+            ``main_weights`` (shards of trainable parameters in the main dtype),
             ``gradients`` (shards of the same size),
             ``gradient_norms`` (one number per 256 gradient elements, and a flag for non-finite values),
             ``frozen_weights`` (shards in their own dtype, or quantized),
@@ -68,16 +68,16 @@ class MemoryPlan:
             ``feedback`` (error-feedback state of quantized gradients),
             ``edit_markers`` (two tensors of two elements per parameter group, with gradients, which show edits).
         units: additional bytes while a unit is unsharded or its gradients are reduced, one entry per unit.
-        communicators: NCCL communicators of a process's first engine on a GPU; further engines with equal groups share
-            them. Their memory is outside of torch's allocator, and no other number of this plan includes it.
+        communicators: NCCL communicators of a process's first engine on a GPU; further engines with equal groups may
+            share them. Their memory is outside of torch's allocator, and no other number of this plan includes it.
         host: bytes in host memory, by term: offloaded ``main_weights``, ``gradients``, ``frozen_weights``,
             ``wire_weights`` and ``optimizer_states``; and rings of staging buffers, ``step_staging`` for optimizer
             steps and ``gather_staging`` for gathers.
-        disk: bytes in files, by term, with each tensor rounded up to 4096 bytes.
+        disk: bytes in files, by term, with each tensor rounded up to 4096 bytes or, if larger, the page size.
         paths: bytes of ``disk`` below each ``nvme_path``.
-        device_states: bytes of optimizer states on the device, which no other number of this plan includes.
+        device_states: bytes of optimizer states on the device, which ``total`` does not include.
         new_weights: upper bound on device bytes of stepped weights that are not yet sent to cached weights or
-            quantized. Gradients add nothing to this, because the next backward waits for steps that still read them.
+            quantized. It is nonzero only with offload.
         pinned: page-locked bytes of the staging rings.
         local: number of ranks per node.
         on_host: True if the device is the CPU, so that ``terms`` are in host memory.
@@ -111,22 +111,22 @@ class MemoryPlan:
     def held_gradients(self) -> int:
         """Bytes of gradients that wait on the device between the micro-batches of one accumulation window.
 
-        This is 0 if each backward reduces its gradients completely. Inside ``no_sync`` whole gradients wait in any
-        case: ``numel`` elements of the main dtype, which this number does not include.
+        This is 0 if each backward reduces its gradients completely. Only then do whole gradients (``numel`` elements of
+        the main dtype) wait inside ``no_sync``, which this number does not include.
         """
         return sum(unit.held for unit in self.units)
 
     @property
     def largest_unit(self) -> int:
-        """Bytes of the largest unit while it is unsharded: the least that forward and backward need in addition."""
+        """Bytes of the largest unit that is not persistent, unsharded: the least that passes need beside ``total``."""
         return max((unit.gathered for unit in self.units if not unit.persistent), default=0)
 
     @property
     def host_total(self) -> int:
         """Bytes that training needs in host memory for one rank, at least.
 
-        If the device is the CPU, this includes everything on the device, and the largest unit. Activations, Python,
-        torch and the model before wrapping are never included.
+        If the device is the CPU, this includes ``terms``, the optimizer states and the largest unit. Activations,
+        Python, torch and the model before wrapping are never included.
         """
         return sum(self.host_terms.values())
 
@@ -146,7 +146,10 @@ class MemoryPlan:
             This plan.
 
         Raises:
-            MemoryLimitError: a limit is too low; the message lists each term and the settings that reduce it.
+            TypeError: a limit is not a number.
+            ValueError: a limit is negative.
+            MemoryLimitError: a limit is too low; the message lists the terms, and the settings that reduce them, if
+                any.
         """
         require_below(self.settings, self.local, "host", self.host_terms, host_bytes)
         require_below(self.settings, self.local, "disk", self.disk, disk_bytes)
@@ -206,7 +209,7 @@ def memory(
         The plan.
 
     Raises:
-        ValueError: ``world`` is not positive, or the configured group sizes do not divide it.
+        ValueError: ``world`` is not positive, does not fit ``local``, or the configuration is invalid for this model.
     """
     settings, blueprint = outline(model, config, world, local, torch.device(device))
     return _memory_of(blueprint, settings, states, groups)

@@ -52,8 +52,7 @@ def outline(
         device: device that trains; it need not exist on this machine.
 
     Raises:
-        ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the configuration's group sizes, weight
-            codec or offload.
+        ValueError: ``world`` is not positive, does not fit ``local``, or the configuration is invalid for this model.
     """
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
@@ -65,7 +64,10 @@ def outline(
 
 
 def communicators(blueprint: Blueprint) -> tuple[CommunicatorMemory, ...]:
-    """Return the communicators of each rank; all ranks have equally many. On a CPU, kinds of work share no groups."""
+    """Return the communicators of each rank; all ranks have equally many.
+
+    On a CPU these are gloo groups, and kinds of work share no groups.
+    """
     world = blueprint.world
     groups = NoGroups(world, blueprint.rank)
     sharing = Sharing() if blueprint.device.type == "cpu" else blueprint.sharing

@@ -1,6 +1,6 @@
 """``engine.destroy()`` leaves the weights in the model, which can be wrapped again.
 
-In stages 0 to 2 it is a plain model.
+In stages 0 to 2 the model is usually a plain model afterwards.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
             offload_states()).
 
     Returns:
-        Three differences: of a forward after destroy() from a plain model's, of the main weights that the new engine
-        takes over, and of the weights after two more steps.
+        Three differences: of a forward after destroy() from a plain model's (0 for "states away", without a forward),
+        of the main weights that the new engine takes over, and of the weights after two more steps.
     """
     kind = torch.bfloat16 if more.get("bf16") else torch.float64
     model, plain = model_of().to(kind), model_of().to(kind)
@@ -194,7 +194,7 @@ def test_a_model_of_stage_3_stays_partitioned(more: dict[str, Any], how: str) ->
 
 
 def away(how: str) -> tuple[float, float]:
-    """Destroy a stage 2 engine that does not have all weights on the device.
+    """Destroy a stage 2 engine that cannot hand over whole weights at that moment.
 
     Args:
         how: "frozen codes" (frozen weights are quantized), "lent" (inside GatheredParameters), or "states away".
@@ -228,7 +228,7 @@ def away(how: str) -> tuple[float, float]:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["frozen codes", "lent", "states away"])
 def test_values_that_are_not_at_hand_stay_with_the_engine(how: str) -> None:
-    """destroy() keeps weights that are not on the device.
+    """If destroy() cannot hand over whole weights, the model stays partitioned and keeps its main weights.
 
     With frozen codes training may differ by 0.05, because the plain model encodes the decoded weights once more, which
     may give other codes.

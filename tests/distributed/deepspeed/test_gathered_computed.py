@@ -1,4 +1,4 @@
-"""GatheredParameters behind a bf16 training engine: values are read in bfloat16, and edited in float32."""
+"""GatheredParameters behind a bf16 engine: bfloat16 values to read, float32 with modifier_rank or without optimizer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def edits(zero: dict[str, Any]) -> list[str]:
     """Edit parameters with equal edits on all ranks, and with an edit on rank 1 only.
 
     Returns:
-        Names of parameters whose main weights are not the edited values. Elements that no rank edits must keep float32.
+        Parameters with wrong main weights, or not float32 while rank 1 edits. Elements that no rank edits must keep
+        their float32 values.
     """
     engine, wrong = engine_of(zero), []
     wanted = zeropp.full_state(engine.module)

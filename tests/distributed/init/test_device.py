@@ -140,7 +140,7 @@ def test_a_recurrent_layer_without_values() -> None:
 
 
 def stateful(kind: str) -> str:
-    """Wrap an optimizer that has states or settings on the meta device, and return the error.
+    """Wrap an optimizer with states or a tensor setting, on the meta device on rank 1, and return the error.
 
     Args:
         kind: "state" (states on every rank), "setting" (a tensor as learning rate), or "some" (states on rank 0 only).
@@ -356,7 +356,7 @@ def placed_state(offload: bool) -> dict[str, int]:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     state = zeropp.full_state(model, rank0_only=True, cpu_offload=offload)
-    # Both devices are the CPU in this test.
+    # With cpu_offload, values are on the CPU, which is the engine's device here, too.
     assert all(value.device == optimizer.engine.device for value in state.values())
     for value in state.values():
         value.zero_()

@@ -47,7 +47,8 @@ def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[st
         config: configuration; None for the default.
 
     Returns:
-        Names of values that differ from a plain build, number of sharded parameters, and differences of three losses.
+        Differences from a plain build (and hooks that are left), number of sharded parameters, and differences of
+        three losses.
     """
     plain = seeded(Odd)
     with limits(nbytes, small), zero.Init(config_dict_or_path=config):
@@ -102,7 +103,7 @@ def test_as_a_plain_build(world: int, nbytes: int, small: int, stage: int, apply
 @pytest.mark.every(2)
 @pytest.mark.parametrize("world", [2, 1])
 def test_pieces_in_files(world: int, tmp_path: Path) -> None:
-    """Pieces may be in files, also on a single rank. The files are removed when the model is wrapped."""
+    """Pieces may be in files, also on a single rank. No files are left after the optimizer is closed."""
     block = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
     config = {"zero_optimization": {"stage": 3, "offload_param": block}, "aio": {"block_size": 1024}}
     for found, pieces, losses in run_ranks(world, odd, 1 << 13, 100, config):
@@ -152,7 +153,7 @@ def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def test_collectives_are_bounded() -> None:
-    """400 small parameters are sent in a few messages of about the limit, and biases in one message at the end."""
+    """200 small weights are sent in a few messages of about the limit, and all biases in one message at the end."""
     (sent, exchanged), other = run_ranks(2, collectives, True)
     assert (sent, exchanged) == other
     scatters = [nbytes for name, nbytes in sent if name == "scatter"]
@@ -409,7 +410,7 @@ def test_values_lent_while_building() -> None:
 def normed() -> list[str]:
     """Return differences of torch's parametrizations from a plain build.
 
-    They make parameters of parameters that may already be cut.
+    Parametrizations make new parameters from parameters that may already be sharded.
     """
 
     def build() -> nn.Module:

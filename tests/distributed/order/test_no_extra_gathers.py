@@ -1,4 +1,7 @@
-"""Twenty rounds of training, evaluation and generation issue no more gathers than each pass does without the others."""
+"""Training, evaluation and generation in turn issue no more collectives than the three passes do by themselves.
+
+This holds from the third round on.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,10 @@ def all_rounds(settings: dict[str, object]) -> dict[str, tuple[list[Calls], list
 @pytest.mark.campaign
 @pytest.mark.parametrize("placement", [p if p == "hpz" else campaign(p) for p in PLACED])
 def test_no_more_gathers_than_each_pass_alone(placement: str) -> None:
-    """From the third round on, all orders are known, and each forward without the critic has at most one exchange."""
+    """From the third round on, the three passes in turn issue no more collectives than they do without each other.
+
+    All orders are known by then, and each forward without the critic has at most one exchange.
+    """
     world, local, settings = PLACED[placement]
     for found in run_ranks(world, all_rounds, settings, local_world_size=local):
         calls, agreed, messages = found[" ".join(PASSES)]
