@@ -200,8 +200,7 @@ _TRIED = 64  # number of elements of the parameter that a trial step updates
 
 _ELEMENTWISE = frozenset(
     {
-        "Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion",
-        "FusedAdam", "FusedLion", "CPUAdam",
+        "Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD",
     }
 )  # fmt: skip
 
