@@ -43,7 +43,8 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# These modules and functions are imported at their first use, because many programs do not need them.
+# These modules and functions are imported at their first use (``plan`` is loaded already), because many programs do not
+# need them.
 _MODULES = ("checkpoint", "fsdp2", "plan", "training", "zero")
 _FUNCTIONS = {
     "estimate_zero2_model_states_mem_needs": "zeropp.deepspeed.estimates",

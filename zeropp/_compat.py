@@ -1,7 +1,7 @@
 """All uses of private or renamed functions of PyTorch, except those of FSDP2, which are in fsdp2/shards.py.
 
-Private attributes of PyTorch's modules, parameters and optimizers (``_parameters``, ``_version``,
-``_optimizer_step_pre_hooks``) are used directly in other files.
+Other files use some private names directly: attributes of PyTorch's modules, parameters and optimizers
+(``_parameters``, ``_version``, ``_optimizer_step_pre_hooks``) and functions on lists of tensors (``torch._foreach_*``).
 """
 
 from __future__ import annotations
@@ -177,21 +177,21 @@ def queue_end_of_backward(
 def will_execute(node: Node) -> bool:
     """Return True if the running backward will execute a node of the graph.
 
-    Inside ``torch.autograd.grad`` the result is always True for nodes of leaves.
+    Inside ``torch.autograd.grad`` the result is True for every leaf whose gradient is requested, because PyTorch raises
+    an error for such a leaf.
     """
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # Inside autograd.grad PyTorch raises for leaves. Their gradients are usually the requested ones, so return
-        # True.
+        # PyTorch raises for a leaf whose gradient is requested from autograd.grad. The backward computes that gradient.
         return True
 
 
 def goes_on() -> bool:
     """Return True if the running backward continues behind the tensor whose hook calls this function.
 
-    It does not continue if ``torch.autograd.grad`` computes the gradient of that tensor. For leaves the result is as in
-    :func:`will_execute`.
+    The backward does not continue if ``torch.autograd.grad`` computes the gradient of that tensor, and of no tensor
+    behind it. It continues if the next node is a leaf whose gradient is requested: see :func:`will_execute`.
     """
     node = cast("Node | None", torch._C._current_autograd_node())
     return node is None or any(will_execute(each) for each, _ in node.next_functions if each is not None)
@@ -200,7 +200,8 @@ def goes_on() -> bool:
 def leaves_out(parameters: Iterable[Tensor]) -> bool:
     """Return True if the running backward computes gradients of given inputs only, and none of ``parameters``.
 
-    This is the case in ``torch.autograd.grad``, which accumulates nothing, and in ``backward(inputs=...)``.
+    This is the case in ``torch.autograd.grad``, which accumulates nothing, and in ``backward(inputs=...)`` if no
+    parameter is among the inputs.
     """
     if any(_accumulates(parameter) for parameter in parameters):
         return False
@@ -216,7 +217,7 @@ def leaves_out(parameters: Iterable[Tensor]) -> bool:
         try:
             if not torch._C._will_engine_execute_node(node):
                 return True
-        except RuntimeError:  # PyTorch raises for a leaf inside autograd.grad
+        except RuntimeError:  # PyTorch raises for a leaf whose gradient is requested from autograd.grad
             return True
         left += [following for following, _ in node.next_functions]
     return False
@@ -361,7 +362,7 @@ def new_group(
         backend: name of the backend, as in ``dist.new_group``.
         timeout: timeout of the group's collectives.
         name: name of the group: equal on all members and never used before in this job.
-        device: device of the tensors to communicate. On a GPU the members connect at once instead of in their first
+        device: device of the tensors to communicate. With NCCL the members connect at once instead of in their first
             collective, which may be in the middle of a step.
         max_ctas: largest number of thread blocks of an NCCL kernel; None for NCCL's default.
         lazily: True for gloo to connect two members only when one first sends to the other.

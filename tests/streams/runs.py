@@ -1,4 +1,4 @@
-"""Short trainings on the simulated GPU: the configurations of the golden run, and offload."""
+"""Short trainings on the simulated GPU: golden run configurations, offload, and FSDP2 with zeropp's collectives."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def abandoned(t: Training) -> None:
 
 
 def failed(t: Training) -> None:
-    """Let a backward end in an error, so that the next backward begins from there."""
+    """Let a backward fail half-way; the next backward starts from the state that it leaves."""
 
     def fail(*given: object) -> None:
         raise ArithmeticError
@@ -194,7 +194,7 @@ def compared(t: Training) -> None:
 
 
 def measured(t: Training) -> None:
-    """Read norms between backward and step, also of gradients that are held until the step."""
+    """Read norms between backward and step; then step on gradients that ``no_sync`` holds."""
     t.backward()
     t.optimizer.clip_grad_norm_(0.1)
     t.optimizer.grad_norms()
@@ -420,7 +420,8 @@ def races(run: Run | Sharded, folder: Path, *, late: float = 0.0, tell: Callable
     Args:
         run: the training.
         folder: folder for files.
-        late: seconds by which threads delay each piece of work. A thread that does not wait for them is then first.
+        late: seconds by which threads delay each piece of work. A thread that does not wait for that work is then
+            first.
         tell: called with each description as soon as it is found.
     """
     gc.freeze()

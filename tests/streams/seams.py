@@ -1,7 +1,9 @@
 """The places where zeropp makes one timeline wait for another, and a context that removes such waits.
 
-A seam is a call that makes a stream, an event or a thread wait, that records an event, or that calls ``used_here``.
-When a seam is removed, its arguments are still computed, but the call is not made.
+A seam is a call that waits, that records an event or that is a call of ``used_here``; or the keyword ``after`` of a
+call; or the method ``record`` or ``synchronize``, passed on as a callback. If a call is removed, its object and
+positional arguments are still computed, and the result is True. A removed ``after`` becomes None. A removed callback
+does nothing.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Seam:
-    """A call in zeropp that orders timelines, and that tests can remove.
+    """A call, keyword argument or callback in zeropp that orders timelines, and that tests can remove.
 
     Attributes:
         module: path of the file in the repository.
-        function: qualified name of the outermost function around the call.
-        number: number of the call among the seams of that function, from 1.
-        text: source of the call.
-        line: line in which the call begins.
+        function: qualified name of the outermost function around the seam.
+        number: number of the seam among the seams of that function, from 1.
+        text: source of the seam.
+        line: line in which the seam begins.
     """
 
     module: str
@@ -89,7 +91,7 @@ def _calls(function: ast.FunctionDef) -> list[ast.AST]:
 
 
 def seams(*folders: str) -> list[Seam]:
-    """Return all seams in some packages or modules of zeropp."""
+    """Return all seams in the files that match patterns relative to the folder zeropp, such as "order/*.py"."""
     found = []
     for path in sorted(path for folder in folders for path in _ROOT.glob(f"zeropp/{folder}")):
         module = str(path.relative_to(_ROOT))

@@ -110,7 +110,7 @@ def cut(text: str) -> str:
 def expected_text(field: FieldInfo) -> str:
     """Return the type, bounds and default of a field, for an error message."""
     bounds = bounds_text(field)
-    # Leave out the default of a nested block: it would be too long for an error message.
+    # Leave out the default of a nested block: cut to 80 characters, it would say little.
     default = "" if isinstance(field.default, BaseModel) else f" (default {shortened(field.default)})"
     return type_text(field.annotation, lambda _: "an object") + (f" {bounds}" if bounds else "") + default
 

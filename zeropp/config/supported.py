@@ -259,7 +259,7 @@ def require_stage_for_offload(config: Config) -> None:
 
 
 def require_supported(config: Config) -> None:
-    """Check that this version implements all settings of a configuration.
+    """Raise an error if a configuration has settings that this version rejects.
 
     Raises:
         ConfigError: the stage does not allow the offload of optimizer states.

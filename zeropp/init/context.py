@@ -34,11 +34,11 @@ _FLAGS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 class Init:
     """Context manager that shards the parameters of modules over the ranks while the modules are built.
 
-    Collective: all ranks run the same code inside. No rank holds the whole model at any time: the parameters of a
-    module may be sharded once the module is assigned to its parent. Code that accesses a sharded parameter inside the
-    context, such as an initialisation, gets the whole values, and its edits are kept. All ranks get rank 0's values, so
-    the weights are those that rank 0 would get without this context. Module buffers and small parameters (up to 65,536
-    elements) stay whole. Parameters on the meta device stay there.
+    Collective: all ranks run the same code inside. No rank holds the whole of a large model at any time: the parameters
+    of a module may be sharded once the module is assigned to its parent. Code that accesses a sharded parameter inside
+    the context, such as an initialisation, gets the whole values, and its edits are kept. All ranks get rank 0's
+    values, so the weights are those that rank 0 would get without this context. Module buffers and small parameters (up
+    to 65,536 elements each, 64 MiB in all) stay whole. Parameters on the meta device stay there.
 
     Between this context and ``ZeroOptimizer(optimizer, model, config)``, values can be read and edited inside
     :class:`zeropp.zero.GatheredParameters`.
@@ -232,7 +232,8 @@ def _in_files(nvme_path: Path) -> Callable[[Tensor], Tensor]:
     swap = SwapFile(nvme_path)
 
     def keep(row: Tensor) -> Tensor:
-        # The copy goes through the page cache. The operating system writes it to the file when it needs the memory.
+        # The copy goes through the page cache. The operating system writes it to the file later, at the latest when it
+        # needs the memory.
         return swap.allocate(row.numel(), row.dtype).tensor.copy_(row)
 
     return keep

@@ -31,15 +31,16 @@ def materialize(
     remote_device: torch.device | str | None = None,
     config: ConfigSource = None,
 ) -> None:
-    """Prepare a model on the meta device for ZeroOptimizer, in place. No rank ever holds the whole model. Collective.
+    """Prepare a model on the meta device for ZeroOptimizer, in place. Collective.
 
-    With ``initialize``, the parameters and buffers of one module after the other get memory and values and are sharded.
+    With ``initialize``, the parameters and buffers of one module after the other get memory and values, and the
+    parameters are sharded. So no rank ever holds the whole of a large model.
     Without ``initialize``, parameters stay without values until the wrapped model loads them with
     ``zeropp.checkpoint.load_safetensors``, ``load`` or ``load_state_dict``. Each rank then reads its own shards. A
     forward before that raises an error.
 
     Args:
-        model: model to prepare. Its tensors that are not on the meta device are sharded with their values.
+        model: model to prepare. Its parameters that are not on the meta device are sharded with their values.
         initialize: function that initialises a module, such as ``lambda module: module.reset_parameters()``. It is
             called on every rank with each module that has tensors without values. All ranks get rank 0's values.
         buffers: without ``initialize``, a function that fills a module's non-persistent buffers, which no checkpoint
@@ -50,7 +51,9 @@ def materialize(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: a tensor has no values afterwards and cannot be loaded. The message names it.
+        ConfigError, ValueError: an argument is invalid, or ``initialize`` or ``buffers`` leaves a tensor without values
+            or gives it NaN, or a non-persistent buffer has no values and both functions are None.
+        MemoryLimitError: the shards exceed ``zeropp.host_memory_limit`` (with ``initialize``).
     """
     group = choose_group(process_group, None, None)
 
@@ -67,7 +70,8 @@ def materialize(
     build.building = True
     try:
         with torch.no_grad(), without_weak_weights(model):
-            # Without `initialize`, parameters get no shards before the model is wrapped, so there is nothing to check.
+            # Without `initialize`, parameters on the meta device get no shards before the model is wrapped, so nothing
+            # is checked here.
             settings.limit.require(model.parameters() if initialize is not None else ())
             for path, module in model.named_modules():
                 name = path or type(module).__name__
@@ -123,7 +127,10 @@ def _is_poisoned(tensor: Tensor) -> bool:
 
 
 def _await(module: nn.Module, name: str, build: ShardedBuild, buffers: Initialize | None) -> None:
-    """Mark a module's parameters as awaiting a load, give its buffers memory, and fill non-persistent buffers."""
+    """Mark a module's floating parameters as awaiting a load, give other tensors memory, and fill some buffers.
+
+    The filled buffers are the non-persistent ones, which no checkpoint contains.
+    """
     tensors = _without_values(module)
     missing = {key: each for key, each in tensors.items() if key in module._non_persistent_buffers_set}
     if missing and buffers is None:
@@ -137,7 +144,7 @@ def _await(module: nn.Module, name: str, build: ShardedBuild, buffers: Initializ
             Piece(build, f"{name}.{key}", awaited=True).tie(tensor)
         elif key not in missing:
             give_memory(tensor, torch.device("cpu"))
-            # Fill with NaN, so that the check before the first forward finds buffers that were not loaded.
+            # NaN lets the check before the first forward find floating buffers that were not loaded.
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     if missing and buffers is not None:
         _initialize(module, name, missing, buffers)

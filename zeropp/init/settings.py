@@ -39,7 +39,7 @@ class ShardLimit:
         Args:
             limit: bytes for all ranks of a node together; None for no limit, or if the shards are not in host memory.
             world: number of ranks that share each parameter.
-            local: number of ranks per node.
+            local: number of ranks per node; 1 to count this rank's shards only.
         """
         self._limit = limit
         self._world = world
@@ -71,12 +71,12 @@ class ShardLimit:
     def drop_counts(self) -> None:
         """Drop the weak references at the end of the construction.
 
-        PyTorch cannot move a parameter to another device while weak references to it exist.
+        ``torch.utils.swap_tensors``, which some moves to another device use, refuses parameters with weak references.
         """
         self._built.clear()
 
     def require(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of the shards of all given parameters on a node, and check the limit.
+        """Return the bytes on a node of the shards of the given parameters, without lazy ones, and check the limit.
 
         Raises:
             MemoryLimitError: the bytes exceed the limit.
@@ -205,7 +205,7 @@ def _choose_limit(config: Config | None, group: Group, where: torch.device) -> S
     try:
         local = ranks_per_node(ranks, config.zeropp.local_world_size)
     except ValueError:
-        # The number of ranks per node is unknown, so count the memory of this rank only.
+        # The number of ranks per node is unknown or not the same on all nodes, so count this rank's memory only.
         local = 1
     return ShardLimit(limit, len(ranks), local)
 

@@ -1,7 +1,8 @@
 """The learned orders of all kinds of phases, and a hash of the issued collectives.
 
 A phase is one forward or one backward. Phases of one kind usually issue the same collectives in the same order. All
-ranks learn that order together in the first phase of the kind, and follow it without exchanges afterwards.
+ranks learn that order together in the first phase of the kind, and follow it afterwards, with exchanges only where
+ranks may differ.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Phase(Enum):
 
 
 def describe_phase(key: PhaseKey) -> str:
-    """Describe a kind of phase in words, for errors."""
+    """Describe a kind of phase in words, for errors and logs."""
     if key[0] == "backward":
         # Usually the key has one forward. If a rank ran further forwards without a backward, their paths or their
         # number show in an error that the ranks are in different backwards.
@@ -44,7 +45,7 @@ def describe_phase(key: PhaseKey) -> str:
     return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
 
 
-_VARIANTS = 8  # orders stored for one kind of phase, the most recent first
+_VARIANTS = 8  # largest number of orders, and of forks, stored for one kind of phase; the oldest are dropped
 
 
 class Reach(NamedTuple):
@@ -65,9 +66,10 @@ class CollectiveOrder:
 
     Attributes:
         uses: units in the order in which they are gathered. A unit that is released and gathered again occurs again.
-        reductions: pairs (unit, n) in the order of issue: the unit is reduced after the gathers of the first n uses
-            and before the gathers of the next use. So gathers and reductions together have one order on every rank.
-        fires: unit -> number of gradients that each of its parameters receives in this phase.
+        reductions: pairs (unit, n) in the order of issue: the unit is reduced after the gathers that are issued at the
+            first n uses and before those issued at the next use. So gathers and reductions have one order on every
+            rank.
+        fires: unit -> number of gradients that each of its trainable parameters receives in this phase.
         calls: for each entry of ``uses``, the number of calls that its gather served when the order was learned: see
             [Note: how ranks may diverge]. Empty if ranks used different units or modules.
         called: module path -> number of its calls, the maximum over ranks.
@@ -131,7 +133,10 @@ class _Variants:
     successors: list[tuple[CollectiveOrder, CollectiveOrder]] = field(default_factory=list)
 
     def expected(self) -> CollectiveOrder | None:
-        """Return the order that followed the last one before, else the last one. Predicts graphs that alternate."""
+        """Return the order expected next: the order that last followed ``last``, or ``last`` itself if there is none.
+
+        This predicts graphs that alternate.
+        """
         # Comparing identities is enough: ``add`` replaces an order by the known object that is equal to it.
         return next((after for before, after in self.successors if before is self.last), self.last)
 
@@ -224,13 +229,14 @@ class KnownOrders:
     def may_vary(self, key: PhaseKey, order: CollectiveOrder) -> bool:
         """Return True if a rank that follows ``order`` may need a unit that the other ranks do not gather.
 
-        So it is if
+        The result is True if
 
         - phases of this kind have differed between ranks or over time;
-        - any forward (or backward) has used a unit that this order lacks;
+        - any forward has used a unit that the order of this forward lacks, or any backward has used or may use a unit
+          that the order of this backward lacks;
         - a forward may use units or modules that no rank has used in it yet;
-        - a backward of this kind left out one of the forwards before it;
-        - for a backward: a forward before it varies, or checkpointing may run more modules again than were learned.
+        - the last backward of this kind left out one of the forwards before it;
+        - for a backward: a forward before it varies, or checkpointing may run more calls again than ``order`` served.
 
         See [Note: how ranks may diverge].
         """
@@ -245,7 +251,7 @@ class KnownOrders:
         return self._may_run_more_again(key, order)
 
     def unrecorded(self, key: PhaseKey) -> Counter[tuple[str, int]]:
-        """Return, for the forwards in a backward's key, the calls without a graph: the maximum over ranks, summed."""
+        """Return the calls without a graph (maximum over ranks), summed over the forwards in a backward's key."""
         return sum((self._known[part].unrecorded for part in key if part in self._known), Counter[tuple[str, int]]())
 
     def _may_run_more_again(self, key: PhaseKey, order: CollectiveOrder) -> bool:
@@ -263,7 +269,10 @@ class KnownOrders:
         return any(again[unit] > calls[unit] for unit in set(order.uses))
 
     def note_local(self, key: PhaseKey) -> bool:
-        """Return True if forwards or backwards of this kind need no collective, so that one rank may run one alone."""
+        """Return True if phases of this kind need no collective, so one rank may run them without other ranks.
+
+        If the kind has no known order, an empty one is stored for it.
+        """
         # A forward may touch weights outside of its module. Then it has a learned order with uses.
         known = self._known[key].known if key in self._known else []
         # A backward that accumulates no gradients reduces nothing. It may use any unit, so all units are checked.
@@ -313,7 +322,8 @@ class KnownOrders:
             order: order of the phase.
             mixed: True if ranks used different units or called different modules in it.
             fork: uses before the position where only some ranks left the followed order; stored as a fork in place of
-                ``order``, which has the units that these ranks needed too late. None to store ``order``.
+                ``order``, because these ranks needed units at that position which ``order`` has at its end. None to
+                store ``order``.
             unrecorded: calls without a graph, as in `_Variants`; None if the phase followed a known order.
         """
         variants = self._known.setdefault(key, _Variants())

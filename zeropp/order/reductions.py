@@ -1,7 +1,7 @@
 """Reductions of gradients: issued in the order that all ranks agreed on, each as early as possible.
 
 A reduction is issued when this rank has all gradients of the unit and every earlier collective of the order has been
-issued.
+issued. The rank issues it at the latest before the next gathers of the order, even if gradients are missing.
 
 [Note: one order] Every rank issues the same gathers and reductions in one common order. If two ranks ran the same
 collectives in different orders, each could wait for ever for a collective that the other has not started. So the order
@@ -124,8 +124,8 @@ class Reductions:
         """Follow another order for the rest of the phase; None to learn one."""
         self._expected = order.fires if order is not None else None
         reductions = order.reductions if order is not None else ()
-        # Units reduced under the old order are left out: a second message would count their gradients twice. The other
-        # reductions cannot lie before uses that have passed, so their place is at the current use or later.
+        # Units reduced under the old order are left out, because their gradients have been sent. The other reductions
+        # cannot lie before uses that have passed, so their place is at the current use or later.
         self._order = tuple((unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done)
         self._turn = 0
         for index, counts in enumerate(self._counts):
@@ -159,15 +159,15 @@ class Reductions:
 
     @property
     def holding(self) -> bool:
-        """True if the gradients of this backward are held, to be reduced after a later one."""
+        """True if the gradients of this backward are held, to be reduced with later ones or in the step sync."""
         return self.no_sync or not self.last
 
     def complete(self, index: int) -> bool:
         """Return True if backward needs the weights of a unit no longer, as far as gradients show.
 
-        All expected gradients have come, and one of each trained parameter. The second condition is needed because a
-        parameter may be used that was not used when the order was learned. For frozen parameters, the gradients of
-        module inputs show when backward is done: see `BackwardUses`.
+        This is so if all expected gradients have come, and at least one of each trained parameter was expected. The
+        second condition is needed because a parameter may be used that was not used when the order was learned. For
+        frozen parameters, the gradients of module inputs show when backward is done: see `BackwardUses`.
         """
         if self._missing[index] > 0:
             return False
@@ -252,7 +252,7 @@ class Reductions:
         for _, _, counts in accounts:
             for index, count in counts.items():
                 fires[index] = tuple(map(max, count, fires.get(index, count)))
-        # Units that any rank has left, in the sequence of ranks. The other ranks send zeros.
+        # Reduce all units that any rank still has gradients of, in the sequence of ranks. Other ranks send zeros.
         for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
             self._issue(index, uses)
         self.wait_for_reductions(0)

@@ -42,9 +42,10 @@ def chunk_of(position: int) -> int:
 class Refresh:
     """Issues refreshes of cached weights in the order of the next forward.
 
-    If all ranks cache the same weights, only differences to them are sent. Differences have messages of varying size,
-    so ranks first agree on the sizes for a chunk of units. A buffer whose differences would take more bytes than its
-    weights is refreshed with whole weights.
+    With a codec of differences (``weight_codec`` "delta4" or "lossless"), a refresh sends only the differences to the
+    cached weights if all ranks cache the same ones. The size of a "lossless" message depends on the values, so ranks
+    first agree on the sizes for a chunk of units. A buffer whose "lossless" differences would take at least as many
+    bytes as its weights is refreshed with whole weights.
 
     Attributes:
         is_put_off: True if cached weights are old and their refresh waits for the next step or forward.
@@ -132,7 +133,7 @@ class Refresh:
         """Queue the agreement on message sizes; return a function: True if a buffer is refreshed by differences."""
         # The sizes of these messages differ from step to step, but a collective needs the same sizes on all ranks.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
-        # Buffers whose differences would be too large. Filled on one comm stream; others read it after ``agreed``.
+        # Buffers whose differences would be too large. ``agree`` fills the set. Readers first wait for ``agreed``.
         crowded: set[FlatBuffer] = set()
         agreed: Event | None = None
         if counted:
@@ -143,7 +144,8 @@ class Refresh:
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.set_capacity(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
-                # On a comm stream, so that the host goes on. Refreshes on other comm streams wait for the event.
+                # On a comm stream. The host goes on if that stream has a thread; otherwise it waits in ``tolist``.
+                # Refreshes on other comm streams wait for the event.
                 agreed = self.comm_streams.stream("cross").run(agree, after=stepped)
 
         def sends_differences(buffer: FlatBuffer) -> bool:
@@ -169,7 +171,7 @@ class Refresh:
         self.put_off()
 
     def wait_for_step(self) -> None:
-        """Wait until no step on the host is in flight. It reads gradients and writes main weights and states."""
+        """Wait until no step on the host is in flight. Such a step reads gradients and writes weights and states."""
         for unit in self._units:
             if unit.stepping is not None:
                 name, wait = unit.name, unit.wait_for_step

@@ -16,9 +16,9 @@ that all ranks gather there. A *call* is one run of a module, or one touch of a 
 The learned order is the union of the units that ranks need. It is equal on all ranks, because all ranks see the same
 rounds.
 
-*Following.* Later phases of the kind follow the order and exchange nothing. Before a rank uses the unit at position j,
-it issues all gathers that the prefetch plan starts at positions up to j, and all reductions that the order places
-between them. It also issues gathers of units that only other ranks use.
+*Following.* Later phases of the kind follow the order, and exchange only at forks and, if ranks may differ, at its end.
+Before a rank uses the unit at position j, it issues all gathers that the prefetch plan starts at positions up to j, and
+all reductions that the order places between them. It also issues gathers of units that only other ranks use.
 
 Ranks may deviate from an order, each in its own way: see [Note: how ranks may diverge].
 """
@@ -44,7 +44,7 @@ _log = logging.getLogger("zeropp")
 # Kinds of exchange: an unknown phase begins; a learning round; a fork or the end of an order; after an error.
 _BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4
 _NONE = -1  # as a unit: this rank needs none in this phase any more; as a position: this rank has not left the order
-_OFFERS = 4  # complete units that a rank offers for reduction in one round; an exchange has room for no more
+_OFFERS = 4  # complete units that a rank offers for reduction in one round; an exchange holds at most 8 integers
 # Flags that a rank sends in an exchange at a fork, a position where known orders differ. _STRAYS: the rank has
 # gradients that arrived after their unit was reduced. _NOVEL: it ran a module that the order has no calls of.
 # _PARTIAL: its backward does not go through all forwards that preceded it.
@@ -225,8 +225,9 @@ class Schedule:
 
         Args:
             unit: unit that is needed. The caller has increased ``unit.users`` before.
-            call: path of the module that runs, if no module around it uses the unit; "" for a parameter touched outside
-                of its module; None for a module inside another one of the unit, and in backward.
+            call: path of the module that runs, if no module around it uses the unit; "" for the first touch of a
+                parameter outside of its module; None for later touches, in backward, and for a module inside another
+                one of the unit.
         """
         phase = self._phase
         if unit.persistent:
@@ -291,7 +292,7 @@ class Schedule:
 
     @property
     def needs_others(self) -> bool:
-        """True if other ranks take part in the phase. False for an evaluation that gathers nothing."""
+        """True unless the phase is a forward without gradients that gathers nothing; other ranks need not run that."""
         return not self._phase.silent or self._phase.key[-1] is not False
 
     @property
@@ -782,7 +783,7 @@ class LiveUnits:
         self.drop(set(self.planned))
 
     def forget_owed(self) -> None:
-        """Stop counting calls, and release the units that only the counts kept."""
+        """Clear the counts of calls, and release the units that only the counts kept."""
         kept = sorted({index for index, calls in enumerate(self.owed) if calls > 0}.union(self.due))
         self.owed[:] = [0] * len(self.owed)
         self.due.clear()

@@ -47,8 +47,8 @@ __all__ = [
     "within",
 ]
 
-# 1.5 * 2**23. Adding it to a float32 of small magnitude rounds that to an integer, halves to even, because float32
-# values between 2**23 and 2**24 are 1 apart. The extra 2**22 keeps sums with negative numbers in that range.
+# 1.5 * 2**23. Adding it to a float32 of small magnitude rounds that to an integer, ties to even, because float32 values
+# between 2**23 and 2**24 are 1 apart. The extra 2**22 keeps sums with negative numbers in that range.
 _MAGIC = tl.constexpr(12582912.0)
 # Bits of float32 Inf. Magnitudes with larger bits are NaN.
 _EXPONENT = tl.constexpr(0x7F800000)
@@ -101,7 +101,7 @@ def widen(x):
 
 @triton.jit
 def wide(pointer, left, SIZE: tl.constexpr):
-    """Return True if at least SIZE elements are left from ``pointer`` (a scalar) on, and it is a multiple of 16 bytes.
+    """Return True if ``pointer`` (a scalar) is a multiple of 16 bytes and at least SIZE elements are left from it on.
 
     The result is one scalar per program, so code that depends on it is one branch. Tiles at an end take the narrow
     branch.
@@ -111,7 +111,7 @@ def wide(pointer, left, SIZE: tl.constexpr):
 
 @triton.jit
 def aligned(pointer, at):
-    """Return ``pointer + at`` [TILE, K, 64] as an expression that the compiler sees to be a multiple of 16 bytes.
+    """Return ``pointer + at`` [TILE, K, 64], from a pointer that the compiler sees to be a multiple of 16 bytes.
 
     Only valid where :func:`wide` is True.
     """
@@ -168,10 +168,10 @@ def saturate(x, dtype: tl.constexpr):
 
 @triton.jit
 def bfloat16_bits(x):
-    """Return float32 values rounded to bfloat16, halves to even, as bits in [0, 65536). Every NaN becomes 0x7FC0."""
+    """Return float32 values rounded to bfloat16, ties to even, as bits in [0, 65536). Every NaN becomes 0x7FC0."""
     bits = x.to(tl.int32, bitcast=True)
-    # Adds just less than half of the part that is cut off, plus 1 if the last remaining bit is odd, so halves go to
-    # even. The mask removes the sign bits that the shift extends.
+    # Adds just less than half the value of the last bit that is kept, plus 1 if that bit is set, so ties go to even.
+    # The mask removes the sign bits that the shift extends.
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     # The addition could carry from a NaN into the sign bit. The reference also writes this one NaN.
     return tl.where((bits & 0x7FFFFFFF) > _EXPONENT, 0x7FC0, rounded)
@@ -179,7 +179,7 @@ def bfloat16_bits(x):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """Return float32 values rounded to ``dtype``, halves to even."""
+    """Return float32 values rounded to ``dtype``, ties to even."""
     if dtype == tl.bfloat16 and _INTERPRETED:
         return bfloat16_bits(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
@@ -360,7 +360,7 @@ def store_scales(base, bits, first, groups, slots, TILE: tl.constexpr):
 
 @triton.jit
 def _halve(x):
-    """Do one step of the Hadamard transform in runs of 16: the 8 sums of neighbours, then their 8 differences."""
+    """Do one step of the Hadamard transform: return, for each 16 elements, 8 sums of neighbours, then 8 differences."""
     tile: tl.constexpr = x.shape[0]
     k: tl.constexpr = x.shape[1]
     # Four runs of 8 pairs. join interleaves sums and differences; the permutation moves the 8 sums of a run to its

@@ -23,7 +23,7 @@ TILE = 8 if INTERPRETED else 1
 _SECTION = tl.constexpr(SECTION)
 _BYTES = tl.constexpr(SECTION // 2)
 _BLOCKS = tl.constexpr(SECTION // BLOCK)
-# Bytes that a program of _clear sets to zero at a time.
+# Bytes that one program sets to zero in each pass of the loop in _clear.
 _CLEARED = tl.constexpr(512)
 # 4-bit codes that mark an escape: 8 (that is -8) to an 8-bit code, 7 to a 16-bit value.
 _TO_8 = tl.constexpr(8)
@@ -152,7 +152,7 @@ def _transposed(x, TILE: tl.constexpr):
 def lossless_count_kernel(
     values, reference, numel: tl.int64, blocks: tl.int32, starts, EVEN: tl.constexpr, TILE: tl.constexpr
 ):
-    """Store the escapes of each section at its place plus one in ``starts``, and zero at place 0. Grid: (tiles,)."""
+    """Store the number of escapes of section i, of both kinds, in ``starts`` at i + 1; zero at 0. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     _, _, lower, upper = _differences(values, reference, numel, first, blocks, EVEN, TILE)
     # The counts equal _count of the codes of these differences.
@@ -312,7 +312,7 @@ def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> None:
 def lossless_encode_(
     values: Tensor, reference: Tensor, starts: Tensor, message: Tensor, room8: int, room16: int
 ) -> None:
-    """Encode bfloat16 values with a Triton kernel, with the arguments of :func:`zeropp_kernels.lossless_encode_`."""
+    """Encode values, rounded to bfloat16, with a Triton kernel; see :func:`zeropp_kernels.lossless_encode_`."""
     layout = lossless_layout(values.numel(), room8, room16)
     if layout.sections == 0:
         # Without sections no program would run to clear the message.

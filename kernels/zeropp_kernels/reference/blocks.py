@@ -1,7 +1,7 @@
 """Groups of elements in plain torch: scales, codes, Hadamard transform, and iteration over a buffer in tiles.
 
-A tile is a float32 tensor [rows, group], where a row is one group, small enough to stay in a core's cache. All
-arithmetic is elementwise in float32 with one rounding per operation.
+A tile is a float32 tensor [rows, group], where a row is one group, small enough to stay in a core's cache. All float
+arithmetic is in float32 with one rounding per operation.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def encode_(values: Tensor, part: Part, bits: int) -> Tensor | None:
     if spoilt is not None:
         scales.masked_fill_(spoilt, _NAN_SCALE)
     part.scales.copy_(scales)
-    # Multiply by the rounded inverse of the bfloat16 scale, then round halves to even. Kernels do the same operations
-    # in the same order, so codes are equal.
+    # Multiply by the rounded inverse of the bfloat16 scale, then round to integers, ties to even. Kernels do the same
+    # operations in the same order, so codes are equal.
     torch.mul(values, torch.div(_ONE, scale_values(scales)), out=work).round_()
     if spoilt is not None:
         # Zero codes, because the integer that NaN is cast to depends on the machine.
@@ -185,7 +185,7 @@ def decode_(part: Part, out: Tensor, bits: int, *, add: bool = False) -> None:
 
 
 def _halve(x: Tensor) -> Tensor:
-    """Do one step of the Hadamard transform in runs of 16: write the 8 sums of neighbours, then their 8 differences."""
+    """Do one step of the Hadamard transform: return, for each 16 elements, 8 sums of neighbours, then 8 differences."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.cat((even + odd, even - odd), dim=-1)
 

@@ -97,7 +97,8 @@ def only_saved(settings: dict[str, object]) -> list[int]:
     """Apply an average in order to save it, without a forward inside.
 
     Returns:
-        Number of refreshes sent before the average is applied, inside, after it is removed, and after the next forward.
+        Total number of refresh collectives so far: before the average is applied, inside, after it is removed, and
+        after the next forward.
     """
     model = Routed()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))

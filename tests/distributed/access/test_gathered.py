@@ -1,4 +1,4 @@
-"""GatheredParameters returns whole main weights, and edits inside it reach the main weights of every rank."""
+"""GatheredParameters gives parameters their whole main weights; edits inside it reach every rank's main weights."""
 
 from __future__ import annotations
 

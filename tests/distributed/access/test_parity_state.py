@@ -302,7 +302,7 @@ def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
 
 
 def wrap_without_numpy() -> int:
-    """Wrap and train a model while torch's object collectives raise, as they do without NumPy.
+    """Wrap and train a model while torch's ``all_gather_object`` raises, as it does without NumPy.
 
     Returns:
         Number of entries in full_state.
@@ -437,7 +437,7 @@ def load_state_of(saver: int, world: int) -> tuple[str, str]:
 
     Args:
         saver: rank whose state is loaded.
-        world: number of ranks that the state names as the ranks that saved it.
+        world: world size recorded in the state.
 
     Returns:
         Type and message of the error on this rank; empty strings if the load succeeds.

@@ -91,7 +91,7 @@ def run(arguments: list[str], folder: Path, timeout: float = 100) -> str:
 
 
 def running_with(argument: Path) -> list[int]:
-    """Return the ids of processes whose command line has this argument."""
+    """Return the ids of processes whose command line contains this path."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:

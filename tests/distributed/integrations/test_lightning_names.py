@@ -56,8 +56,9 @@ def on_disk(folder: Path) -> list[Any]:
         folder: folder in place of an NVMe drive.
 
     Returns:
-        This rank's elements of a weight, True if files exist before wrapping with "nvme" only, True if training gives
-        the usual weights, and the log levels with and without ``logging_level``.
+        The number of elements of a weight that this rank holds before wrapping; True if files exist before wrapping
+        with "nvme" only; True if the sum of the trained weights is that of a run without offload; and the log levels
+        with and without ``logging_level``.
     """
     from tests.support import lightning_cases as cases
 
@@ -90,7 +91,7 @@ def in_the_other_package() -> tuple[float, str, str]:
     """Train with the package ``pytorch_lightning``.
 
     Returns:
-        The difference of the weights from one process, the strategy's module, and the error if a Trainer of
+        The difference of the weights from one process, the name of the strategy's module, and the error if a Trainer of
         ``lightning`` gets this strategy.
     """
     import lightning_fabric
@@ -131,7 +132,7 @@ def in_the_other_package() -> tuple[float, str, str]:
 
 
 def test_the_other_package() -> None:
-    """Weights of about 1 agree within 1e-5, because float32 sums are added in another order."""
+    """Weights differ by less than 1e-5, because float32 sums are added in another order."""
     for distance, place, _ in run_ranks(2, in_the_other_package, env=LAUNCHED, timeout=100):
         assert distance < 1e-5 and place == "zeropp.integrations.pytorch_lightning"
 

@@ -118,7 +118,7 @@ def hooks_alone(names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("names", some([HOOKS[2:3], HOOKS], 2), ids=str)
 def test_hooks_act_as_in_one_process(names: list[str]) -> None:
-    """Weights of about 1 agree within 1e-5, because float32 sums are added in another order."""
+    """Weights differ by less than 1e-5, because float32 sums are added in another order."""
     (wanted,) = run_ranks(1, hooks_alone, names)
     states = [state["net.1.weight"] for state, _ in wanted.values()]
     # Each case must have an effect, so no two may end with the same weights.
@@ -172,8 +172,9 @@ def models(folder: Path) -> list[Any]:
         folder: folder of the checkpoint.
 
     Returns:
-        Names of frozen weights in the checkpoint, a frozen weight, the difference of a trained weight after loading,
-        this rank's elements of a late weight in stage 3 and in stage 2, and True if both stages give the same weights.
+        Names of frozen weights in the checkpoint; a frozen weight; the difference of a trained weight after loading;
+        for a weight built in ``configure_model``, the number of elements that this rank holds before wrapping (in stage
+        3, then in stage 2; None if the weight is whole); and True if the sums of all trained weights agree.
     """
     from tests.support import lightning_cases as cases
 
@@ -190,7 +191,7 @@ def models(folder: Path) -> list[Any]:
 
 @pytest.mark.campaign
 def test_frozen_and_late_models(tmp_path: Path) -> None:
-    """Weights that are built in pieces equal those that rank 0 builds whole."""
+    """Frozen weights have rank 0's values, and no checkpoint has them. Stage 3 builds a late weight in pieces."""
     begins = run_ranks(1, frozen_begins)[0]
     first, second = run_ranks(2, models, tmp_path, env=LAUNCHED, timeout=100)
     for found in (first, second):

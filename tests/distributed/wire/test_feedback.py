@@ -166,7 +166,7 @@ def thrown_away(settings: dict[str, object], how: str | None, size: float) -> di
 
 
 def left_behind(settings: dict[str, object]) -> list[str]:
-    """Return the weights that differ between a run with discarded gradients and one with cleared errors."""
+    """Return names of the weights that differ between a run with discarded gradients and one with cleared errors."""
     cleared, wrong = thrown_away(settings, None, 1.0), []
     for how, size in (("skipped", 1e8), ("forgotten", 1.0), ("by GradScaler", 1e8)):
         found = thrown_away(settings, how, size)
@@ -176,7 +176,7 @@ def left_behind(settings: dict[str, object]) -> list[str]:
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
 def test_gradients_that_no_step_takes_leave_nothing_behind(feedback: str) -> None:
-    """The errors of a gradient of 1e8 would be hundreds of thousands of times as large as the next gradient."""
+    """The errors of a gradient scaled by 1e8 would be larger than the next gradient by orders of magnitude."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}, "feedback": feedback}
     assert run_ranks(4, left_behind, settings, local_world_size=2) == [[]] * 4
 
@@ -206,7 +206,7 @@ def test_errors_that_are_loaded_stay_where_gradients_are_forgotten() -> None:
 
 
 def resumed(settings: dict[str, object]) -> list[str]:
-    """Return the weights that differ between a run and one that was saved and loaded after three steps."""
+    """Return weights and step counts that differ between a run and one that was saved and loaded after three steps."""
     config = make_config(**settings)
 
     def train(model: nn.Module, optimizer: Any, steps: range) -> None:
@@ -435,8 +435,7 @@ def test_what_is_carried_for_a_parameter_without_gradient_is_no_gradient(
 ) -> None:
     """Stored errors of ``huge`` must not count as a gradient.
 
-    They would be thousands of times as large as the gradient of ``small``, and clipping would scale that to almost
-    zero.
+    They would be much larger than the gradient of ``small``, and clipping would scale that gradient to almost zero.
     """
     zero = {**GRADIENTS, "zeropp_loco_param": {}, **settings}
     plain = [torch.Generator().manual_seed(rank) for rank in range(4)]
