@@ -1,6 +1,6 @@
 """The places where zeropp makes one timeline wait for another, and a context that removes such waits.
 
-A seam is a call that waits, that records an event or that is a call of ``used_here``; or the keyword ``after`` of a
+A seam is a call that waits, a call that records an event, or a call of ``used_here``; or the keyword ``after`` of a
 call; or the method ``record`` or ``synchronize``, passed on as a callback. If a call is removed, its object and
 positional arguments are still computed, and the result is True. A removed ``after`` becomes None. A removed callback
 does nothing.

@@ -33,9 +33,8 @@ def materialize(
 ) -> None:
     """Prepare a model on the meta device for ZeroOptimizer, in place. Collective.
 
-    With ``initialize``, the parameters and buffers of one module after the other get memory and values, and the
-    parameters are sharded. So no rank ever holds the whole of a large model.
-    Without ``initialize``, parameters stay without values until the wrapped model loads them with
+    With ``initialize``, one module after the other gets memory and values and is sharded. No rank holds a whole large
+    model. Without ``initialize``, parameters stay without values until the wrapped model loads them with
     ``zeropp.checkpoint.load_safetensors``, ``load`` or ``load_state_dict``. Each rank then reads its own shards. A
     forward before that raises an error.
 
@@ -50,10 +49,8 @@ def materialize(
         config: configuration as for ZeroOptimizer.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ConfigError, ValueError: an argument is invalid, or ``initialize`` or ``buffers`` leaves a tensor without values
-            or gives it NaN, or a non-persistent buffer has no values and both functions are None.
-        MemoryLimitError: the shards exceed ``zeropp.host_memory_limit`` (with ``initialize``).
+        TypeError, ValueError: an argument is invalid, the shards exceed ``host_memory_limit``, or a tensor that
+            ``initialize`` or ``buffers`` must fill has no values, or NaN.
     """
     group = choose_group(process_group, None, None)
 
@@ -70,8 +67,7 @@ def materialize(
     build.building = True
     try:
         with torch.no_grad(), without_weak_weights(model):
-            # Without `initialize`, parameters on the meta device get no shards before the model is wrapped, so nothing
-            # is checked here.
+            # Without `initialize`, meta parameters get no shards before the model is wrapped, so nothing is checked.
             settings.limit.require(model.parameters() if initialize is not None else ())
             for path, module in model.named_modules():
                 name = path or type(module).__name__
