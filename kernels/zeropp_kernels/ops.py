@@ -74,7 +74,7 @@ def quantize_(
     """Encode a flat buffer as ``count`` quantized messages.
 
     For each group of elements: ``s = max|x| / 127`` for 8 bits, or ``max|x| / 7`` for 4 bits, rounded up to bfloat16
-    and at least 2**-126. ``code = round(x * (1 / s))``, halves to even. For 4 bits, s is at most the largest bfloat16
+    and at least 2**-126. ``code = round(x * (1 / s))``, ties to even. For 4 bits, s is at most the largest bfloat16
     with finite ``7 * s`` in float32. A group with Inf or NaN gets a NaN scale and zero codes.
 
     Args:

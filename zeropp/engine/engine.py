@@ -465,7 +465,7 @@ class Engine(GuardHandler):
 
     @property
     def holds_gradients(self) -> bool:
-        """True if the gradients of the last backward are held on this rank, to be reduced with later ones."""
+        """True if the gradients of the last backward are held on this rank, to be reduced with later ones or in the step sync."""
         return self._reductions.holding
 
     def set_no_sync(self, on: bool) -> bool:
