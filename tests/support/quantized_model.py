@@ -61,7 +61,7 @@ def bound(plain: list[dict[str, Tensor]], name: str, local: int, bits: tuple[int
 
     The bound is half a quantization step of each message that contributes to the element, summed over the messages and
     divided by the number of ranks. The maximum of a group is at most the maximum of the parameter. Scales in bf16 are
-    rounded up by up to 2^-8 of their value. With two hops, the error of the first hop also enlarges the groups of the
+    rounded up by up to 2^-7 of their value. With two hops, the error of the first hop also enlarges the groups of the
     partial sums that the second hop encodes.
 
     Args:

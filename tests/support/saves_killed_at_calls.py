@@ -76,7 +76,8 @@ class Scene:
 
     Args:
         root: folder of all checkpoints.
-        how: "in place" overwrites the checkpoint, "in a series" adds a checkpoint, "an export" overwrites an export.
+        how: "in place" overwrites the checkpoint, "in a series" adds one and deletes the old one, "an export"
+            overwrites an export.
     """
 
     def __init__(self, root: Path, how: str) -> None:

@@ -264,8 +264,8 @@ def _field(path: Location, model: type[Block]) -> FieldInfo | None:
         if field is None:
             break
         found = field
-        # After a field that is not a block, the path continues with list indices or user-defined keys. Then no further
-        # field matches, or the model stays the same.
+        # After a field that is not a block, the path continues with list indices or user-defined keys. The model
+        # stays the same, and the loop ends at the first key that is no field of it.
         model = nested_block(field) or model
     return found
 

@@ -71,7 +71,7 @@ def initialize(
         The engine, its ``ZeroOptimizer`` (None for inference), the data loader or None, and the scheduler or None.
 
     Raises:
-        ConfigError, TypeError, ValueError: an argument or the configuration cannot be used; on every rank.
+        ConfigError, TypeError, ValueError: an argument or the configuration cannot be used.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")

@@ -465,7 +465,7 @@ class Engine(GuardHandler):
 
     @property
     def holds_gradients(self) -> bool:
-        """True if the gradients of the last backward are held on this rank, to be reduced with later ones or in the step sync."""
+        """True if gradients of the last backward are held, to be reduced with later ones or in the step sync."""
         return self._reductions.holding
 
     def set_no_sync(self, on: bool) -> bool:
@@ -645,7 +645,7 @@ class Engine(GuardHandler):
             self.pending.forget_stray()
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
-        """Note that ``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
+        """Note that ``requires_grad`` changes to ``trained``; see :class:`zeropp.params.guard.GuardHandler`."""
         self.require_idle("requires_grad_", inside_gather=True, needs=NOTHING)
         self._flipped ^= {id(parameter)}
         for buffer in self.unit_of[id(parameter)].buffers:

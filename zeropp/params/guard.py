@@ -179,7 +179,7 @@ class GuardHandler(Protocol):
         ...
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
-        """Record that ``requires_grad`` of a parameter is about to be set to ``trained``."""
+        """Record that ``requires_grad`` of a parameter changes to ``trained``. The flag may be set already."""
         ...
 
     def take_loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
     """Return the levels of weights, gradients and optimizer states for a configuration.
 
     Args:
-        config: configuration; the function reads the stage, the group sizes and ``defer_cross_reduction``.
+        config: configuration.
         world: number of ranks.
         local: number of ranks per node.
 

@@ -135,7 +135,7 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
 def test_zeropp_alone_is_imported_for_that_line() -> None:
     """``import zeropp`` gives access to ``zeropp.fsdp2``, but loads only modules for training.
 
-    DeepSpeed's names raise an error that says where they are.
+    DeepSpeed's names raise an error with the command for scripts that use them.
     """
     program = (
         "import sys, zeropp; print([n for n in sys.modules if 'lightning' in n.split('.')[0]])\n"

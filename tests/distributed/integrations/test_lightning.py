@@ -63,7 +63,7 @@ def test_stages_equal_a_trainer_in_one_process(which: list[int]) -> None:
     for stage in which:
         for distance, own, rates, *_ in (first[stage], second[stage]):
             assert distance < 1e-5 and rates == wanted["rates"] and len(set(rates)) == 3
-            # Each rank has half of the elements, with padding to multiples of 256.
+            # Above stage 0 each rank has half of the elements, with padding to multiples of 256.
             assert (own == first[0][1]) if stage == 0 else (own <= first[0][1] / 2)
         for number, key in enumerate(("losses", "val"), 3):
             both = [sum(pair) / 2 for pair in zip(first[stage][number], second[stage][number], strict=True)]
