@@ -24,7 +24,7 @@ class Extension:
     """Base class of extensions. Its methods do nothing.
 
     Attributes:
-        released: class attributes that sharded (guarded) parameters get, by name.
+        released: attributes by name, for the class that parameters have while their unit is resharded.
         checkpoint_formats: descriptions of the formats that :meth:`read_checkpoint` reads, for error messages.
     """
 

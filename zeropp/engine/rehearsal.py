@@ -94,7 +94,8 @@ def rehearse(engine: Engine) -> None:
         _finish(engine, doing)
     comm.rehearsed = len(comm.communicators)
     if device.type == "cuda":
-        # Free cached memory: the comm streams would keep the blocks of messages that training allocates elsewhere.
+        # Free cached memory. The allocator would keep it for the comm streams, but training allocates its messages on
+        # the compute stream.
         torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",

@@ -47,7 +47,7 @@ class ShardLimit:
         # Keyed by id, because tensors compare elementwise. Weak references, because parts of the model may be dropped
         # during construction.
         self._built: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._most = 0  # upper bound on the bytes: dropped parameters are still included
+        self._most = 0  # upper bound on the bytes of shards; parameters that were deleted since still count
 
     def count_parameter(self, parameter: nn.Parameter) -> None:
         """Count a parameter that has been built, unless it has been counted already.

@@ -157,7 +157,8 @@ def lossless_encode_(
     """
     layout = lossless_layout(values.numel(), room8, room16)
     views = _views(message, layout)
-    # A message's starts are clamped to the rooms: no escape is stored past them, and the places fit int32.
+    # Clamp the start offsets of escaped values to the room for them (room8, room16). So no value is stored past the
+    # room, and offsets fit int32.
     for column, room in enumerate((room8, room16)):
         views.starts[:, column].copy_(starts[column, :-1].clamp(max=room))
     end8 = end16 = 0
