@@ -4,8 +4,8 @@
 
 A process runs one system, with the environment variables of a rank. Steps on the host are measured in two ways, in
 turns: hidden behind the next forward ("lazy"), and waited for in ``step()`` ("eager"). The exposed time is the time of
-    a step and the next forward, minus the time of a forward that waits for nothing. With s_i = time of unit i's step
-    and f = time of a unit's forward, at least max(0, max over i of (s_0 + ... + s_i - i * f)) is exposed.
+a step and the next forward, minus the time of a forward that waits for nothing. With s_i = time of unit i's step and
+f = time of a unit's forward, at least max(0, max over i of (s_0 + ... + s_i - i * f)) is exposed.
 """
 
 from __future__ import annotations

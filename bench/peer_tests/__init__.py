@@ -9,5 +9,5 @@ copies the checkout's ``tests`` folder and runs it file by file on the CPU. It c
 would import the ``deepspeed`` package beside it.
 
 The command fails in three cases: less than 75 % of the tests that pass under DeepSpeed pass under the stand-in; such a
-test fails and has no reason in ``reasons.json``; or a test passes although it has a reason.
+test does not pass and has no reason in ``reasons.json``; or a reason fits no such test, or a test that passes.
 """

@@ -2,7 +2,7 @@
 
 A :class:`Restore` is one load on one rank. Its constructor checks that the checkpoint fits and changes nothing.
 ``read_values`` then reads tensors into shards, and ``finish_restore`` loads everything else. Files of other programs
-may store a tied parameter under each of its names; these values must be equal.
+may store a tied parameter under each of its names; with ``strict`` these values must be equal.
 """
 
 from __future__ import annotations

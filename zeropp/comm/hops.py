@@ -349,7 +349,7 @@ class Hop:
                 dist.all_to_all_single(whole, message, group=self.group)
             except RuntimeError as error:
                 raise CollectiveError.from_backend(error) from error.__cause__
-            # One tensor is returned instead of a list of views, because creating a thousand views takes the host 10 ms.
+            # Return one tensor, not a list of views, because creating a thousand views takes the host milliseconds.
             return whole.view(self.size, -1)
         parts = list(message.view(self.size, -1).unbind())
         rows = None

@@ -379,8 +379,8 @@ class BackwardCall:
     def input_arrived(self) -> None:
         """Count the gradient of an input; the last one ends the call's backward."""
         task = current_graph_task()
-        # This is another backward over a retained graph, and may compute the gradients of other inputs. Autograd tells
-        # which ones only while that backward runs.
+        # This is the first backward, or another one over a retained graph, which may compute the gradients of other
+        # inputs. Autograd tells which ones only while that backward runs.
         if task != self._pass:
             self._pass = task
             self._left = sum(will_execute(node) for node in self._inputs)

@@ -226,7 +226,7 @@ class Parking:
                 self._parked[kind][-1].bring_back(non_blocking=non_blocking)
                 parked = self._parked[kind].pop()
                 self._by_storage = {place: other for place, other in self._by_storage.items() if other is not parked}
-            # Tensors become readable after the last storage of their kind: a slice is read together with its gradient.
+            # Only now: if the loop above raises, all tensors of this kind still refuse reads, even restored ones.
             for ref in self._unreadable.pop(kind, ()):
                 if (tensor := ref()) is not None:
                     make_readable(tensor)

@@ -337,8 +337,8 @@ class _Tally:
         if key.trainable:
             self._add_states(tiers, piece, key.main_dtype)
         paths = weight_paths(self._groups, unit.placement, key, self._encoding, stored=not tier.serves(self._device))
-        # If the shard is whole and in the compute dtype, it also serves as the persistent weights. With a codec it
-        # cannot, because modules compute with decoded values.
+        # A whole shard in the compute dtype also serves as the persistent weights if it is frozen or there is one rank.
+        # With a codec it cannot, because modules compute with decoded values.
         if unit.placement.mode.cached == 1 and not paths.shared:
             self.terms["device"]["persistent_weights"] += buffer.layout.numel * key.dtype.itemsize
         source = make_wire_copy(main, paths, tiers, self._device, trainable=key.trainable, coded=coded is not None)

@@ -106,7 +106,7 @@ def test_in_nodes_of_two() -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 3", "hpZ, coded both ways"])
 def test_over_a_backend_of_one_device(name: str) -> None:
-    """Placing the model needs no process group for the CPU if the user's group has only the model's device."""
+    """Ranks without values train alike over the staged backend, which has collectives but no sends or receives."""
     for wrong in run_ranks(2, over, differences, PLACED[name], init=False):
         assert wrong == []
 

@@ -38,7 +38,7 @@ def rows_of_six(step: int, micro: int, rank: int) -> Tensor:
 
 
 def without_a_group(stage: int, group: int, to_none: bool) -> list[float]:
-    """Set the gradients of a group to None in some steps, as DINO does; in later steps a layer is unused.
+    """Set the gradients of a group to None in some steps, as DINO does; in some steps ranks do not use a layer.
 
     Args:
         stage: ZeRO stage.

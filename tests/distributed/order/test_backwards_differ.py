@@ -1,6 +1,6 @@
-"""Ranks whose backwards differ although their forwards do not.
+"""Ranks whose backwards use different units, or the same units a different number of times.
 
-Each rank starts its backward at other outputs, or runs other forwards before it.
+Each rank starts its backward at other outputs, or runs other forwards in the same step.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class Borrowing(nn.Module):
 
 
 def borrows(settings: dict[str, object]) -> None:
-    """Train steps in which one rank uses a weight outside of its module."""
+    """Train steps in which one rank, no rank or both ranks use a weight outside of its module."""
     pair = Pair(Borrowing(), make_config(**settings), loss=one_forward)
     for ways in (["borrow", ""], ["", "borrow"], ["", ""], ["borrow", "borrow"]):
         pair.train(*ways)
