@@ -2,16 +2,17 @@
 # Measurements and checks on one CUDA GPU ("card"), in eight parts. The most useful part comes first. Part nccl takes at
 # most ten minutes, each other part at most six.
 #
-# bench/gpu.sh look       # some of the checks; steps at 1.3 B and 0.37 B parameters compared with plain torch, FSDP2
-# and DeepSpeed; kernels at 256 MiB; live memory by phase; compiled blocks; offload bench/gpu.sh examples   # each
-# script of examples/ that runs on one card: a few steps, then again from a checkpoint bench/gpu.sh bits       # results
-# of kernels bit for bit; delayed streams; NCCL with one rank; tests of the engine bench/gpu.sh nccl       # 2 and 4
-# ranks over NCCL on one card: results bit for bit, memory, lost ranks bench/gpu.sh offload    # results with states and
-# weights off the card; steps compared with FSDP2's offload; copies bench/gpu.sh engine     # steps, memory and host
-# time compared with FSDP2 at 0.3, 1 and 3 B parameters; a timeline bench/gpu.sh kernels    # bandwidth of every kernel,
-# host time of a call, copies between host and device bench/gpu.sh reasons    # performance counters of kernels, if
-# Nsight Compute (ncu) is installed bench/gpu.sh            # all parts, up to the first wrong result bench/gpu.sh
-# --dry-run  # all parts on CPU, with tiny sizes and a stand-in for ncu
+#   bench/gpu.sh look       # some of the checks; steps at 1.3 B and 0.37 B parameters compared with plain torch, FSDP2
+#                           # and DeepSpeed; kernels at 256 MiB; live memory by phase; compiled blocks; offload
+#   bench/gpu.sh examples   # each script of examples/ that runs on one card: a few steps, then again from a checkpoint
+#   bench/gpu.sh bits       # results of kernels bit for bit; delayed streams; NCCL with one rank; tests of the engine
+#   bench/gpu.sh nccl       # 2 and 4 ranks over NCCL on one card: results bit for bit, memory, lost ranks
+#   bench/gpu.sh offload    # results with states and weights off the card; steps compared with FSDP2's offload; copies
+#   bench/gpu.sh engine     # steps, memory and host time compared with FSDP2 at 0.3, 1 and 3 B parameters; a timeline
+#   bench/gpu.sh kernels    # bandwidth of every kernel, host time of a call, copies between host and device
+#   bench/gpu.sh reasons    # performance counters of kernels, if Nsight Compute (ncu) is installed
+#   bench/gpu.sh            # all parts, up to the first wrong result
+#   bench/gpu.sh --dry-run  # all parts on CPU, with tiny sizes and a stand-in for ncu
 #
 # A part that was interrupted continues when it is started again: results of the same sources on the same card are kept
 # in runs/gpu (--keep=DIR). Each part prints one table and writes it to bench/results (--results=DIR). A dry run writes

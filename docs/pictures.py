@@ -48,7 +48,7 @@ def box(
     """A rectangle with its upper left corner at (x, y) and words in its middle."""
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=1.2))
     if words:
-        white = colour not in (PALE, "white", UNIT_COLOURS[1], UNIT_COLOURS[4])
+        white = colour not in (PALE, "white", "#CFCFC9", UNIT_COLOURS[1], UNIT_COLOURS[4])
         text(
             axes,
             x + width / 2,
@@ -134,18 +134,26 @@ def draw_levels() -> Figure:
     return figure
 
 
-def simulate(
-    units: int, forward: float, hop: dict[str, float], prefetch: int
-) -> dict[str, list[tuple[float, float, str, int]]]:
-    """Event times of one training step in stage 3 over two hops, (start, end, label, unit) for each stream.
+Span = tuple[float, float, str, int]
+LANES = {
+    "compute": "compute",
+    "gather local": "gathers\ninside a node",
+    "gather cross": "gathers\nbetween nodes",
+    "reduce local": "reductions\ninside a node",
+    "reduce cross": "reductions\nbetween nodes",
+}
+
+
+def simulate(units: int, forward: float, hop: dict[str, float], limits: Limits) -> dict[str, list[Span]]:
+    """Return the times of one training step in stage 3 over two hops, (start, end, label, unit) for each stream.
 
     Args:
-        units: equal blocks of the model.
+        units: number of equal blocks of the model, of one element each.
         forward: time of a block's forward; its backward takes twice as long.
-        hop: time of a unit's message on each comm stream, "cross" and "local".
-        prefetch: units that may be fetched ahead of use.
+        hop: time of a unit's message over each class of links, "cross" and "local".
+        limits: limits of the prefetch plan, in units.
     """
-    lanes: dict[str, list[tuple[float, float, str, int]]] = {"compute": [], "local": [], "cross": []}
+    lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
     free = dict.fromkeys(lanes, 0.0)
 
     def run(lane: str, after: float, time: float, label: str, unit: int) -> float:
@@ -155,7 +163,6 @@ def simulate(
         return free[lane]
 
     order = [*range(units)]
-    limits = Limits(prefetch=prefetch, live=units, reuse=0)
     live: frozenset[int] = frozenset()
     arrived: dict[int, float] = {}
     now = 0.0
@@ -165,12 +172,12 @@ def simulate(
         live = plan.live
         for unit, issued in zip(uses, plan.issue, strict=True):
             for other in issued:
-                crossed = run("cross", now, hop["cross"], "gather", other)
-                arrived[other] = run("local", crossed, hop["local"], "gather", other)
+                crossed = run("gather cross", now, hop["cross"], "gather", other)
+                arrived[other] = run("gather local", crossed, hop["local"], "gather", other)
             done = run("compute", arrived[unit], forward * (1 + backward), "backward" if backward else "forward", unit)
             if backward:
-                summed = run("local", done, hop["local"], "reduce", unit)
-                run("cross", summed, hop["cross"], "reduce", unit)
+                summed = run("reduce local", done, hop["local"], "reduce", unit)
+                run("reduce cross", summed, hop["cross"], "reduce", unit)
             now = lanes["compute"][-1][0]
     end = max(free.values())
     lanes["compute"].append((end, end + 0.8, "step", -1))
@@ -178,31 +185,26 @@ def simulate(
 
 
 def draw_schedule() -> Figure:
-    """One step on the compute stream and on both comm streams."""
-    lanes = simulate(5, 1.0, {"cross": 0.8, "local": 0.42}, 1)
+    """One step on the compute stream and on the four comm streams."""
+    lanes = simulate(5, 1.0, {"cross": 0.8, "local": 0.42}, Limits(prefetch=1, live=2, reuse=1))
     end = max(stop for spans in lanes.values() for _, stop, _, _ in spans)
-    figure, axes = new_axes(12, 3.9, end + 3.3, 7.8)
-    titles = {"compute": "compute", "local": "comm stream\ninside the node", "cross": "comm stream\nbetween nodes"}
+    figure, axes = new_axes(12, 4.9, end + 3.3, 9.8)
     left = 2.6
-    for row, lane in enumerate(("compute", "local", "cross")):
-        y = 1.1 + 1.75 * row
-        text(axes, left - 0.2, y + 0.6, titles[lane], ha="right")
-        axes.plot([left, left + end], [y + 1.3] * 2, color="#DDDDDA", linewidth=1)
+    for row, (lane, title) in enumerate(LANES.items()):
+        y = 1.1 + 1.5 * row
+        text(axes, left - 0.2, y + 0.55, title, ha="right")
+        axes.plot([left, left + end], [y + 1.2] * 2, color="#DDDDDA", linewidth=1)
         for start, stop, label, unit in lanes[lane]:
-            words = {"step": "step", "reduce": f"r{unit}", "gather": f"g{unit}"}.get(label, str(unit))
             colour = INK if unit < 0 else UNIT_COLOURS[unit]
-            box(axes, left + start, y, stop - start, 1.2, colour, words, fontsize=8.5)
-    starts = {
-        label: [start for start, _, name, _ in lanes["compute"] if name == label] for label in ("forward", "backward")
-    }
-    for label, spans in starts.items():
-        stop = max(stop for _, stop, name, _ in lanes["compute"] if name == label)
-        text(axes, left + (spans[0] + stop) / 2, 0.55, label, weight="bold")
-        axes.plot([left + spans[0], left + stop], [0.9] * 2, color=LINE, linewidth=1.2)
-    arrow(axes, (left, 6.65), (left + end, 6.65), LINE, linewidth=1.0)
-    text(axes, left + end / 2, 7.0, "time", fontsize=SMALL, color=LINE)
-    words = "number: unit    g: gather of its weights    r: reduction of its gradients"
-    text(axes, left, 7.45, words, ha="left", fontsize=SMALL)
+            box(axes, left + start, y, stop - start, 1.1, colour, "step" if label == "step" else str(unit), fontsize=9)
+    for label in ("forward", "backward"):
+        spans = [(start, stop) for start, stop, name, _ in lanes["compute"] if name == label]
+        text(axes, left + (spans[0][0] + spans[-1][1]) / 2, 0.55, label, weight="bold")
+        axes.plot([left + spans[0][0], left + spans[-1][1]], [0.9] * 2, color=LINE, linewidth=1.2)
+    arrow(axes, (left, 8.75), (left + end, 8.75), LINE, linewidth=1.0)
+    text(axes, left + end / 2, 9.1, "time", fontsize=SMALL, color=LINE)
+    words = "number: unit    limits: one unit gathered ahead of use; a unit stays unsharded only if it is used next"
+    text(axes, left, 9.45, words, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -271,6 +273,8 @@ def tiers_of(zero: dict[str, Any]) -> tuple[dict[str, float], ...]:
     plan = zeropp.plan.memory(model, {"zero_optimization": zero, "bf16": {"enabled": True}}, ranks)
     shard = sum(parameter.numel() for parameter in model.parameters()) / ranks
     places = [{name: nbytes / shard for name, nbytes in terms.items()} for terms in (plan.terms, plan.host, plan.disk)]
+    for terms in places:
+        terms["staging"] = sum(nbytes for name, nbytes in terms.items() if name.endswith("_staging"))
     if "offload_optimizer" not in zero:
         places[0]["optimizer_states"] = 8.0  # the plan counts no states of an optimizer that steps on the GPU
     return tuple(places)
@@ -286,7 +290,8 @@ def draw_tiers() -> Figure:
         "wire_weights": ("bf16\nshard", UNIT_COLOURS[4], 0.95),
         "main_weights": ("main\nweights", UNIT_COLOURS[0], 1.2),
         "gradients": ("grad-\nients", UNIT_COLOURS[2], 1.0),
-        "optimizer_states": ("Adam\nstates", UNIT_COLOURS[1], 1.9),
+        "optimizer_states": ("Adam\nstates", UNIT_COLOURS[1], 1.5),
+        "staging": ("stag-\ning", "#CFCFC9", 0.8),
     }
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local_nvme", "max_in_cpu": 0}
     files = {"offload_optimizer": {key: nvme[key] for key in ("device", "nvme_path")}, "offload_param": nvme}
@@ -294,7 +299,7 @@ def draw_tiers() -> Figure:
         ("no offload", {}),
         ("offload_optimizer: cpu", {"offload_optimizer": cpu}),
         ("offload_optimizer: cpu\noffload_param: cpu", {"offload_optimizer": cpu, "offload_param": cpu}),
-        ("offload_optimizer: nvme\noffload_param: nvme", files),
+        ("offload_optimizer: nvme\noffload_param: nvme,\nmax_in_cpu: 0", files),
     )
     for row, (name, zero) in enumerate(rows):
         y = 1.0 + 2.0 * row
@@ -308,9 +313,9 @@ def draw_tiers() -> Figure:
                 )
                 left += 2.0
             for term, (words, colour, wide) in looks.items():
-                nbytes = round(terms.get(term, 0.0))
-                if nbytes:
-                    box(axes, left, y + 0.2, wide, 1.35, colour, f"{words}\n{nbytes}", fontsize=8.0)
+                nbytes = terms.get(term, 0.0)
+                if nbytes >= 0.5:
+                    box(axes, left, y + 0.2, wide, 1.35, colour, f"{words}\n{nbytes:.3g}", fontsize=8.0)
                     left += wide
     words = "Numbers: bytes for each parameter of a rank's shard (bf16, AdamW), counted by zeropp.plan.memory"
     text(axes, 0.3, 9.35, words, ha="left", fontsize=SMALL)
@@ -319,8 +324,8 @@ def draw_tiers() -> Figure:
 
 def draw_hidden_step() -> Figure:
     """The optimizer step on the host: waited for, and hidden behind the next forward."""
-    units, forward, step, backward, decides = 5, 1.0, 0.85, 3.0, 0.5
-    figure, axes = new_axes(12, 4.6, 21.6, 9.2)
+    units, forward, step, backward, decides = 5, 1.0, 0.85, 2.0, 0.5
+    figure, axes = new_axes(12, 4.6, 25.6, 9.2)
     left = 3.0
 
     def panel(y: float, title: str, *, hidden: bool) -> float:
@@ -337,23 +342,16 @@ def draw_hidden_step() -> Figure:
             if start > clock:
                 looks: dict[str, Any] = {"facecolor": "none", "edgecolor": LINE, "hatch": "////", "linewidth": 0}
                 axes.add_patch(Rectangle((clock, y + 0.5), start - clock, 1.0, **looks))
-                text(
-                    axes,
-                    (clock + start) / 2,
-                    y + 1.0,
-                    "exposed",
-                    fontsize=SMALL,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-                )
+                text(axes, (clock + start) / 2, y + 0.28, "exposed", fontsize=SMALL, color=LINE)
             box(axes, start, y + 0.5, forward, 1.0, UNIT_COLOURS[unit], f"F{unit}")
             clock = start + forward
-        box(axes, clock, y + 0.5, 20.8 - clock, 1.0, LINE, "backward")
-        return clock
+        box(axes, clock, y + 0.5, 2 * forward * units, 1.0, LINE, "backward")
+        return clock + 2 * forward * units
 
     waits = panel(0.7, '"lazy_step": false: step() returns when all units are stepped', hidden=False)
     hides = panel(4.6, "The default: the forward of a unit waits for the step of that unit", hidden=True)
     arrow(axes, (waits, 8.0), (hides, 8.0), UNIT_COLOURS[5])
-    text(axes, waits + 0.1, 8.0, "saved in each step", ha="left", fontsize=SMALL, color=UNIT_COLOURS[5])
+    text(axes, hides - 0.1, 8.0, "saved in each step", ha="right", fontsize=SMALL, color=UNIT_COLOURS[5])
     words = "black: step() computes norm, clipping and skip    number: unit    F: forward    "
     words += "exposed = max(0, max_i(step[0..i] - forward[0..i-1]))"
     text(axes, 0.2, 8.8, words, ha="left", fontsize=SMALL)

@@ -3,8 +3,8 @@
     python -m bench.offload.bus --mebibytes 256 --json FILE
 
 The copies are those of one unit: its float32 gradient sum to the host, its bf16 weights to the GPU for a gather, and
-    new weights to the GPU after a step. Each copy passes through a ring of pinned and of pageable buffers, and its
-    result is checked. Without a CUDA device both sides are host memory, so the numbers have no meaning.
+new weights to the GPU after a step. Each copy passes through a ring of pinned and of pageable buffers, and its result
+is checked. Without a CUDA device both sides are host memory, so the numbers have no meaning.
 """
 
 from __future__ import annotations

@@ -144,6 +144,25 @@ def test_the_index_has_every_page() -> None:
     assert "docs/README.md" in links(ROOT / "README.md")
 
 
+def words(cell: str) -> int:
+    """Return the number of words of a table cell; a code span or the target of a link counts as one or none."""
+    return len(re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", cell)).split())
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_and_cells_are_short(page: Path) -> None:
+    """Prose lines have at most 120 characters, and table cells at most 25 words."""
+    lines = read(page)[0]
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines if line.startswith("|")]
+    assert [cell for row in rows for cell in row if words(cell) > 25] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "configuration"], ids=name_of)
+def test_pages_have_at_most_2500_words(page: Path) -> None:
+    assert len(page.read_text().split()) <= 2500
+
+
 def test_every_picture_has_a_script_and_a_page() -> None:
     drawn = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
     shown = {Path(target).stem for page in DOCS for target in links(page) if target.endswith(".png")}

@@ -514,9 +514,9 @@ class EngineGather:
                 continue
             if self.modifier_rank is not None or fingerprint(parameter) != self.before[number]:
                 raise RuntimeError(
-                    f"the model was called inside GatheredParameters whose edits are kept, and {self.names[number]!r} "
-                    f"is computed with in {dtype}, to which they would be rounded; leave it first, and call the model "
-                    "in one that only reads"
+                    "the model was called inside GatheredParameters with edits, and its forward would round the edited "
+                    f"{self.names[number]!r} to {dtype}. Call the model after the block, or in a block without "
+                    "modifier_rank and without edits"
                 )
             # Convert one value at a time, so that only one of them exists in both dtypes.
             parameter.data = self.values[number] = parameter.data.to(dtype)

@@ -121,8 +121,8 @@ def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
         # Otherwise the model is only a part of the wrapped one, and the other part would lose its weights.
         if missing and engine.root not in modules:
             raise ValueError(
-                f"parameters {missing[:10]} were wrapped together with those given now, and are not among them; wrap "
-                "the whole model again"
+                f"this model is a part of the model that was wrapped before, which also has the parameters "
+                f"{missing[:10]}; wrap the whole model again"
             )
     return list(found.values())
 

@@ -328,7 +328,7 @@ def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, objec
     told = f"{place!r} has {most} of the model's {len(names)} tensors under each of the prefixes {best}"
     usual = [each for each in best if _USUAL.issuperset(each.split(".")[:-1])]
     if len(usual) != 1:
-        raise CheckpointError(f"{told}; say which are meant, by prefix={best[0]!r} for one")
+        raise CheckpointError(f"{told}; choose one, such as prefix={best[0]!r}")
     warn_user(f"{told}; those under {usual[0]!r} are taken; give prefix= to take others")
     return usual[0]
 

@@ -104,8 +104,8 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
                 own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
             if not torch.allclose(own, other, rtol=0, atol=0, equal_nan=True):
                 raise CheckpointError(
-                    f"{alias!r} is tied to {first!r} here, and has other values there, which would be lost; "
-                    f"strict=False takes those of {renamed[first]!r}"
+                    f"the model ties {alias!r} to {first!r}, but the checkpoint has other values for {alias!r}, which "
+                    f"would be lost; strict=False takes those of {renamed[first]!r}"
                 )
     # Count the bytes read for this comparison apart from those that the model needs.
     source.nbytes_converted += source.nbytes_read - before

@@ -168,10 +168,10 @@ def compare(
         why = ", which were frozen and left out when it was saved" if set(wanted) & set(said) else ""
         lacks = [f"the checkpoint has no {_list(wanted)}{why}"] if wanted else []
         lacks += [f"the model has no {_list(unexpected)}"] if unexpected else []
-        lacks += [f"{_list(apart)} is tied to {aliases[apart[0]]!r} here, and was not there"] if apart else []
-        raise CheckpointError(
-            f"model and checkpoint differ: {', and '.join(lacks)}. strict=False leaves them as they are"
-        )
+        tied = f"the model ties {_list(apart)} to {aliases[apart[0]]!r}, but the checkpoint has separate values"
+        lacks += [f"{tied}, of which strict=False takes {aliases[apart[0]]!r}"] if apart else []
+        kept = ". strict=False leaves missing and surplus values as they are" if wanted or unexpected else ""
+        raise CheckpointError(f"model and checkpoint differ: {', and '.join(lacks)}{kept}")
     wrong = []
     for name, there in matched.items():
         here = tuple(named[name].shape)

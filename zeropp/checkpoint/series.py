@@ -116,6 +116,10 @@ class Series:
 
         Returns:
             Path of the checkpoint.
+
+        Raises:
+            ValueError: ``step`` is negative.
+            CheckpointError: as :func:`zeropp.checkpoint.save`.
         """
         path = self.path(step)
         step = operator.index(step)
@@ -152,6 +156,9 @@ class Series:
 
         Returns:
             (step, result of the load); None, on every rank, if there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: as :func:`zeropp.checkpoint.load`; also if the checkpoint of ``step`` does not exist.
         """
         engine = engine_of(model)
         engine.agreement.require_same_call("Series.load()")

@@ -31,7 +31,7 @@ def _small(value: object) -> object:
 # The keys of the base classes are at the top level of a file, so Config inherits them instead of nesting them as
 # blocks.
 class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
-    """The keys at the top level. Some of them are blocks of further keys."""
+    """A checked configuration: the keys at the top level of the JSON, some of which are blocks of further keys."""
 
     train_batch_size: Positive | None = None
     """Number of samples per optimizer step, over all ranks and micro-batches: `train_micro_batch_size_per_gpu` x
@@ -204,14 +204,14 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
             raise ValueError(f"{key} and zero_quantized_weights ask for different codecs; leave one of them out")
         if self.zeropp.secondary == "codes":
             raise ValueError(
-                f'{key} sends differences to cached weights, and zeropp.secondary "codes" caches codes instead; '
+                f'{key} sends weights as differences from cached weights, and zeropp.secondary "codes" caches codes; '
                 'leave secondary at "weights"'
             )
         # Sizes 0 and 1 mean no secondary shards. Larger sizes depend on the number of ranks; require_base checks them.
         if zero.stage == 3 and zero.zero_hpz_partition_size < 2:
             raise ValueError(
-                f"{key} sends differences to weights that are cached between steps, and stage 3 caches none; set "
-                "zero_hpz_partition_size to the ranks of a node, or stage 1 or 2"
+                f"{key} sends weights as differences from weights that are cached between steps, and stage 3 caches "
+                "none; set zero_hpz_partition_size to the ranks of a node, or stage 1 or 2"
             )
         return self
 

@@ -438,8 +438,8 @@ def _set_parts(parts: list[Tensor], value: Tensor, place: _ParameterPlace) -> No
     if not all(told):
         rank = place.engine.comm.ranks[told.index(False)]
         raise ValueError(
-            f"rank {rank} gave local values of another size than it has of {place.name!r}; here it has {numel}, and "
-            f"was given {getattr(value, 'shape', value)!r}"
+            f"rank {rank} gave local values of another size than its part of {place.name!r}. This rank's part has "
+            f"{numel} elements, and it was given {getattr(value, 'shape', value)!r}"
         )
     # Slices are views of main weights, gradients or states, so a copy in place is enough.
     for part, given in zip(parts, value.detach().reshape(-1).split([part.numel() for part in parts]), strict=True):

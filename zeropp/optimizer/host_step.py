@@ -391,7 +391,7 @@ def _check_settings(rule: Rule, one: SliceStep) -> None:
     missing = [name for name in rule.states(one.settings) if name not in one.states]
     if missing:
         found = f"a slice has states {sorted(one.states)} and no {', '.join(missing)}"
-        raise ValueError(f"{found}; let the rule begin its step")
+        raise ValueError(f"{found}; call the rule's begin_step first")
     tensors = {"param": one.param, "grad": one.grad} | {name: one.states[name] for name in rule.states(one.settings)}
     for name, tensor in tensors.items():
         if (

@@ -30,12 +30,19 @@ _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """The bytes that a rank sends for one unit over one hop."""
+    """The bytes that a rank sends for one unit over one hop.
 
-    way: TrafficKey  # unit, kind of work, hop, link and codec
-    nbytes: int  # bytes per transfer
-    times: int  # transfers per optimizer step
-    phase: str  # pass that can hide the transfer, "forward" or "backward"
+    Attributes:
+        way: unit, kind of work, hop, link and codec.
+        nbytes: bytes per transfer.
+        times: transfers per optimizer step.
+        phase: pass that can hide the transfer, "forward" or "backward".
+    """
+
+    way: TrafficKey
+    nbytes: int
+    times: int
+    phase: str
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def require_base(config: Config, encoding: Encoding, mode: Mode) -> None:
     if codec is not None and mode.cached is None and mode.chain.world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ConfigError(
-            f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '
+            f'zeropp.weight_codec "{codec}" sends weights as differences from a second copy, and '
             f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} makes none: no more than {mode.states} "
             f"ranks share the first one; {smaller}leave weight_codec out"
         )

@@ -99,7 +99,7 @@ def test_the_model_twice(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"'model\.module\.'"):
         assert reads_one(model=around, ema={f"module.{name}": value for name, value in other.items()})
     for names in (("disc", "generator"), ("model", "state_dict")):
-        with pytest.raises(CheckpointError, match=rf"\['{names[0]}\.', '{names[1]}\.'\]; say which are meant"):
+        with pytest.raises(CheckpointError, match=rf"\['{names[0]}\.', '{names[1]}\.'\]; choose one, such as prefix="):
             reads_one(**dict(zip(names, (other, state), strict=True)))
     assert reads_one("generator.", generator=state, disc=other)
 

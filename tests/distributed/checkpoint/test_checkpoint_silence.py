@@ -156,7 +156,7 @@ class Tied(nn.Module):
     [
         (lambda: Counting(4, 4), lambda: nn.Linear(4, 4), r"the model has no \['_extra_state'\]", [EXTRA], []),
         (lambda: nn.Linear(4, 4), lambda: Counting(4, 4), r"the checkpoint no \['_extra_state'\]", [], [EXTRA]),
-        (lambda: Tied(False), lambda: Tied(True), "'b.weight' is tied to 'a.weight' here", ["b.weight"], []),
+        (lambda: Tied(False), lambda: Tied(True), "the model ties 'b.weight' to 'a.weight'", ["b.weight"], []),
     ],
 )  # fmt: skip
 def test_models_that_differ(
@@ -292,7 +292,8 @@ def test_others_files_of_a_model_that_was_not_tied(how: str, tmp_path: Path) -> 
         return checkpoint.load_foreign(path, pair[0], **given)
 
     with pytest.raises(
-        CheckpointError, match=r"'b.weight' is tied to 'a.weight' here, and has other.*nothing was changed"
+        CheckpointError,
+        match=r"the model ties 'b.weight' to 'a.weight', but the checkpoint has other.*nothing was changed",
     ):
         load()
     load(strict=False)
