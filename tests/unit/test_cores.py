@@ -259,7 +259,7 @@ def test_rows_that_kernels_would_misread_are_refused(name: str, bad: Tensor | No
     other = {key: fields.pop(key, value) for key, value in state.items()}
     states = {key: value for key, value in other.items() if value is not None}
     bad_step = SliceStep(states=states, settings=settings, step=step, **fields)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"(?s){name}.*(expected a|let the rule)"):
+    with pytest.raises(ValueError, match=f"(?s){name}.*(expected a|call the rule)"):
         step_slices(CpuStepPool(1), rule, [SliceStep(good, torch.ones(512), state, settings, step), bad_step])
     assert torch.equal(good, torch.ones(512))
 

@@ -298,7 +298,7 @@ def refused(how: str) -> None:
 REFUSED = {
     "still there": "already managed by a ZeroOptimizer.*del optimizer",
     "of one parameter": "already managed by a ZeroOptimizer.*del optimizer",
-    "a part": r"\['two.weight', 'two.bias'\] were wrapped together.*the whole model",
+    "a part": r"a part of the model.*\['two.weight', 'two.bias'\]; wrap the whole model again",
     "closed": r"given up by close\(\)",
     "other ranks": r"sharded the model over ranks \[0, 1\], and process_group has ranks \[1, 0\]",
 }
