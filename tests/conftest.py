@@ -91,7 +91,7 @@ FAST = (
     "tests/distributed/order/test_ranks_differ.py::test_random_parts_on_every_rank",
     "tests/distributed/comm/test_waiting.py::test_a_rank_that_waits_says_so_once",
     "tests/distributed/access/test_parity_state.py::test_partial_load",
-    "tests/distributed/wire/test_bytes.py::test_each_placement_sends_what_its_levels_say",
+    "tests/distributed/wire/test_bytes.py::test_each_placement_sends_the_bytes_of_its_levels",
     "tests/distributed/engine/test_walk.py::test_the_way_from_a_hook_to_a_collective_is_short[stage 3]",
     "tests/distributed/engine/test_golden.py::test_configurations",
     # offload

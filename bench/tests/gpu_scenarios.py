@@ -97,7 +97,7 @@ def counters_are_read(folder: Path) -> None:
     assert step.read(ended(folder, 1, "copy: other bits than by hand")).state is State.WRONG
 
 
-def what_a_machine_lacks_is_said(folder: Path) -> None:
+def missing_requirements_are_reported(folder: Path) -> None:
     with mock.patch.object(reasons.shutil, "which", lambda tool: None):
         steps = reasons.PART.steps(CARD)
     runner = Runner(folder, "key", time.monotonic() + 60)
@@ -435,7 +435,7 @@ def ranks_are_judged(folder: Path) -> None:
     assert told(steps["launch queue"], {**queue, "launch": 0.1}).why.startswith("no launch had to wait")
 
 
-def ranks_note_what_fails(folder: Path) -> None:
+def ranks_record_errors_before_they_end(folder: Path) -> None:
     """Check that ranks record an error before they end, and that the launch queue program runs with fake CUDA."""
     assert nccl_ranks.beyond(1.0, 1.0, (1.0, 1.0), "elsewhere") == []
     assert nccl_ranks.beyond(float("inf"), 1.0, (1.0, 1.0), "elsewhere")[0].startswith("losses are inf")
@@ -458,8 +458,8 @@ def ranks_note_what_fails(folder: Path) -> None:
 
 
 SCENARIOS: list[Callable[[Path], None]] = [
-    every_step_says_why, bits_are_counted_by_test, counters_are_read, what_a_machine_lacks_is_said, time_runs_out,
+    every_step_says_why, bits_are_counted_by_test, counters_are_read, missing_requirements_are_reported, time_runs_out,
     steps_run_together, memory_is_told_by_phase, systems_of_other_steps_are_compared,
     the_last_lines_of_an_example_fit_a_cell, rows_and_traces_are_read, systems_are_compared,
-    a_library_is_put_before_torchs, ranks_fail_and_hang, ranks_are_judged, ranks_note_what_fails,
+    a_library_is_put_before_torchs, ranks_fail_and_hang, ranks_are_judged, ranks_record_errors_before_they_end,
 ]  # fmt: skip

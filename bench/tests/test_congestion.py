@@ -34,7 +34,7 @@ def test_a_kernel_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         congestion.settle("reno")
 
 
-def test_what_is_chosen_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chosen_congestion_control_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(congestion, "_SETTINGS", tmp_path)
     (tmp_path / "tcp_allowed_congestion_control").write_text("reno bbr\n")
     (tmp_path / "tcp_congestion_control").write_text("bbr\n")
@@ -44,7 +44,7 @@ def test_what_is_chosen_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert congestion.in_force() == "bbr"
 
 
-def test_a_choice_that_is_refused_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_choice_leaves_the_setting_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel has a congestion control of this name, so the kernel refuses it."""
     before = congestion.in_force()
     monkeypatch.setattr(congestion, "choice", lambda names, default: "nonesuch")

@@ -105,7 +105,7 @@ def fake(arm: str, seed: int, final: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_is_not_paired_is_refused() -> None:
+def test_unpaired_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="different seeds"):
         report.by_arm([fake("plain", 1, 2.0), fake("plain", 2, 2.0), fake("zeropp", 1, 2.0)])
     other = fake("zeropp", 1, 2.0)

@@ -189,7 +189,7 @@ def test_a_wrong_result_ends_with_1_and_is_not_reported(
     assert (tmp_path / "results").exists() == main.PARTS[part].keeps_wrong
 
 
-def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
+def test_unusable_arguments_end_with_exit_status_2(tmp_path: Path) -> None:
     unknown = script(tmp_path, "everything")
     assert unknown.returncode == 2 and f"expected {' '.join(PARTS)}, or none" in unknown.stderr
     if not torch.cuda.is_available():
@@ -200,5 +200,5 @@ def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_what_goes_otherwise(scenario: Callable[[Path], None], tmp_path: Path) -> None:
+def test_scenarios_beyond_a_successful_run(scenario: Callable[[Path], None], tmp_path: Path) -> None:
     scenario(tmp_path)

@@ -91,7 +91,7 @@ def rows() -> list[dict[str, object]]:
     return found
 
 
-def test_wrapping_takes_calls_in_proportion_to_the_model_whatever_the_world_and_the_depth() -> None:
+def test_calls_to_wrap_grow_with_the_model_but_not_with_world_or_depth() -> None:
     """Calls are counted, because times vary. A walk is one look at all parameters by ``named_parameters``."""
     cases = {"small": (8, 20, 0), "large": (8, 80, 0), "ranks": (1024, 80, 0), "deep": (8, 80, 12)}
     found = run(COUNT, json.dumps(cases))

@@ -130,7 +130,7 @@ def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None
     ("nodes", "systems"),
     [(2, ["zeropp_delta4"]), *(pytest.param(n, list(MOST), marks=pytest.mark.campaign) for n in (2, 3))],
 )
-def test_bytes_between_nodes_stay_below_what_is_promised(
+def test_bytes_between_nodes_stay_below_the_documented_ratios(
     nodes: int, systems: list[str], tcp: str | None, busy: bool
 ) -> None:
     sent = sent_in_a_step(systems, nodes, 2, tcp, busy)
@@ -141,7 +141,7 @@ def test_bytes_between_nodes_stay_below_what_is_promised(
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_exact_differences_stay_below_what_is_promised(nodes: int) -> None:
+def test_bytes_of_lossless_differences_stay_below_the_bound(nodes: int) -> None:
     """After 60 steps. The first steps of a training are large, so their differences compress less."""
     sent = sent_in_a_step(["zeropp_s3", "zeropp_lossless"], nodes, 60, *CHOSEN)
     assert sent["zeropp_s3"] <= 3.1 and sent["zeropp_lossless"] <= 0.64, sent

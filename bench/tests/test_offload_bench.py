@@ -36,7 +36,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in text.splitlines() if "|" in line}
 
 
-def test_ratios_and_what_is_visible_are_by_round() -> None:
+def test_ratios_and_visible_times_are_computed_by_round() -> None:
     """Forward and backward take 0.5, 1 and 2 s of steps of 0.6, 1.4 and 2.2 s, so medians of ratios differ by round."""
     found = made_up()
     table = peers_report.table(found)
@@ -140,7 +140,7 @@ def test_pipelined_tiles_beside_the_disk(tmp_path: Path, saved: Path) -> None:
         assert all((kernels == 0) if way == "disk" else (0 < kernels < whole) for whole, kernels in pairs)
 
 
-def test_kernels_are_repeated_until_they_take_what_transfers_do() -> None:
+def test_kernels_are_repeated_until_they_take_as_long_as_transfers() -> None:
     kernels = disk.Kernels()
     for whole, own, times in [(5.0, 1.0, 4), (5.0, 2.0, 6), (1.1, 1.0, 1), (1000.0, 1.0, disk.MOST)]:
         kernels.choose(whole, own)
@@ -156,7 +156,7 @@ def test_kernels_run_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [given] * 3 and kernels.taken() > 0 and kernels.taken() == 0
 
 
-def test_gain_is_by_round_and_beside_what_it_could_be() -> None:
+def test_gain_is_computed_by_round_and_shown_beside_the_best_possible() -> None:
     args = disk.parse_arguments(["--rounds=3"])
     rounds = {
         disk.RAW: [(1.0, 0.0)] * 3,

@@ -64,7 +64,7 @@ def test_several_shards_of_two_dtypes_and_none() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("codec", [PlainCodec(torch.bfloat16), PlainCodec(torch.float32), BlockCodec(8)], ids=str)
-def test_kernels_say_what_a_pass_says(
+def test_reports_of_kernels_equal_those_of_a_separate_pass(
     codec: PlainCodec | BlockCodec, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels' reference stands in for a GPU; sum and report must equal those of a separate pass over the shard."""

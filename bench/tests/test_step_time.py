@@ -216,7 +216,7 @@ def test_a_table_states_its_tolerances_and_versions(dtype: str) -> None:
     assert machine.processor() in text
 
 
-def test_a_table_of_one_rank_says_what_it_cannot_show() -> None:
+def test_a_table_of_one_rank_states_that_it_shows_no_collectives() -> None:
     assert "It cannot show collectives" in report.markdown(measured("bf16", "--ranks=1"))
     assert "It cannot show collectives" not in report.markdown(measured())
 
@@ -273,7 +273,7 @@ def test_inputs_go_to_a_card_from_pinned_memory_without_waiting() -> None:
         assert [what for what, _ in calls] == ["to", "to"]
 
 
-def test_what_the_system_before_has_freed_is_not_reserved_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_freed_by_one_system_is_not_reserved_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing cuBLAS workspaces returns them to torch's cache. So the cache is emptied next, and then peaks reset."""
     done: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)

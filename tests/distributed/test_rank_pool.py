@@ -185,7 +185,7 @@ def ignore(argument: object) -> None:
 
 
 @pytest.mark.campaign
-def test_what_ranks_import_is_no_part_of_the_limit() -> None:
+def test_time_for_imports_of_ranks_does_not_count_for_the_timeout() -> None:
     assert run_ranks(2, ignore, SlowToImport(), timeout=4) == [None, None]
 
 

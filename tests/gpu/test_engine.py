@@ -160,7 +160,7 @@ def test_a_dropped_stream_has_finished() -> None:
     assert event.query()
 
 
-def test_what_the_model_s_stream_waits_for_is_timed_without_stopping_the_host() -> None:
+def test_waits_of_the_model_s_stream_are_timed_without_a_host_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     told: list[float] = []
     stalls = make_stalls(device, lambda unit, kind, seconds: told.append(seconds))

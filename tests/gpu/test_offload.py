@@ -123,7 +123,7 @@ def in_use(device: str) -> int:
 
 
 @pytest.mark.gpu
-def test_what_is_pageable_is_not_pinned() -> None:
+def test_pageable_memory_is_not_pinned() -> None:
     before, held = page_locked(), []
     train_fused("cuda", {"offload_optimizer": {"device": "cpu"}}, lambda _: held.append(page_locked()), steps=2)
     assert held[0] - before <= _SPARE

@@ -101,7 +101,7 @@ def test_each_budget(changes: dict[str, int], said: str) -> None:
     assert wrong(changes) == [said]
 
 
-def test_what_is_not_even_may_be_narrow() -> None:
+def test_kernels_for_uneven_sizes_may_use_narrow_accesses() -> None:
     assert wrong({"wide_loads": 0, "wide_stores": 0, "narrow_loads": 32, "registers": 168}, EVEN=False) == []
     assert wrong({"registers": 169}, EVEN=False) == ["169 registers, more than 168"]
 
@@ -150,7 +150,7 @@ def test_every_kernel_is_compiled_for_wide_access_too() -> None:
     assert {case.name for case in every} == checked
 
 
-def test_what_is_launched_is_what_is_compiled() -> None:
+def test_every_launched_kernel_is_among_the_compiled_ones() -> None:
     done = run_python("-m", "tests.kernels.launches")
     assert done.returncode == 0 and " 0 unknown" in done.stdout, done.stdout + done.stderr
     # One kernel decodes the messages of all ranks, without further torch operations.

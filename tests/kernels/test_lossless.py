@@ -69,7 +69,7 @@ def test_lengths_around_a_section(numel: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_escapes_do_not_use_of_their_rooms_is_zeros(dtype: torch.dtype) -> None:
+def test_unused_rooms_for_escapes_are_zeros(dtype: torch.dtype) -> None:
     """Equal values then give equal bytes. Some rooms are larger than the part that one program clears at a time."""
     new, held = weights(NUMEL, dtype, 3)
     starts, (room8, room16) = counted(new, held)

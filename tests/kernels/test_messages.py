@@ -37,7 +37,7 @@ def test_split(numel: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_split_off_is_the_message(bits: int) -> None:
+def test_split_returns_views_of_the_message(bits: int) -> None:
     messages = kernels.quantize(torch.ones(600), bits=bits)
     before = kernels.dequantize(messages, 600, bits=bits)
     codes, scales = kernels.split(messages, 600, bits)
@@ -53,7 +53,7 @@ def test_what_is_split_off_is_the_message(bits: int) -> None:
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_new_memory_holds_what_given_memory_does(dtype: torch.dtype, bits: int, rotate: bool) -> None:
+def test_results_in_new_memory_equal_those_in_given_memory(dtype: torch.dtype, bits: int, rotate: bool) -> None:
     x = values(6 * 100, dtype).view(6, 100).t()
     message, out = messages_for(300, bits, 2), torch.empty(600, dtype=dtype)
     kernels.quantize_(x.flatten(), message, bits=bits, count=2, rotate=rotate)

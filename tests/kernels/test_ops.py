@@ -108,7 +108,7 @@ def test_tensors_are_read_in_the_order_of_their_memory() -> None:
     assert all(map(torch.equal, back, shapes))
 
 
-def test_the_flag_is_that_of_what_is_written() -> None:
+def test_the_flag_is_set_for_non_finite_written_values() -> None:
     table, flag = block_table([4]), torch.zeros(1, dtype=torch.int32)
     for value, dtype, expected in [
         (65519.0, torch.float16, 0), (65520.0, torch.float16, 1), (3.39e38, torch.bfloat16, 0),

@@ -66,7 +66,7 @@ def test_less_error_after_adam_s_average(noise: Noise, beta: float) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_feedback_sends_what_was_lost(beta: float) -> None:
+def test_feedback_sends_lost_values_later(beta: float) -> None:
     """A value far below the step of its group arrives on average with feedback; without feedback it is always lost."""
     x, state = torch.zeros(128), torch.zeros(state_layout(128, 4).nbytes, dtype=torch.uint8)
     x[0], x[1] = 7.0, 0.1

@@ -70,7 +70,7 @@ def test_sum_in_message_order_scaled_once(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_rotated_sum_is_added_to_what_is_there(bits: int) -> None:
+def test_a_rotated_sum_is_added_to_the_output(bits: int) -> None:
     shares = [values(NUMEL, torch.float32, rank, spoilt=False).clamp_(-1e4, 1e4) for rank in range(3)]
     messages = torch.cat([encoded(share, bits, rotate=True) for share in shares])
     alone, out = torch.empty(NUMEL), torch.full((NUMEL,), 2.5)

@@ -29,7 +29,7 @@ def gathered(given: list[Tensor], places: BlockTable) -> Tensor:
     return flat
 
 
-def test_what_it_says(places: BlockTable) -> None:
+def test_a_table_holds_owners_lengths_and_offsets(places: BlockTable) -> None:
     assert places.owners.tolist() == [0, 0, 1, 2]
     assert places.host.tolist() == places.entries.tolist() == [[0, 0, 0], NUMELS, OFFSETS]
 

@@ -121,7 +121,7 @@ def after_an_error_ranks_say_one_word() -> None:
             assert (failed, again, silent) == ([], [AGAIN, "step"], ["step"])
 
 
-def what_is_held_until_the_step_comes_with_the_last_backward_from_then_on() -> None:
+def gradients_held_until_the_step_are_reduced_in_the_last_backward() -> None:
     """The backwards that hold their gradients need no exchange."""
     *_, (said, issued) = traces(step(FULL, back=(1, 0)), *[step(FULL, back=(1, 0), held=True)] * 3)
     assert reduced(issued) == Counter(FULL)
@@ -224,7 +224,7 @@ ECONOMIES: list[Callable[[], None]] = [
     a_way_that_was_not_foreseen_sends_each_gradient_once,
     a_unit_used_twice_is_sent_once_from_the_first_backward_on,
     after_an_error_ranks_say_one_word,
-    what_is_held_until_the_step_comes_with_the_last_backward_from_then_on,
+    gradients_held_until_the_step_are_reduced_in_the_last_backward,
     a_gradient_that_came_late_on_one_way_is_waited_for_on_the_others,
     a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it,
     a_forward_that_uses_all_that_is_inside_its_module_is_silent,

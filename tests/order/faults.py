@@ -52,7 +52,7 @@ FAULTS: dict[str, Fault] = {
             "pass",
         ),
         a_failure_is_never_over=("            self._failed = False\n", ""),
-        what_is_kept_outlasts_a_failure=(
+        planned_units_outlast_a_failure=(
             "        self.live_units.release_planned()\n        self.live_units.release_re",
             "        self.live_units.release_re",
         ),
@@ -66,9 +66,9 @@ FAULTS: dict[str, Fault] = {
             "self.known.expect_in_backward(units)",
             "self.known.expect_in_backward(accounts[0][0])",
         ),
-        what_was_sent_for_another_order_keeps_its_place=("self.reductions.forget_sent(since)", "pass"),
+        reductions_sent_for_another_order_keep_their_places=("self.reductions.forget_sent(since)", "pass"),
         held_gradients_change_every_backward=(" and key[1] is not None and not (held and key[1])", ""),
-        what_was_gathered_in_vain_stays=("        if since < place:", "        if False:"),
+        units_gathered_in_vain_are_kept=("        if since < place:", "        if False:"),
         units_used_twice_are_forgotten=(
             "self.reductions.reused.update(unit for unit, uses in Counter(phase.learned).items() if uses > 1)",
             "pass",
@@ -79,7 +79,7 @@ FAULTS: dict[str, Fault] = {
             "mixed = False",
         ),
         reductions_are_not_sent_at_a_fork=("        self.reductions.before_use(place)\n", ""),
-        what_was_gathered_for_others_is_let_go=(
+        units_gathered_for_others_are_released=(
             "if own is not None and (used != own or",
             "if False and (used != own or",
         ),
@@ -89,7 +89,7 @@ FAULTS: dict[str, Fault] = {
             '                raise self.agreement.failure("refused for no reason")\n'
             "            self._follow(expected, 0)\n",
         ),
-        what_is_run_again_is_let_go=(
+        units_that_run_again_are_released=(
             "if order is not None and order.find(unit.index, self._phase.position) is None:",
             "if 0:",
         ),
@@ -97,14 +97,14 @@ FAULTS: dict[str, Fault] = {
             "enumerate(uses)",
             "enumerate(self._phase.own)",
         ),
-        what_is_found_still_there_is_told_nobody=("self.passed_over |= unit.users == 1", "pass"),
-        a_second_use_of_what_was_passed_over_is_told_nobody=("self.passed_over |= once_more", "pass"),
+        uses_of_units_still_gathered_are_not_reported=("self.passed_over |= unit.users == 1", "pass"),
+        second_uses_of_retained_units_are_not_reported=("self.passed_over |= once_more", "pass"),
         forwards_that_gather_nothing_count=(
             "        if not phase.silent:\n            self._recent",
             "        if True:\n            self._recent",
         ),
         calls_are_not_counted=("phase.counted = position == 0 and", "phase.counted = False and"),
-        what_is_run_without_its_surroundings_is_let_go=("-1 if usual else _KEEP", "-1"),
+        units_run_without_the_module_around_them_are_released=("-1 if usual else _KEEP", "-1"),
         modules_that_run_for_the_first_time_are_told_nobody=(
             "phase.novel |= call not in",
             "phase.novel = False and call not in",
@@ -115,7 +115,7 @@ FAULTS: dict[str, Fault] = {
     ),
     **_in(
         "reductions",
-        what_was_sent_in_vain_is_expected_again=("vain = self._doubtful.difference(fires)", "vain = set()"),
+        reductions_sent_in_vain_are_expected_again=("vain = self._doubtful.difference(fires)", "vain = set()"),
         the_first_of_two_places_is_remembered=("self._done.pop(index, None)", "pass"),
         a_unit_is_complete_that_misses_nothing=(
             "return all(e or not t for e, t in zip(",
@@ -126,7 +126,7 @@ FAULTS: dict[str, Fault] = {
             "        self.begin_reductions(None)\n",
         ),
         offers_of_one_rank_are_taken=("all(index in offered for offered in offers)", "True"),
-        what_was_sent_is_sent_again=(" if unit not in self._done)", ")"),
+        reductions_are_sent_twice=(" if unit not in self._done)", ")"),
         places_are_those_of_the_order_before=("max(uses, self._uses)", "uses"),
     ),
     **_in(
@@ -146,8 +146,8 @@ FAULTS: dict[str, Fault] = {
         modules_that_nobody_has_run_are_no_reason=("if known.varies or known.unseen or", "if known.varies or"),
         a_forward_that_was_left_out_is_no_reason=("known.unseen or known.partial or", "known.unseen or"),
         modules_run_more_often_in_another_mode_are_no_reason=("or not branched <= called", ""),
-        what_may_be_run_again_is_no_reason=("return self._may_run_more_again(key, order)", "return False"),
-        forwards_outlast_what_was_trained=('if not (key[0] == "forward" and key[-1])', ""),
+        calls_that_may_run_again_are_no_reason=("return self._may_run_more_again(key, order)", "return False"),
+        forwards_outlast_a_change_of_trained_parameters=('if not (key[0] == "forward" and key[-1])', ""),
         forks_are_where_nothing_parts=("places = {_common(order.uses, other.uses) for", "places = {0 for"),
     ),
 }

@@ -57,7 +57,7 @@ SEEN_AT_ONCE = [
     "no word after a failure",
     "strays are left to the boundary",
     "only one rank tells where backward may come",
-    "what was sent in vain is expected again",
+    "reductions sent in vain are expected again",
     "the first of two places is remembered",
     "phases are not told apart",
     "backwards are refused in which nobody asks",

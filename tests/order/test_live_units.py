@@ -20,7 +20,7 @@ def there(rank: Rank) -> list[int]:
     return [unit.index for unit in rank.units if unit.state is not UnitState.SHARDED]
 
 
-def test_what_has_been_kept_longest_gives_way() -> None:
+def test_the_unit_retained_longest_is_released_first() -> None:
     rank = gathered([4, 4, 4, 4], live=8)
     for index in range(4):
         rank.schedule.live_units.retain(index, bounded=True)
@@ -36,7 +36,7 @@ def test_no_more_is_given_up_than_has_to_be() -> None:
     assert there(rank) == [1, 2, 3]
 
 
-def test_what_is_planned_counts_and_stays() -> None:
+def test_planned_units_count_towards_the_limit_and_are_kept() -> None:
     rank = gathered([4, 4, 4], live=8)
     live_units = rank.schedule.live_units
     live_units.planned.add(0)

@@ -112,7 +112,7 @@ def races(program: Program) -> list[str]:
 @pytest.mark.parametrize(
     "program", [ordered, other_bytes, both_read, waited_for_by_the_host, dropped_and_named, read_when_it_has_come]
 )
-def test_what_is_ordered_is_no_race(program: Program) -> None:
+def test_ordered_programs_have_no_race(program: Program) -> None:
     assert races(program) == []
 
 
@@ -128,6 +128,6 @@ def test_what_is_ordered_is_no_race(program: Program) -> None:
         (written_while_it_is_sent, "does not wait for read"),
     ],
 )
-def test_what_is_not_ordered_is_a_race(program: Program, words: str) -> None:
+def test_unordered_programs_have_a_race(program: Program, words: str) -> None:
     found = races(program)
     assert found and all(words in race for race in found), found

@@ -185,7 +185,7 @@ def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", REDUNDANT)
-def test_what_is_called_redundant_is(name: str, tmp_path: Path) -> None:
+def test_waits_listed_as_redundant_are_redundant(name: str, tmp_path: Path) -> None:
     for run in RUNS:
         found = first_race(RUNS[run], tmp_path, without(BY_NAME[name]), late=0.003)
         assert found == "", f"{run} needs this wait: move it to SHOWN_BY"

@@ -240,7 +240,7 @@ def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
             read_torch_file(tmp_path / "a.pt")
 
 
-def test_whatever_is_damaged_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_damage_anywhere_gives_values_or_a_checkpoint_error(tmp_path: Path) -> None:
     """A flipped bit anywhere gives either values or a CheckpointError that names the file."""
     path, refused, numbers = tmp_path / "a.pt", 0, random.Random(5)
     torch.save({"a": torch.ones(3), "b": OrderedDict(c=[1, "two"])}, path)

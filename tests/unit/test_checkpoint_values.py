@@ -97,7 +97,7 @@ def nested(depth: int) -> dict[int, Any]:
     return found
 
 
-def test_what_is_kept_is_never_too_deep_to_be_read() -> None:
+def test_values_nested_too_deep_to_be_read_are_refused() -> None:
     assert there_and_back(nested(49))
     loop: list[Any] = []
     loop.append(loop)
@@ -183,7 +183,7 @@ def test_others_are_refused_by_name(kind: str) -> None:
         encode(REFUSED[kind], "it", {})
 
 
-def test_what_older_versions_wrote() -> None:
+def test_values_of_older_versions_are_read() -> None:
     """Older checkpoints contain integers of any size and strings with half of a surrogate pair; both are read."""
     assert decode(from_json(f'[{3**300}, {{"~utf8": "edb3bf2f78"}}]'), {}.__getitem__) == [3**300, "\udcff/x"]
 

@@ -36,7 +36,7 @@ def test_limits_follow_the_card() -> None:
     assert choose_ctas_limits(config, 108) == Ctas(13, 4)
 
 
-def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_concurrent_collectives_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL rounds channels of sends and receives up to a power of two; NCCL_* variables override zeropp's limits."""
     gather, exchange = (13, False), (13, True)
     assert most_ctas([gather, exchange]) == 13 + 16
@@ -106,7 +106,9 @@ def test_the_limit_reaches_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"zero_optimization": {"stage": 3, "overlap_comm": False}}, "cpu", True, True),
     ],
 )
-def test_what_is_shared(settings: dict[str, Any], device: str, kinds: bool, engines: bool) -> None:
+def test_settings_choose_which_communicators_are_shared(
+    settings: dict[str, Any], device: str, kinds: bool, engines: bool
+) -> None:
     sharing = choose_sharing(zeropp.config.load_config(settings or None), torch.device(device))
     assert (sharing.kinds, sharing.engines) == (kinds, engines)
 

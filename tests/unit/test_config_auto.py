@@ -138,7 +138,7 @@ def test_a_block_at_auto_has_its_defaults() -> None:
         ({"gradient_accumulation_steps": 2}, ("null", "null", "")),
     ],
 )
-def test_batch_sizes_say_what_they_follow_from(given: dict[str, object], expected: tuple[str, ...]) -> None:
+def test_messages_on_auto_batch_sizes_name_their_source(given: dict[str, object], expected: tuple[str, ...]) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     _, messages = loaded({**STAGE, **dict.fromkeys(keys, "auto"), **given})
     for key, text in zip(keys, expected, strict=True):
@@ -221,7 +221,7 @@ def test_published_file_is_refused_in_one_message() -> None:
     )
 
 
-def test_published_file_without_what_is_not_here_loads() -> None:
+def test_published_file_without_unsupported_keys_loads() -> None:
     for source in (variant("optimizer", "scheduler"), variant(optimizer=None, scheduler=None)):
         config, messages = loaded(source)
         require_supported(config)

@@ -32,7 +32,7 @@ def resolve(world_size: int, *triple: int | None) -> tuple[int | None, int | Non
         ((48, 3, 4), (48, 3, 4)),
     ],
 )
-def test_what_is_left_out_is_derived(
+def test_missing_batch_values_are_derived(
     triple: tuple[int | None, ...], expected: tuple[int | None, int | None, int]
 ) -> None:
     assert resolve(4, *triple) == expected

@@ -121,7 +121,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str, object, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", TAKEN)
-def test_what_is_taken(kind: str) -> None:
+def test_unusual_values_are_accepted_with_the_expected_warnings(kind: str) -> None:
     source, path, expected, notes = TAKEN[kind]
     config, told = loaded(source)
     assert read(config, path) == expected
@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_refused_with_its_remedy(key: str) -> None:
+def test_refused_keys_are_named_with_their_remedy(key: str) -> None:
     source, expected = REFUSED[key]
     assert remedies(source)[key].startswith(expected)
 

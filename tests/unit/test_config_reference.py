@@ -57,7 +57,7 @@ def reach(status: str) -> int:
     return 0 if status == "works" else 1 if status in ("nothing to do", "no effect", "only switched off") else 2
 
 
-def test_what_works_comes_first_and_what_is_refused_last() -> None:
+def test_supported_keys_come_first_and_refused_keys_last() -> None:
     firsts = []
     for section in re.split(r"\n## (?=Top|`|Keys)", page())[1:]:
         rows = [re.split(r"(?<!\\)\|", line)[-2].strip() for line in section.splitlines() if line.startswith("| `")]

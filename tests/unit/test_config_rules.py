@@ -236,7 +236,7 @@ def test_every_problem_is_reported() -> None:
     ]
 
 
-def test_problems_say_what_was_given_and_expected() -> None:
+def test_problems_name_the_given_and_the_expected_value() -> None:
     assert problems({"zero_optimization": {"sub_group_size": -1.5}}) == (
         "zero_optimization.sub_group_size: got -1.5; expected integer >= 0 (default 1,000,000,000)",
     )
@@ -258,7 +258,7 @@ OFF = [key for key in OutsideKeys.model_fields if SUPPORT[Config][key].kind is K
 
 
 @pytest.mark.parametrize("key", OFF)
-def test_features_that_change_what_is_computed_are_refused_where_they_are_on(key: str) -> None:
+def test_unsupported_features_are_refused_only_if_enabled(key: str) -> None:
     for on in ({"enabled": True}, {"enabled": "true"}, {"some": {"enabled": True}}, {"mode": 1}, True, {"tp_size": 2}):
         with pytest.raises(UnsupportedConfigError, match=f"{key}: .* is not in this version"):
             require_supported(load_config({key: on, **STAGE}))
@@ -319,7 +319,7 @@ def test_a_warning_about_a_call_through_the_library_points_at_its_caller() -> No
     assert [w.filename for w in caught] == [__file__]
 
 
-def test_what_is_switched_off_is_not_worth_a_warning() -> None:
+def test_disabled_features_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_config({"wandb": {"enabled": False, "team": "x"}, "amp": {}, "autotuning": None, **STAGE})
@@ -327,7 +327,7 @@ def test_what_is_switched_off_is_not_worth_a_warning() -> None:
         load_config({"timers": {"throughput": {"enabled": False}}, "monitor_config": {"enabled": False}, **STAGE})
 
 
-def test_what_lightning_and_accelerate_write_is_accepted() -> None:
+def test_configurations_of_lightning_and_accelerate_are_accepted() -> None:
     lightning = {
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {

@@ -44,7 +44,7 @@ def in_place(module: nn.Module, **given: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("how", "name"), [(outside, "backend"), *product((outside, in_place), [*list(GRAPHS)[:3], *NONE])]
 )
-def test_what_replays_cuda_graphs(how: Callable[..., nn.Module], name: str) -> None:
+def test_modules_that_replay_cuda_graphs_are_recognized(how: Callable[..., nn.Module], name: str) -> None:
     assert replays_cuda_graphs(how(nn.Linear(2, 2), **{**GRAPHS, **NONE}[name])) == (name in GRAPHS)
     assert not replays_cuda_graphs(nn.Linear(2, 2))
 
@@ -74,7 +74,7 @@ def test_wrapping_asks(settings: dict[str, object], refused: bool) -> None:
             zeropp.ZeroOptimizer(inner, model, make_config(**settings))
 
 
-def test_what_comes_after_wrapping_is_seen_at_the_next_forward() -> None:
+def test_modules_compiled_after_wrapping_are_refused_at_the_next_forward() -> None:
     model = Routed(2)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     model.blocks[1] = outside(model.blocks[1], mode="reduce-overhead")

@@ -192,7 +192,7 @@ def test_nothing_below_setup_sees_a_configuration() -> None:
     assert [problem for path in files for problem in of_configuration(path)] == []
 
 
-def test_the_rule_for_configurations_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_for_configurations_finds_every_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "unit.py").write_text(
         "import zeropp.config.top\nfrom zeropp.config import Config\nfrom zeropp import config, comm\n"
@@ -314,7 +314,7 @@ def test_three_files_resize_storages() -> None:
 _OF_DEEPSPEED = {"lr_scheduler", "training_dataloader", "writes_module_states"}
 
 
-def test_other_rooms_use_what_the_engine_hands_out() -> None:
+def test_other_rooms_use_only_public_attributes_of_the_engine() -> None:
     """Other rooms set no attribute of the engine and use no private one."""
     found = []
     for path in SOURCES:
@@ -390,7 +390,7 @@ def imported_from(node: ast.ImportFrom) -> list[str]:
     return [f"{node.module}.{alias.name}" for alias in node.names]
 
 
-def test_every_room_says_what_it_is() -> None:
+def test_every_room_has_a_docstring_with_a_starting_point() -> None:
     """A room's docstring has at least three lines, one of which says where to start reading."""
     for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):
         said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
@@ -411,7 +411,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert left == {}, "these modules import each other, or import a module of a cycle"
 
 
-def test_the_import_rule_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_import_rule_finds_every_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGES, "zeropp", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "engine").mkdir()
@@ -522,7 +522,7 @@ def test_tests_of_the_core_need_the_core_alone() -> None:
     assert [problem for path in sorted(seen) for problem in of_the_outside(path)] == []
 
 
-def test_the_rule_for_tests_of_the_core_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_for_tests_of_the_core_finds_every_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "test_one.py").write_text(
         "import zeropp.training as t\nfrom zeropp import compat, checkpoint, initialize\n"
@@ -627,7 +627,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, text
 
 
-def test_docstrings_name_what_they_are_about() -> None:
+def test_docstrings_do_not_begin_with_a_bare_genitive() -> None:
     """A docstring must not be a bare genitive such as "Of all units."."""
     everywhere = [*SOURCES, *TESTS, *sorted((ROOT / "bench").rglob("*.py"))]
     bare = [f"{short(path)}:{line}" for path in everywhere for line, text in docstrings(path) if text.startswith("Of ")]
@@ -683,7 +683,7 @@ def readme_block(mark: str) -> str:
     return found.group(1).strip()
 
 
-def test_ci_runs_what_the_readme_says() -> None:
+def test_ci_runs_the_test_command_of_the_readme() -> None:
     shown = subprocess.run([ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == readme_block("test command")
 

@@ -106,7 +106,7 @@ def comm_streams(card: Card) -> Iterator[list[LaunchedStream]]:
         each.close()
 
 
-def test_a_launch_is_behind_what_had_been_issued_and_no_more(card: Card, comm_streams: list[LaunchedStream]) -> None:
+def test_a_launch_waits_only_for_work_issued_before_it(card: Card, comm_streams: list[LaunchedStream]) -> None:
     held, host = threading.Event(), ThreadStream("host")
     stepped = host.run(lambda: held.wait(5))
     card.work()

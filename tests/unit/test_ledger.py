@@ -35,7 +35,7 @@ def test_calls_bytes_and_waiting_add_up() -> None:
     assert ledger.bytes_by_hop() == {"gather 4->2 int8": 2000, "gather 2->1 int8": 30, "reduce 1->2 feedback(int4)": 7}
 
 
-def test_what_is_printed() -> None:
+def test_the_printed_ledger_has_rows_a_total_and_events() -> None:
     *rows, total, event = str(filled()).splitlines()
     assert " ".join(rows[0].split()) == "unit kind hop link ranks codec calls bytes sent exposed s"
     assert ["block", "gather", "4->2", "cross", "2", "int8", "2", "2,000", "0.750"] in [row.split() for row in rows]

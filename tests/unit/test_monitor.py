@@ -105,7 +105,7 @@ def test_another_ranks_failure_ends_a_wait_early() -> None:
 
 
 @pytest.mark.parametrize("finished", [0, 2, 4])
-def test_what_is_first_for_too_long_is_given_up_once(finished: int) -> None:
+def test_an_event_that_is_first_for_too_long_is_reported_once(finished: int) -> None:
     owner = Owner(10.0)
     start = time.monotonic()
     events = queue(owner, 5)

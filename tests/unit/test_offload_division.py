@@ -50,7 +50,7 @@ def test_a_buffer_at_the_border_has_its_states_elsewhere() -> None:
     assert (far.main, far.states, far.gradients, far.device_numel) == (FAR, FAR, FAR, 0)
 
 
-def test_what_is_not_stepped_is_where_it_would_be() -> None:
+def test_a_ratio_does_not_move_weights_used_in_forward() -> None:
     for tiers in divide([1024, 2048], ratio=0.5):
         assert tiers.weights == FAR
 

@@ -166,7 +166,7 @@ def test_space_that_is_reserved(tmp_path: Path) -> None:
             file.reserve(4096)
 
 
-def test_a_part_of_what_was_asked_for_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_failed_allocation_is_truncated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems keep the part that they allocated before space ran out, so the file is truncated again."""
     file = SwapFile(tmp_path)
     before = file.allocate(1, torch.uint8)

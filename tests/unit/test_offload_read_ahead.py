@@ -54,7 +54,7 @@ def test_a_row_of_more_parts_than_buffers(reader: ReadAhead) -> None:
     ("bad", "refused", "said"),
     [((0,), (), "part 0"), ((4, 7), (), "part 4"), ((), (5,), "closed"), ((2,), (9,), "part 2")],
 )
-def test_the_first_error_is_told_and_what_is_read_next_arrives(
+def test_a_failed_read_raises_and_the_next_read_succeeds(
     bad: tuple[int, ...], refused: tuple[int, ...], said: str, reader: ReadAhead
 ) -> None:
     for _ in range(3):

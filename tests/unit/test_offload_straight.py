@@ -105,7 +105,7 @@ def test_the_bits_of_reads_through_the_ring(
 
 
 @pytest.mark.parametrize(("attribute", "value", "text"), [("short", 3, "only"), ("error", "cuFile is cross", "cross")])
-def test_what_cannot_be_read(
+def test_errors_of_direct_reads_name_their_cause(
     attribute: str, value: Any, text: str, kvikio: type[CuFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvikio, attribute, value)

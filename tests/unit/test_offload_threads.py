@@ -185,7 +185,7 @@ def test_arguments_that_cannot_be(file: SwapFile, start: Start, monkeypatch: pyt
 # Ends of threads.
 
 
-def test_close_waits_for_what_was_begun(
+def test_close_waits_for_transfers_that_have_begun(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(offload_threads())
@@ -226,7 +226,7 @@ def test_close_does_not_wait_for_ever(
     assert asked == [SHORT, 0, 0]
 
 
-def test_a_dropped_one_ends_its_threads_after_what_was_begun(
+def test_dropped_transfers_end_their_threads_after_begun_requests(
     file: SwapFile, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(offload_threads())
@@ -287,7 +287,7 @@ def test_at_the_end_memory_and_extent_are_nobody_s(
     assert heard == [True]
 
 
-def test_the_program_s_end_leaves_what_no_thread_has_taken(
+def test_the_end_of_the_program_cancels_requests_not_yet_begun(
     file: SwapFile, start: Start, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Use a separate registry, so that threads of other tests keep running.

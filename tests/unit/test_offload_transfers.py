@@ -175,7 +175,7 @@ def test_calls_that_stop_anywhere(file: SwapFile, start: Start, monkeypatch: pyt
 
 @pytest.mark.parametrize("word", ["read", "write"])
 @pytest.mark.parametrize("number", [0, errno.EIO, errno.ENOSPC, errno.EINVAL])
-def test_what_could_not_be_moved_is_told(
+def test_a_transfer_that_stops_part_way_raises_an_error(
     number: int, word: str, file: SwapFile, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call moves one of three blocks. The second fails, or returns 0 bytes each time."""

@@ -51,7 +51,7 @@ def test_a_limit_is_of_all_ranks_of_a_node(states: str, local: int) -> None:
     assert own.require() is own
 
 
-def test_every_term_is_named_with_what_makes_it_less() -> None:
+def test_a_refusal_names_every_term_with_the_key_that_reduces_it() -> None:
     own = plan("cpu", "cpu", buffer_size=10**6)
     lines = refusal(own, host_bytes=GIB // 2).split("\n")
     for terms, said in {

@@ -61,7 +61,7 @@ def test_gradients_are_held_only_where_they_are_summed_before_they_go_on() -> No
     assert memory(two_layers(), {**config(), **deferred}, 4, 2).held_gradients == 2 * 1024 // 2 * 4
 
 
-def test_bf16_halves_what_is_gathered_and_keeps_main_weights() -> None:
+def test_bf16_halves_gathered_bytes_and_keeps_main_weights() -> None:
     plan = memory(two_layers(), config(bf16={"enabled": True}), 2)
     assert plan.terms["main_weights"] == plan.terms["gradients"] == 2 * 512 * 4
     assert [(u.gathered, u.message) for u in plan.units] == [(2048, 2048)] * 2
@@ -215,7 +215,7 @@ ROW = 2 * 512  # elements of the shards of both units, for one of two ranks
 PAGE = 4096
 
 
-def test_states_on_the_host_leave_what_gathers_begin_with() -> None:
+def test_offloaded_states_leave_wire_weights_on_the_device() -> None:
     plan = memory(two_layers(), offloaded("cpu"), 2)
     assert +Counter(plan.terms) == {"gradient_norms": 2 * 12, "wire_weights": ROW * 2, "edit_markers": MARKERS}
     ring = 4 * 5 * PAGE  # 4 buffers of 5 pages, because a page for each of 18 parts (3 sub-groups) is needed
@@ -286,7 +286,7 @@ def test_weights_that_are_stepped_in_files_are_kept_in_memory_while_there_is_roo
         assert memory(two_layers(), settings, 2).host.get("wire_weights", 0) == kept, most
 
 
-def test_rings_hold_the_largest_shard_or_what_is_allowed() -> None:
+def test_rings_hold_the_largest_shard_or_the_configured_size() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     settings = offloaded("nvme", "nvme")
@@ -351,7 +351,7 @@ def test_a_wrong_configuration_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("plan", [zeropp.plan.memory, zeropp.plan.traffic])
-def test_what_the_optimizer_would_refuse_has_no_plan(
+def test_settings_that_the_optimizer_refuses_have_no_plan(
     plan: Callable[..., object], zeropp_block: dict[str, object], zero: dict[str, object], bf16: bool, said: str
 ) -> None:
     settings = {

@@ -178,7 +178,7 @@ def test_prefetch_hides_every_gather_but_the_first() -> None:
 
 
 @pytest.mark.parametrize(("prefetch", "ahead"), [(19, (0, 1)), (20, (0, 1, 2)), (21, (0, 1, 2))])
-def test_what_is_fetched_ahead_may_reach_the_limit(prefetch: int, ahead: tuple[int, ...]) -> None:
+def test_prefetched_elements_may_reach_the_limit(prefetch: int, ahead: tuple[int, ...]) -> None:
     plan = make_plan([0, 1, 2, 3], [], frozenset(), [10] * 4, Limits(prefetch, HUGE, 0))
     assert plan.issue[0] == ahead
 

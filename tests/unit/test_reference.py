@@ -39,7 +39,7 @@ def test_pack_casts(source: torch.dtype, target: torch.dtype) -> None:
     assert flat[[15, 23, 29, 31]].eq(9).all(), "elements between the parts must not change"
 
 
-def test_pack_zeroes_what_is_missing() -> None:
+def test_pack_writes_zeros_for_missing_tensors() -> None:
     flat = torch.full((12,), float("nan"))
     parts = [flat[:4], flat[4:8], flat[8:12]]
     pack_(parts, [None, torch.arange(4.0), None])
@@ -73,7 +73,7 @@ def test_pack_mixes_dtypes_in_one_call() -> None:
     assert same_bits(flat[:2], noise(2).bfloat16()) and flat[4:].eq(0).all()
 
 
-def test_pack_keeps_what_is_not_finite() -> None:
+def test_pack_keeps_non_finite_values() -> None:
     flat = torch.zeros(3)
     pack_([flat], [torch.tensor([float("inf"), float("nan"), -float("inf")], dtype=torch.bfloat16)])
     assert flat[0] == float("inf") and flat[1].isnan() and flat[2] == -float("inf")
@@ -150,7 +150,7 @@ def test_16_bit_messages_are_summed_in_the_main_dtype() -> None:
     assert out.isfinite().all()
 
 
-def test_what_is_not_finite_survives() -> None:
+def test_sums_of_messages_keep_non_finite_values() -> None:
     out = torch.zeros(3)
     sum_messages_(torch.tensor([[float("inf"), 1, float("inf")], [1, float("nan"), -float("inf")]]), out, scale=0.5)
     assert out[0] == float("inf") and out[1].isnan() and out[2].isnan()

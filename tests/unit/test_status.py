@@ -235,7 +235,7 @@ def test_ranks_may_be_far_apart_in_exceptions(store: CountingStore, clock: Clock
     assert long_after(second, ACTOR, clock)  # rank 0 has stopped more often than rank 1
 
 
-def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, clock: Clock) -> None:
+def test_a_delayed_write_of_a_stop_does_not_count_as_a_stop(store: CountingStore, clock: Clock) -> None:
     """A rank goes on while the write of its stop is still pending. The late write must not count as a stop."""
     first, second = boards_of(2)
     until, begun = threading.Event(), threading.Event()
@@ -296,7 +296,7 @@ def test_exceptions_by_the_thousand_leave_little_in_the_store(store: CountingSto
     assert store.num_keys() < 10 and len(board._places) < 100
 
 
-def test_what_is_said_outlasts_its_list(store: CountingStore, clock: Clock) -> None:
+def test_a_status_is_repeated_after_its_list_is_deleted(store: CountingStore, clock: Clock) -> None:
     """Old lists in the store are deleted, but a rank that asks from time to time repeats its line in newer lists."""
     first, second = boards_of(2)
     first.lose(ACTOR, account(0))

@@ -110,7 +110,7 @@ def test_grad_mode_is_off_inside(stream: ThreadStream) -> None:
     assert modes == [False, False]
 
 
-def test_close_ends_the_thread_after_what_is_queued() -> None:
+def test_close_ends_the_thread_after_queued_work() -> None:
     before = threads()
     stream = ThreadStream("closing")
     (thread,) = threads() - before

@@ -113,7 +113,7 @@ def test_each_once_and_in_order() -> None:
     assert differentiable([a, a]) == [a]
 
 
-def test_only_what_requires_grad() -> None:
+def test_only_tensors_that_require_grad_are_found() -> None:
     a = grad(2)
     assert differentiable([torch.ones(1), a * 2, a.detach(), torch.ones(1, dtype=torch.long)])[0].grad_fn is not None
     assert len(differentiable((a, a * 2, a.detach()))) == 2
@@ -234,7 +234,7 @@ class FrozenBatch:
     [None, "text", 3, 2.5, Custom(), nn.Linear(1, 1), Output, range(3), torch.Size([2]), torch.float32, {1, 2}, (1, 2)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_holds_no_floating_tensor_is_the_same(value: object) -> None:
+def test_values_without_floating_tensors_are_not_cast(value: object) -> None:
     assert cast_floating(value, torch.bfloat16) == value
 
 

@@ -53,6 +53,6 @@ def test_writers_end_then_owners_are_called_then_threads_end() -> None:
     assert "OSError: of the test" in done.stderr
 
 
-def test_a_forked_child_owes_what_it_registers_itself() -> None:
+def test_a_forked_child_runs_only_calls_that_it_registered_itself() -> None:
     done = run(FORKED)
     assert (done.returncode, done.stdout) == (0, "of the child\nof the parent\n"), done.stderr

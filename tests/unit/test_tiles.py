@@ -129,7 +129,7 @@ def test_bits_of_one_call(
 
 
 @pytest.mark.parametrize(("read_ahead", "write_behind"), list(itertools.product((False, True), repeat=2)))
-def test_what_goes_on_while_a_tile_is_stepped(
+def test_reads_and_writes_overlap_the_step_of_a_tile_if_enabled(
     read_ahead: bool, write_behind: bool, streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next sub-group is read (read_ahead) and the last one written (write_behind) during a step, if enabled."""

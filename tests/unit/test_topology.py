@@ -187,7 +187,7 @@ def test_a_chain_that_is_none(levels: tuple[int, ...]) -> None:
         Chain(levels)
 
 
-def test_what_is_no_level_is_refused() -> None:
+def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 is not a level of \(1, 2, 4\)"):
         Chain((1, 2, 4)).slice_index(0, 3)
 

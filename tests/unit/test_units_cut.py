@@ -14,7 +14,7 @@ from zeropp.partition.units import Owner, UnitOptions, UnitSpec, form_units, hav
 # The default division.
 
 
-def test_repeated_blocks_and_what_is_left() -> None:
+def test_repeated_blocks_and_the_remaining_parameters_are_units() -> None:
     units = form_units(Model(), 1, FREE)
     assert [unit.name for unit in units] == ["tokens..positions", "layers.0", "layers.1", "layers.2", "norm..head"]
     assert units[0].owners == (Owner("tokens", True), Owner("positions", True))

@@ -65,7 +65,7 @@ def test_short_units_merge() -> None:
         assert all(len(unit.parameters) * BLOCK >= blocks * BLOCK * world for unit in units)
 
 
-def test_what_is_too_short_becomes_persistent() -> None:
+def test_units_too_short_to_be_sharded_become_persistent() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     (unit,) = form_units(model, 1, options(unit_min_blocks=9))
     assert unit.persistent and list(unit.parameters) == floating(model)

@@ -64,7 +64,7 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("fbsz fx fbsz fbsz fbsz fbsz", "......Tz.."),  # without that zero_grad() gradients stay
     ],
 )
-def test_what_a_step_does(calls: str, said: str) -> None:
+def test_each_sequence_of_calls_steps_as_expected(calls: str, said: str) -> None:
     assert play(calls) == said
 
 

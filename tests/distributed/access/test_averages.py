@@ -155,7 +155,7 @@ def unfrozen() -> list[str]:
     return [name for name, value in plain.items() if not torch.allclose(state[name], value, atol=1e-6)]
 
 
-def test_an_average_takes_in_what_is_unfrozen() -> None:
+def test_an_average_includes_unfrozen_parameters() -> None:
     assert run_ranks(2, unfrozen) == [[], []]
 
 
@@ -174,6 +174,6 @@ def refusals() -> list[str]:
     return said
 
 
-def test_a_copy_is_refused_with_what_works() -> None:
+def test_copying_the_model_is_refused_with_the_remedy() -> None:
     for said in run_ranks(1, refusals, init=False):
         assert all("AveragedModel" in text and "zeropp.ema(model, decay)" in text for text in said)

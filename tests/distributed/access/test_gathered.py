@@ -28,7 +28,7 @@ def pickled() -> str:
     return str(caught.value)
 
 
-def test_a_lent_parameter_cannot_be_pickled_and_says_what_can() -> None:
+def test_pickling_a_gathered_parameter_is_refused_with_the_remedy() -> None:
     for message in run_ranks(2, pickled):
         said = re.match(r"parameter .blocks.0.lin.weight. .* Save parameter.detach\(\).clone\(\) inside", message)
         assert said, message
@@ -131,7 +131,7 @@ def precise(_: int) -> tuple[bool, bool]:
     return untouched, bool((state["blocks.0.lin.bias"] == torch.tensor(1 / 3)).all())
 
 
-def test_edits_and_what_is_not_edited_keep_float32_precision() -> None:
+def test_edited_and_unedited_weights_keep_float32_precision() -> None:
     assert run_ranks(2, precise, 0) == [(True, True)] * 2
 
 
@@ -215,5 +215,5 @@ def harmless(_: int) -> int:
     return int(free.weight.sum())
 
 
-def test_what_is_not_partitioned_is_left_alone() -> None:
+def test_parameters_that_are_not_partitioned_are_left_alone() -> None:
     assert run_ranks(2, harmless, 0) == [18, 18]

@@ -119,7 +119,7 @@ def refuse(name: str) -> bool:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_leaves_all_as_it_was(name: str) -> None:
+def test_refused_calls_leave_the_model_trainable(name: str) -> None:
     assert run_ranks(2, refuse, name) == [True, True]
 
 

@@ -200,7 +200,7 @@ def test_every_flipped_byte_is_found(trained: Pair, saved: Path) -> None:
     checkpoint.load(saved, model, optimizer)
 
 
-def test_damage_names_what_it_has_hit(trained: Pair, saved: Path) -> None:
+def test_errors_of_damage_name_the_file_and_the_value(trained: Pair, saved: Path) -> None:
     (path,) = saved.glob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -211,7 +211,7 @@ def test_damage_names_what_it_has_hit(trained: Pair, saved: Path) -> None:
     checkpoint.load(saved, *trained, verify="none")
 
 
-def test_damage_in_what_nobody_reads_is_found_if_all_is_verified(tmp_path: Path) -> None:
+def test_damage_in_unread_bytes_is_found_if_all_is_verified(tmp_path: Path) -> None:
     """Loading the model alone reads no optimizer state, which is megabytes behind the weights in the file.
 
     So verify="all" must read more than the load needs.
@@ -327,7 +327,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("change", UNUSABLE, ids=lambda change: change.__name__)
-def test_what_cannot_be_used_is_refused_by_name(change: Any, trained: Pair, saved: Path) -> None:
+def test_unusable_checkpoints_are_refused_by_name(change: Any, trained: Pair, saved: Path) -> None:
     change(saved)
     with pytest.raises(checkpoint.CheckpointError, match=UNUSABLE[change]):
         checkpoint.load(saved, *trained)
@@ -359,7 +359,7 @@ def test_latest_that_is_damaged_or_ahead(trained: Pair, tmp_path: Path) -> None:
         assert series.latest() == 2
 
 
-def test_what_cut_off_jobs_have_left_goes(trained: Pair, tmp_path: Path) -> None:
+def test_unfinished_checkpoints_of_killed_jobs_are_deleted(trained: Pair, tmp_path: Path) -> None:
     """A series deletes step folders with tensor files but without metadata, of any step.
 
     Other files and folders stay.
@@ -375,7 +375,7 @@ def test_what_cut_off_jobs_have_left_goes(trained: Pair, tmp_path: Path) -> None
     assert sorted(each.name for each in tmp_path.iterdir()) == left and series.steps() == [1]
 
 
-def test_what_is_no_checkpoint_is_not_written_over(trained: Pair, tmp_path: Path) -> None:
+def test_foreign_folders_are_not_overwritten(trained: Pair, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "important.txt").write_text("keep me")
     with pytest.raises(checkpoint.CheckpointError, match="is no checkpoint of zeropp; it is left as it is"):

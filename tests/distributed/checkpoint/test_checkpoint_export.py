@@ -77,7 +77,7 @@ def reads(path: Path, kind: str) -> tuple[Tensor, int, list[str]]:
         for w in (1, 2, 3)
     ],
 )
-def test_what_transformers_saved_is_read_into_shards(kind: str, world: int, tmp_path: Path) -> None:
+def test_files_of_transformers_are_read_into_shards(kind: str, world: int, tmp_path: Path) -> None:
     model = make(kind, 1)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     ranks = run_ranks(world, reads, tmp_path, kind, local_world_size=world)

@@ -156,7 +156,7 @@ def saves_state(path: Path) -> Went:
     return state_of_rank(model, optimizer)
 
 
-def test_what_was_saved_by_torch_of_zeropp(tmp_path: Path) -> None:
+def test_a_dcp_checkpoint_of_zeropp_state_is_loaded(tmp_path: Path) -> None:
     """A DCP checkpoint of zeropp's own state loads, with boxes of any shape, a prefix, and a channels_last weight."""
     before = run_ranks(4, saves_state, tmp_path, local_world_size=2)
     after = run_ranks(2, reads, tmp_path, "stage 1", True, local_world_size=2)

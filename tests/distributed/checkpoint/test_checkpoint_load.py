@@ -127,7 +127,7 @@ BLAMED = {
 
 @pytest.mark.every(8)
 @pytest.mark.parametrize("where", BLAMED)
-def test_what_one_rank_refuses_is_an_error_of_all(where: str, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_ranks(where: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, refuses, tmp_path / "here", where)
     assert "failed on rank 1: CheckpointError: " in first
     for told in (first, second):

@@ -299,7 +299,7 @@ def goes_on(root: Path, how: str) -> str:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("how", "words"), [("removing", "the disk is broken"), ("looking", "")])
-def test_what_takes_longer_than_ranks_wait(how: str, words: str, tmp_path: Path) -> None:
+def test_rank_0_may_take_longer_than_the_timeout_of_waiting_ranks(how: str, words: str, tmp_path: Path) -> None:
     """Rank 0 may remove files of a failed save, or look for the newest checkpoint, for longer than hang_timeout."""
     for told in run_ranks(2, goes_on, tmp_path, how):
         assert words in told and told.startswith("CheckpointError" if words else "")

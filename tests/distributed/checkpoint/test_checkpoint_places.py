@@ -64,9 +64,7 @@ def test_save_replaces_checkpoints_alone(make: Callable[[Path, Pair], None], tra
     assert contents(folder) == before and names(tmp_path) == ["there"]
 
 
-def test_what_comes_in_while_it_is_written_stays(
-    trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_created_during_a_save_are_kept(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, write = tmp_path / "there", os.pwrite
     checkpoint.save(folder, *trained)
 

@@ -39,7 +39,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_a_series_leaves_what_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_series_keeps_checkpoints_that_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A series deletes unfinished checkpoints named by a series only, and none that this process is writing."""
     actor, critic = small(), small()
     for name in ("step-00000001-hf", "step-6", "step-00000007"):
@@ -267,7 +267,7 @@ def test_paths_that_go_up(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["b"]
 
 
-def test_a_series_waits_for_what_it_is_about_to_load(tmp_path: Path, gate: threading.Event) -> None:
+def test_a_series_waits_for_the_checkpoint_that_it_loads(tmp_path: Path, gate: threading.Event) -> None:
     pair, series = small(), checkpoint.Series(tmp_path)
     series.save(1, *pair, asynchronous=True)
     threading.Timer(0.3, gate.set).start()

@@ -151,7 +151,7 @@ def check_weights(path: Path, state: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_single_process_reads_what_several_ranks_have_saved(tmp_path: Path) -> None:
+def test_a_single_process_reads_a_checkpoint_of_several_ranks(tmp_path: Path) -> None:
     check_weights(tmp_path / "here", run_ranks(2, saves, tmp_path / "here", "stage 3", Model)[0].state)
 
 

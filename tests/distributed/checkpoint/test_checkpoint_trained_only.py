@@ -71,7 +71,7 @@ def trains_all(path: Path) -> str:
     return str(refused.value)
 
 
-def test_a_model_that_trains_what_was_left_out_is_told(tmp_path: Path) -> None:
+def test_a_model_that_trains_left_out_parameters_is_refused(tmp_path: Path) -> None:
     run_ranks(2, saves_both, tmp_path, "frozen")
     for message in run_ranks(2, trains_all, tmp_path / "trained"):
         assert re.search(r"the checkpoint has no '[\w.]+', .* and 6 more, which were frozen and left out", message)

@@ -82,7 +82,7 @@ def test_values_without_elements(tmp_path: Path) -> None:
         assert found["deep"][0].dtype == torch.bfloat16 and model[0].told["empty"].shape == (0, 3)  # type: ignore[index]
 
 
-def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
+def test_values_that_could_not_be_loaded_are_not_saved(tmp_path: Path) -> None:
     model, optimizer = built(adamw)
     checkpoint.save(tmp_path / "here", model, optimizer)
     good = Metadata.read(tmp_path / "here")

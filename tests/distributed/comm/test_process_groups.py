@@ -214,7 +214,7 @@ CARDS = {
 
 
 @pytest.mark.parametrize("backends", CARDS, ids=str)
-def test_what_carries_a_model_on_a_card(backends: str) -> None:
+def test_backends_used_for_a_model_on_a_gpu(backends: str) -> None:
     """The user's backend for CUDA is used, unless it is gloo, which cannot carry CUDA tensors.
 
     Without such a backend, the backend is nccl. Ranks can exchange the errors of wrapping even if the user's group has

@@ -350,7 +350,7 @@ def struck(names: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("part", some(range(3), 3))
-def test_an_error_of_a_collective_says_what_it_was_for(part: int) -> None:
+def test_an_error_of_a_collective_names_its_purpose(part: int) -> None:
     names = list(STRUCK)[part::3]
     for said in run_ranks(2, struck, names):
         wrong = {

@@ -46,7 +46,7 @@ def statuses(settings: dict[str, Any]) -> tuple[float, list[Any]]:
 
 @pytest.mark.every(8)
 @pytest.mark.parametrize("name", [name for name in PLACED if name not in ("stage 0", "stage 1")])
-def test_scripts_find_out_what_to_gather(name: str) -> None:
+def test_ds_status_shows_which_parameters_must_be_gathered(name: str) -> None:
     for distance, seen in run_ranks(4, statuses, PLACED[name], local_world_size=2):
         assert distance == 0
         assert [status.name for status in seen] == ["NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE", "AVAILABLE"]
@@ -104,7 +104,7 @@ def unfrozen() -> list[tuple[int, int]]:
     return [(after.numel(), int(before.sum() * 1000) - int(after.sum() * 1000))]
 
 
-def test_the_part_of_what_is_trained_later() -> None:
+def test_parts_of_an_unfrozen_parameter_cover_it() -> None:
     first, second = run_ranks(2, unfrozen)
     assert first[0][0] + second[0][0] == 256
 
@@ -199,7 +199,7 @@ def built(stage: int, small: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "small"), [(3, 0), (3, 1 << 16), (1, 0)])
-def test_what_is_built_in_pieces_carries_them_before_it_is_wrapped(stage: int, small: int) -> None:
+def test_models_built_in_pieces_have_the_attributes_before_wrapping(stage: int, small: int) -> None:
     torch.manual_seed(0)
     first, second = run_ranks(2, built, stage, small)
     for found in (first, second):

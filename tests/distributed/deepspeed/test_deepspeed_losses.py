@@ -33,7 +33,7 @@ def test_losses_are_deepspeed_s(stage: int, steps: int) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-def test_the_reference_is_what_deepspeed_gives() -> None:
+def test_the_stored_losses_equal_those_of_deepspeed() -> None:
     python = os.environ.get("ZEROPP_PEER_PYTHON")
     if python is None:
         pytest.skip("ZEROPP_PEER_PYTHON, the interpreter of an environment with DeepSpeed, is not set")

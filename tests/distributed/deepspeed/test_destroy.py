@@ -313,7 +313,7 @@ def chosen_meanwhile(how: str) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def test_what_evaluating_has_frozen_is_trainable_again_unless_somebody_has_chosen() -> None:
+def test_destroy_makes_parameters_frozen_by_inference_trainable_again() -> None:
     names = [name for name, _ in model_of().named_parameters()]
     assert run_ranks(2, chosen_meanwhile, "twice") == [names] * 2
     for how in ("adapter", "adapter, twice"):

@@ -74,7 +74,7 @@ def reads(zero: dict[str, Any]) -> list[str]:
     [{"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": 0}}, {"stage": 3}, {"stage": 1}],
     ids=["files", "stage 3", "stage 1"],
 )
-def test_what_is_read_has_the_dtype_of_outside(zero: dict[str, Any], tmp_path: Path) -> None:
+def test_values_read_inside_have_the_dtype_of_outside(zero: dict[str, Any], tmp_path: Path) -> None:
     if "offload_param" in zero:
         zero = {**zero, "offload_param": {**zero["offload_param"], "nvme_path": str(tmp_path)}}
     assert run_ranks(2, reads, zero) == [[], []]
@@ -108,7 +108,7 @@ def edits(zero: dict[str, Any]) -> list[str]:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("stage", [3, 2])
-def test_edits_change_what_was_edited_alone(stage: int) -> None:
+def test_edits_change_only_the_edited_elements(stage: int) -> None:
     assert run_ranks(2, edits, {"stage": stage}) == [[], []]
 
 

@@ -118,7 +118,7 @@ SET_ROWS = [*SET, *(pytest.param(*row, marks=pytest.mark.campaign) for row in SE
 
 
 @pytest.mark.parametrize(("name", "local"), SET_ROWS)
-def test_what_is_set_is_trained_with(name: str, local: bool, tmp_path: Path) -> None:
+def test_values_that_are_set_are_used_in_training(name: str, local: bool, tmp_path: Path) -> None:
     assert max(run_ranks(4, written, PLACES[name], str(tmp_path), local, local_world_size=2)) < TOLERANCE
 
 
@@ -180,7 +180,7 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_set_is_refused_on_every_rank() -> None:
+def test_values_that_cannot_be_set_are_refused_on_every_rank() -> None:
     for found in run_ranks(2, refused):
         wanted = ["does not manage", "of shape", "other values for", "no rank has a gradient", "no state 'exp_avg'"]
         assert all(part in message for part, message in zip(wanted, found, strict=False))

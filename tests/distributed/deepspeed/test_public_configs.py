@@ -34,7 +34,7 @@ def without_clipping(**more: Any) -> dict[str, Any]:
     return config
 
 
-def test_the_first_rank_alone_names_what_is_ignored_and_not_clipped() -> None:
+def test_only_the_first_rank_warns_of_ignored_keys_and_no_clipping() -> None:
     config = without_clipping(fp32_allreduce=True, steps_per_print=10, wall_clock_breakdown=False)
     first, *others = run_ranks(2, told, config)
     assert others == [[]]

@@ -171,7 +171,7 @@ def let_go() -> bool:
     return gone() is None
 
 
-def test_only_what_is_there_and_newest() -> None:
+def test_only_present_and_current_weights_can_be_read() -> None:
     # After destroy() the model is a plain model with its weights.
     assert run_ranks(2, elsewhere) == [[False, True, False, False, False]] * 2
     assert run_ranks(2, let_go) == [True] * 2

@@ -347,7 +347,7 @@ def test_others_end_as_they_should(tmp_path: Path) -> None:
     assert max(run_ranks(2, open_instruct_resumes, tmp_path)) < EPSILON
 
 
-def test_what_is_not_there_is_refused_with_a_reason() -> None:
+def test_missing_features_are_refused_with_a_reason() -> None:
     for said in run_ranks(2, refused_by_name):
         assert len(said) == 11 and all("zeropp" in each for each in said)
         assert "Ulysses" in said[0] and "checkpoints" in said[1] and "mixture" in said[2] and "pipelines" in said[4]

@@ -53,7 +53,7 @@ def test_the_loop_keeps_its_tokens_on_the_model_s_device() -> None:
 
 
 @pytest.mark.campaign
-def test_the_loop_learns_what_is_rewarded() -> None:
+def test_the_reinforcement_loop_raises_the_reward() -> None:
     """The loop combines generation inside GatheredParameters, a reference model, an average and offloaded states."""
     first, second = run_ranks(2, rewarded, 16)
     assert first == second and first[0] < 0.02 and first[-1] > 0.2

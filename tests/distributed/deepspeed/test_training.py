@@ -281,7 +281,7 @@ def attributes() -> list[object]:
     ]  # fmt: skip
 
 
-def test_what_is_asked_of_an_engine() -> None:
+def test_engine_attributes_have_the_configured_values() -> None:
     wanted = [
         "routed", True, 3, True, True, 1.0, False, False, False, "AdamW", 3, None, [(0.9, 0.999)], [None], "cpu", 2,
     ]  # fmt: skip
@@ -320,7 +320,7 @@ def refused(what: str) -> str:
         ("mesh", "mesh_param is not in zeropp"),
     ],
 )
-def test_what_is_refused(what: str, told: str) -> None:
+def test_unusable_arguments_of_initialize_are_refused(what: str, told: str) -> None:
     for message in run_ranks(2, refused, what):
         assert told in message
 
@@ -368,7 +368,7 @@ def joins() -> tuple[int, int, float]:
     return dist.get_rank(), dist.get_world_size(), engine.get_global_grad_norm()
 
 
-def test_joining_what_a_launcher_describes() -> None:
+def test_init_distributed_joins_the_group_of_the_launcher() -> None:
     first, second = run_ranks(2, joins, init=False)
     assert first[:2] == (0, 2) and second[:2] == (1, 2) and first[2] == second[2] > 0
 

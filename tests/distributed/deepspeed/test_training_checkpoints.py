@@ -178,7 +178,7 @@ def nothing_there(folder: Path) -> list[Any]:
     return messages
 
 
-def test_what_is_missing_or_refused(tmp_path: Path) -> None:
+def test_missing_checkpoints_and_refused_arguments(tmp_path: Path) -> None:
     for found, missing, function in run_ranks(2, nothing_there, tmp_path):
         assert found == (None, None)
         assert "missing" in missing and "custom_load_fn copies a whole state dict" in function

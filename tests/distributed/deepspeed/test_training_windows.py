@@ -156,7 +156,7 @@ def throws_away(stage: int) -> tuple[float, list[bool], int]:
 
 
 @pytest.mark.parametrize("stage", some([1, 3], 2))
-def test_what_is_thrown_away_is_in_no_step(stage: int) -> None:
+def test_discarded_micro_batches_are_in_no_step(stage: int) -> None:
     for apart, applied, steps in run_ranks(2, throws_away, stage):
         assert apart < 1e-12 and applied == [False, True, False, False] and steps == 2
 

@@ -95,7 +95,7 @@ def test_frozen_and_tied_ones(stage: int, tmp_path: Path) -> None:
     assert all(torch.equal(written[name], value) for name, value in state.items())  # type: ignore[arg-type]
 
 
-def test_a_series_of_zeropp_and_what_was_trained(tmp_path: Path) -> None:
+def test_a_series_gives_weights_by_tag_or_trained_weights_only(tmp_path: Path) -> None:
     model, optimizer = wrap("frozen")
     optimizer.backward(model(torch.zeros(6, dtype=torch.long)))
     optimizer.step()
@@ -121,7 +121,7 @@ def engine_saved(path: Path) -> dict[str, Tensor]:
     return zeropp.full_state(engine.module)
 
 
-def test_what_a_training_engine_names_its_latest(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_of_a_training_engine_is_found(tmp_path: Path) -> None:
     """The functions find a training engine's latest checkpoint, and so does the command with DeepSpeed's name."""
     state = run_ranks(2, engine_saved, tmp_path)[0]
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
@@ -155,7 +155,7 @@ def test_names_and_defaults_are_deepspeed_s() -> None:
     ]
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_missing_checkpoints_and_unusable_shard_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint of zeropp"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="has no folder 'there'"):

@@ -123,7 +123,7 @@ def fsdp2_losses(shard: str) -> list[float]:
     return losses.values
 
 
-def test_one_line_quantizes_what_fsdp2_sends() -> None:
+def test_one_line_quantizes_the_traffic_of_fsdp2() -> None:
     (line,) = re.findall(r"`(zeropp\.fsdp2\.[^`]*)`", TEXT)
     before = sides(FSDP2)[0]
     plain, quantized = (run_ranks(2, fsdp2_losses, each) for each in (before, f"{before}\n{line}"))
@@ -234,7 +234,7 @@ def test_the_training_command(tmp_path: Path) -> None:
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e"
 
 
-def test_the_test_command_is_what_ci_runs() -> None:
+def test_the_test_command_is_the_one_of_ci() -> None:
     """The test command of README is the one that CI runs, so CI shows that it works."""
     said = subprocess.run(["bash", str(ROOT / ".ci" / "run"), "--show"], capture_output=True, text=True, check=True)
     assert said.stdout == block(TESTS, "sh") == f"{INSTALL} '.[dev]' && .venv/bin/pytest -n 2 --dist worksteal\n"

@@ -183,7 +183,7 @@ def raises() -> list[Any]:
     return [*within, "forward" in model.__dict__]
 
 
-def test_autocast_ends_with_the_forward_whatever_that_raises_and_with_the_engine() -> None:
+def test_autocast_ends_with_a_failed_forward_and_with_the_engine() -> None:
     assert run_ranks(1, raises) == [[True, False, True, False, False]]
 
 

@@ -103,7 +103,7 @@ def stepped(settings: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("sums", ["exchange", "backend"])
-def test_what_dividing_before_the_sum_is_for_is_so_without_it(sums: str) -> None:
+def test_float16_means_do_not_overflow_without_dividing_before_the_sum(sums: str) -> None:
     """The mean of two float16 gradients is correct although their sum overflows float16.
 
     The keys that divide gradients before the sum, ``prescale_gradients`` and ``gradient_predivide_factor``, change no

@@ -373,6 +373,6 @@ def explained(stage: int) -> list[str]:
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("stage", [2, 0, 1, 3])
-def test_errors_do_not_speak_of_what_only_some_stages_do(stage: int) -> None:
+def test_errors_do_not_mention_partitions_or_released_weights(stage: int) -> None:
     for said in run_ranks(2, explained, stage):
         assert not [text for text in said if "partition" in text or "released" in text]

@@ -224,7 +224,7 @@ def onward() -> tuple[int, int, float]:
     return reduced, whole, nbytes / under_way._largest
 
 
-def test_what_goes_on_over_a_slow_link_does_not_hold_up_whole_messages() -> None:
+def test_reductions_waiting_for_a_slow_link_take_half_a_message() -> None:
     """A reduction that waits for the slow link takes half a message, so two of them and a new message fit in two."""
     for reduced, whole, messages in run_ranks(4, onward, local_world_size=2):
         assert (reduced, whole, messages) == (3, 2, 2.0)

@@ -90,7 +90,7 @@ def returning(name: str, persist: int) -> float:
 @pytest.mark.every(6)
 @pytest.mark.parametrize("persist", KEPT)
 @pytest.mark.parametrize("name", RETURNS)
-def test_what_a_module_returns(name: str, persist: str) -> None:
+def test_outputs_of_every_kind_train_like_plain_torch(name: str, persist: str) -> None:
     assert max(run_ranks(2, returning, name, KEPT[persist])) < 1e-12
 
 

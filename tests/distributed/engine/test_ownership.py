@@ -305,7 +305,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_cannot_be_wrapped_again(how: str) -> None:
+def test_wrapping_a_managed_model_again_is_refused(how: str) -> None:
     for failure in run_ranks(2, refused, how, catch=True, timeout=40):
         assert isinstance(failure, RankFailure) and failure.type_name == "ValueError"
         assert re.search(REFUSED[how], failure.message), failure.message

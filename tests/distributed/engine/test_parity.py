@@ -268,7 +268,7 @@ def drift_in_bf16(recipe: Recipe, rate: float) -> tuple[Tensor, Tensor, torch.dt
     return before, zeropp.full_state(model)["norm.weight"], seen["dtype"]
 
 
-def test_bf16_keeps_what_bf16_weights_would_lose() -> None:
+def test_main_weights_keep_updates_that_bf16_would_round_away() -> None:
     """Eight updates add up in the main weights, although each is far below the spacing of bf16 values at 1.0."""
     recipe = Recipe(dtype=torch.float32, top=BF16)
     before, after, dtype = run_ranks(2, drift_in_bf16, recipe, 1e-4)[0]

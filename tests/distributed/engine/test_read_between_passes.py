@@ -285,5 +285,5 @@ def refused() -> list[str]:
     return wrong
 
 
-def test_what_is_not_newest_is_refused() -> None:
+def test_reads_of_outdated_weights_are_refused() -> None:
     assert run_ranks(2, refused) == [[], []]

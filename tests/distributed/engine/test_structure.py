@@ -221,7 +221,7 @@ def changed_harmlessly(name: str) -> list[str]:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_brings_no_parameters_is_fine(name: str) -> None:
+def test_changes_without_new_parameters_do_no_harm(name: str) -> None:
     for names in run_ranks(2, changed_harmlessly, name):
         assert "head.weight" in names and ("spare.weight" in names) == (name != "taken out")
 

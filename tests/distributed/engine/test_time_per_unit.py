@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, str, dict[str, object], int]] = {
 
 @pytest.mark.every(20)
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_model_waits_for_is_reported_with_its_unit(case: str) -> None:
+def test_reports_name_the_unit_and_kind_of_the_longest_wait(case: str) -> None:
     kind, *_ = CASES[case]
     for found in run_ranks(4, waited, *CASES[case], local_world_size=2):
         assert found["blocks.2", kind] > 0.7 * SLOW
@@ -93,7 +93,7 @@ def profiled() -> set[str]:
     return {event.key for event in profile.key_averages() if event.key.startswith("zeropp::")}
 
 
-def test_a_profile_names_what_was_issued_for_which_unit() -> None:
+def test_a_profile_names_the_collectives_of_each_unit() -> None:
     for found in run_ranks(4, profiled, local_world_size=2):
         for what in ("gather", "wait", "pack", "reduce", "refresh"):
             assert {f"zeropp::{what} blocks.{number}" for number in range(3)} <= found

@@ -42,7 +42,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"zero_hpz_partition_size": 2}], ids=["3", "1", "hpz"])
-def test_an_unfrozen_block_costs_what_a_trainable_one_costs(settings: dict[str, object]) -> None:
+def test_an_unfrozen_block_costs_as_much_as_a_trainable_one(settings: dict[str, object]) -> None:
     for before, after, expected in run_ranks(4, sizes, settings, local_world_size=2):
         assert after == expected
         assert after["gradients"] > before["gradients"]

@@ -95,7 +95,7 @@ def not_finite() -> list[str]:
     return wrong
 
 
-def test_what_is_not_finite_arrives_and_is_not_carried_over() -> None:
+def test_non_finite_gradients_arrive_and_are_not_stored_as_errors() -> None:
     """Error feedback does not store Inf or NaN, because they would spoil all later steps."""
     assert run_ranks(4, not_finite, local_world_size=2) == [[]] * 4
 

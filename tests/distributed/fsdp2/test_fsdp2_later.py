@@ -86,7 +86,7 @@ def sharded_later(when: str) -> tuple[str, str, list[str]]:
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("when", ["the root", "a block and the root", "a new module"])
-def test_what_is_sharded_after_apply_is_refused_at_first_use(when: str) -> None:
+def test_modules_sharded_after_apply_are_refused_at_first_use(when: str) -> None:
     """Following the error's advice (``remove()``, then ``apply``) gives the usual gradients."""
     names = {"a block and the root": "['(root)', 'blocks.1']", "a new module": "['head']"}.get(when, "['(root)']")
     for first, second, wrong in run_ranks(4, sharded_later, when, local_world_size=2):

@@ -287,7 +287,7 @@ def message_of_the_caller() -> list[bool]:
     return [*found, watch() is None]
 
 
-def test_what_a_hop_reads_lives_until_it_has_ended() -> None:
+def test_the_buffer_that_a_hop_reads_is_kept_until_the_hop_ends() -> None:
     assert run_ranks(4, message_of_the_caller, local_world_size=4) == [[True, True, True]] * 4
 
 

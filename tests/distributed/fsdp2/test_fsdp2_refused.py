@@ -187,7 +187,7 @@ def test_nodes_that_differ_between_ranks_are_refused_before_groups_are_made() ->
         assert "ranks 0 and 3 disagree" in said, said
 
 
-def test_what_cannot_be_honoured_is_refused_on_every_rank() -> None:
+def test_unsupported_settings_are_refused_on_every_rank() -> None:
     for said in run_ranks(4, refused_all, local_world_size=2):
         assert {case for case, text in said.items() if not re.search(SAID[case], text, re.DOTALL)} == set()
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank() -> None:
     ],
     ids=str,
 )
-def test_what_fits_together_is_accepted(settings: dict[str, Any]) -> None:
+def test_compatible_settings_are_accepted(settings: dict[str, Any]) -> None:
     defaults = {name: each.default for name, each in inspect.signature(fsdp2.apply).parameters.items()}
     del defaults["model"]
     Options(**{**defaults, **settings}).check(4)

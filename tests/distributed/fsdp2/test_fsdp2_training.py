@@ -365,7 +365,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
     return float(single), float(several), wrong
 
 
-def test_what_encoding_loses_goes_with_the_next_gradient() -> None:
+def test_feedback_adds_encoding_errors_to_the_next_gradient() -> None:
     """With feedback, errors of equal gradients mostly cancel in their mean. Without it, each has the same error."""
     for single, several, _ in run_ranks(4, fed, None, local_world_size=2):
         assert several == pytest.approx(single)

@@ -209,7 +209,7 @@ def stayed_whole() -> int:
         sys.setswitchinterval(before)
 
 
-def test_what_was_fetched_is_cut_again_however_slow_the_backend_s_threads_are() -> None:
+def test_initialized_weights_are_cut_even_if_backend_threads_are_slow() -> None:
     assert run_ranks(2, stayed_whole) == [0, 0]
 
 

@@ -152,7 +152,7 @@ def forgets(kind: str) -> str:
     return "nothing"
 
 
-def test_what_is_left_without_values_is_named() -> None:
+def test_tensors_left_without_values_are_named() -> None:
     assert all("['0.bias', '0.order'] without values" in error for error in run_ranks(2, forgets, "forgets"))
     errors = run_ranks(2, forgets, "fails")
     assert errors[1] == "no more" and "failed on rank 1: ArithmeticError: no more" in errors[0]

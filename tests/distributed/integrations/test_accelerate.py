@@ -245,7 +245,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_would_be_done_twice_is_refused() -> None:
+def test_settings_that_would_be_applied_twice_are_refused() -> None:
     """Settings that both Accelerate and zeropp would apply are refused, and clipping that zeropp does not offer."""
     for said in run_ranks(2, refusals):
         for text, part in zip(

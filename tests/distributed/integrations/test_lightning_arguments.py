@@ -146,7 +146,7 @@ def test_a_configuration_is_all_that_counts() -> None:
     assert own == {"bf16": {"enabled": False}}
 
 
-def test_what_a_trainer_says() -> None:
+def test_settings_of_a_trainer_enter_the_configuration() -> None:
     """A Trainer's accumulation and clipping enter the configuration; values in both places are an error.
 
     A configuration for inference has no optimizer settings.

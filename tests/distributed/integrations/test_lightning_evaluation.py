@@ -133,7 +133,7 @@ def measured(folder: Path) -> list[Any]:
 
 
 @pytest.mark.campaign
-def test_metrics_are_no_part_of_what_is_partitioned(tmp_path: Path) -> None:
+def test_metrics_in_a_partitioned_module_keep_working(tmp_path: Path) -> None:
     """Metrics in a partitioned module keep working, and give the error that plain torch computes."""
     for found in run_ranks(2, measured, tmp_path, env=LAUNCHED, timeout=100):
         assert found[0] > 0 and found[1:3] == pytest.approx([found[3]] * 2, abs=1e-5)

@@ -189,5 +189,5 @@ def otherwise(folder: Path) -> list[str]:
     return wrong
 
 
-def test_what_else_fabric_calls(tmp_path: Path) -> None:
+def test_other_uses_of_fabric_work_or_are_refused(tmp_path: Path) -> None:
     assert run_ranks(2, otherwise, tmp_path, env=LAUNCHED, timeout=100) == [[], []]

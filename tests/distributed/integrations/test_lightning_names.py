@@ -79,7 +79,7 @@ def on_disk(folder: Path) -> list[Any]:
     return [cut, files > 0 and others == 0, trained == pytest.approx(wanted), level, logging.getLogger("zeropp").level]
 
 
-def test_names_and_what_they_stand_for(tmp_path: Path) -> None:
+def test_strategy_names_give_their_settings(tmp_path: Path) -> None:
     assert run_ranks(2, registered, env=LAUNCHED, timeout=100) == [[], []]
     assert (
         run_ranks(2, on_disk, tmp_path, env=LAUNCHED, timeout=100)

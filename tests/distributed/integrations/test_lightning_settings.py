@@ -279,7 +279,7 @@ REFUSED = {
 }
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_unsupported_trainer_settings_are_refused(tmp_path: Path) -> None:
     for found in run_ranks(2, refused, tmp_path, env=LAUNCHED, timeout=100):
         assert found.keys() == REFUSED.keys()
         assert {name: told for name, told in found.items() if REFUSED[name] not in told} == {}

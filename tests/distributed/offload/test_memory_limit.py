@@ -55,7 +55,7 @@ def wrapped(path: str, below: int) -> tuple[str, bool, list[str]]:
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize(("world", "local"), [(2, 1), (1, 1), (2, 2)])
-def test_the_optimizer_refuses_what_cannot_stay_below(world: int, local: int, tmp_path: Path) -> None:
+def test_the_optimizer_refuses_models_that_exceed_the_limit(world: int, local: int, tmp_path: Path) -> None:
     for text, unchanged, left in run_ranks(world, wrapped, str(tmp_path), 1, local_world_size=local):
         assert text.startswith("MemoryLimitError: ") and "offload_param.max_in_cpu" in text
         assert unchanged and left == []
@@ -123,7 +123,7 @@ def built(how: str, short: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("how", "layers"), [("inside", 2), ("given", 3), ("materialized", 0)])
-def test_a_build_in_pieces_refuses_what_its_host_cannot_hold(how: str, layers: int) -> None:
+def test_a_build_in_pieces_refuses_models_that_exceed_the_limit(how: str, layers: int) -> None:
     """Every rank raises as soon as the pieces of the parameters built so far take more than the limit.
 
     A finished model is checked before ``zero.Init`` or ``materialize`` changes it.

@@ -211,14 +211,14 @@ def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
 
 @pytest.mark.every(8)
 @pytest.mark.parametrize(("world", "name"), TURNS)
-def test_what_is_off_a_card_is_where_the_plan_says(world: int, name: str, tmp_path: Path) -> None:
+def test_offloaded_bytes_are_in_the_planned_places(world: int, name: str, tmp_path: Path) -> None:
     for rank, wrong in enumerate(run_ranks(world, owned, config_of(name, tmp_path), True, torch.float32, "cuda")):
         assert not wrong, f"rank {rank}: {wrong}"
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("secondary", ["weights", "codes"])
-def test_what_hpz_caches_is_on_the_card(secondary: str, tmp_path: Path) -> None:
+def test_weights_cached_by_hpz_are_on_the_device(secondary: str, tmp_path: Path) -> None:
     coded = {**CODED, "secondary": secondary} if secondary == "codes" else {}
     keys = {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}, "persist": 100, **coded}
     config = make_config(**keys, **offloading("nvme", "nvme", str(tmp_path)), aio=SMALL)
@@ -312,7 +312,7 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("keys", [{"stage": 1}, {"stage": 1, "bf16": {"enabled": True}}, {"persist": 100}], ids=str)
-def test_what_is_on_its_way(keys: dict[str, Any]) -> None:
+def test_new_weights_and_gradient_sums_in_flight_equal_the_plan(keys: dict[str, Any]) -> None:
     config = make_config(**keys, **offloading("cpu", "", ""))
     for most, planned, sums, arriving in run_ranks(2, passing, config):
         assert most == planned > 0

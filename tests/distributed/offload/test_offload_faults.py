@@ -263,7 +263,7 @@ def unfreezes(folder: str) -> tuple[str, float]:
     return said, took
 
 
-def test_no_room_for_what_is_unfrozen(tmp_path: Path) -> None:
+def test_a_full_disk_while_parameters_are_unfrozen_raises(tmp_path: Path) -> None:
     for said, took in run_ranks(2, unfreezes, str(tmp_path)):
         assert "No space left" in said and "making room for parameters that are unfrozen" in said, said
         assert took < SOON

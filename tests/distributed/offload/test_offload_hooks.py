@@ -68,7 +68,7 @@ def train(settings: dict[str, Any], kind: Any, *, everywhere: bool, apart: bool)
 @pytest.mark.every(12)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_a_hook_writes_is_computed_with(name: str, kind: Any, tmp_path: Path) -> None:
+def test_the_next_forward_uses_edits_of_step_hooks(name: str, kind: Any, tmp_path: Path) -> None:
     """Losses equal those without offload, also if the host steps.
 
     AdamW steps on the host, and ``step()`` waits for that step before hooks run. RMSprop steps with its own code.

@@ -355,7 +355,7 @@ def ask(where: str, folder: str) -> dict[str, tuple[list[str], list[str], list[T
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("where", "world"), [("nvme apart", 2), ("cpu", 1)])
-def test_what_waits_for_the_whole_step(where: str, world: int, tmp_path: Path) -> None:
+def test_calls_outside_a_forward_wait_for_the_whole_step(where: str, world: int, tmp_path: Path) -> None:
     """Calls that read or replace weights, states or gradients outside a forward wait for the whole step.
 
     Values that such a call loads are not overwritten by the step.

@@ -46,7 +46,7 @@ def test_a_model_that_has_no_room_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_limit_that_ends_what_is_in_memory(tmp_path: Path) -> None:
+def test_the_same_model_in_host_memory_exceeds_the_limit(tmp_path: Path) -> None:
     """In host memory the same model exceeds 600 MiB, so staying below this limit shows that states are on disk."""
     failed = train(tmp_path, 1024, 12, 2, "--limit", str(600 * MIB), "--cpu")
     assert failed.returncode != 0 and "can't allocate memory" in failed.stderr, failed.stderr[-2000:]

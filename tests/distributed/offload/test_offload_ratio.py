@@ -84,7 +84,7 @@ def test_the_border_lies_where_the_fraction_says(world: int, ratio: float) -> No
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_is_at_the_border_passes_through_the_host(world: int) -> None:
+def test_the_buffer_at_the_border_passes_through_the_host(world: int) -> None:
     """Main weights and gradients of the buffer at the border are read to the host and written back, as with a GPU."""
     part = {"a part": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}
     for found in run_ranks(world, compare, Run({"gradient_clipping": 0.3}), part, True):
@@ -191,7 +191,7 @@ def unfreezes() -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-def test_what_is_trained_later_is_the_host_s() -> None:
+def test_parameters_unfrozen_later_are_stepped_on_the_host() -> None:
     for plain, offloaded in run_ranks(2, unfreezes):
         assert plain == offloaded
 
@@ -231,5 +231,5 @@ def failing_step(ratio: float) -> list[str]:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9])
-def test_after_a_step_that_failed_half_way_the_model_computes_with_what_was_stepped(ratio: float) -> None:
+def test_a_forward_after_a_failed_step_uses_the_stepped_weights(ratio: float) -> None:
     assert run_ranks(1, failing_step, ratio) == [[]]

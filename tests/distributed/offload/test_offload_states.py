@@ -278,6 +278,6 @@ def used(name: str) -> list[str]:
 @pytest.mark.every(4)
 # A single rank sends no codec messages, so it has no error feedback.
 @pytest.mark.parametrize(("name", "world"), [pair for pair in product(HELD, (1, 2)) if pair != ("coded", 1)])
-def test_who_needs_what_is_away_is_told_what_to_call(name: str, world: int) -> None:
+def test_uses_of_offloaded_states_raise_with_the_remedy(name: str, world: int) -> None:
     """The error names the kind and the remedy. Without it, code would read empty memory and crash, or compute NaN."""
     assert run_ranks(world, used, name) == [[]] * world

@@ -221,13 +221,13 @@ def test_new_weights_are_in_use_where_they_are_sent_on(tmp_path: Path) -> None:
         training.optimizer.close()
 
 
-def test_staging_is_the_host_s_whatever_the_default_device() -> None:
+def test_staging_is_in_host_memory_with_any_default_device() -> None:
     with torch.device("meta"), Ring(2, 4096, pinned=False).taken() as buffer:
         assert buffer.device.type == "cpu"
 
 
 @pytest.mark.parametrize("kernel", [torch.add, torch.Tensor.copy_, partial(torch.add, alpha=2)])
-def test_what_is_pretended(kernel: Callable[..., Tensor]) -> None:
+def test_the_pretended_device_refuses_to_mix_memories(kernel: Callable[..., Tensor]) -> None:
     with two_memories() as memories:
         own, other = torch.ones(2), torch.ones(2)
         memories.take(own)

@@ -126,7 +126,7 @@ def refusals(cases: list[str]) -> dict[str, tuple[str, str, float]]:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_refusal_says_what_was_given_and_expected(world: int) -> None:
+def test_every_refusal_names_the_given_and_the_expected_value(world: int) -> None:
     names = [[*CASES], ["tied since"], ["closed"]]
     for cases in names:
         for found in run_ranks(world, refusals, cases):

@@ -486,7 +486,7 @@ def edited_after_a_look_at_held(stage: int, look: str) -> float:
 @pytest.mark.campaign
 @pytest.mark.parametrize("look", ["norms", "clip"])
 @pytest.mark.parametrize("stage", [3, 1, 0])
-def test_gradients_edited_after_a_look_at_what_was_held(stage: int, look: str) -> None:
+def test_gradients_edited_after_held_ones_were_reduced(stage: int, look: str) -> None:
     assert max(run_ranks(2, edited_after_a_look_at_held, stage, look)) < 1e-12
 
 

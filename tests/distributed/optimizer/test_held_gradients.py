@@ -166,7 +166,7 @@ def cleared(settings: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("name", some(HOLDING, 3))
-def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
+def test_zero_grad_of_the_wrapped_optimizer_clears_held_gradients(name: str) -> None:
     run_ranks(4, cleared, HOLDING[name], local_world_size=2)
 
 
@@ -185,6 +185,6 @@ def removed(settings: dict[str, object]) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["stage 1", "deferred"])
-def test_a_gradient_taken_away_leaves_what_is_held_of_others(name: str) -> None:
+def test_removing_a_gradient_keeps_held_gradients_of_others(name: str) -> None:
     """Held gradients are sharded over another number of ranks than optimizer states."""
     run_ranks(4, removed, HOLDING[name], local_world_size=2)

@@ -193,7 +193,7 @@ def edited() -> float:
     return float(zeropp.full_state(model)["blocks.0.lin.weight"].max())
 
 
-def test_values_are_what_16_bits_hold() -> None:
+def test_edits_are_rounded_to_16_bits() -> None:
     assert run_ranks(2, edited) == [1.0] * 2
 
 

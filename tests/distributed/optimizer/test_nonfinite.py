@@ -318,7 +318,7 @@ def test_no_read_in_forward_and_backward(settings: dict[str, object]) -> None:
         assert len(step) <= 2, step
 
 
-def nan_in_what_comes_late() -> tuple[list[str], int]:
+def nan_in_stray_gradients() -> tuple[list[str], int]:
     """Let the last rank have stray gradients with NaN, in a step in which no gradient is edited.
 
     Returns:
@@ -335,6 +335,6 @@ def nan_in_what_comes_late() -> tuple[list[str], int]:
     return [message for message in messages if "scaled" in message], pair.optimizer.skipped_steps
 
 
-def test_nan_in_what_comes_late_is_not_taken_for_an_edit() -> None:
-    for said, skipped in run_ranks(2, nan_in_what_comes_late):
+def test_nan_in_stray_gradients_is_not_taken_for_an_edit() -> None:
+    for said, skipped in run_ranks(2, nan_in_stray_gradients):
         assert said == [] and skipped == 1

@@ -111,7 +111,7 @@ WAITING: dict[str, tuple[dict[str, object], Any, bool]] = {
 
 @pytest.mark.every(4)
 @pytest.mark.parametrize("why", WAITING)
-def test_what_the_host_must_know_it_waits_for(why: str) -> None:
+def test_the_host_waits_only_for_results_that_it_needs(why: str) -> None:
     settings, kind, unfused = WAITING[why]
     assert run_ranks(2, waits, {**STATIC, **settings}, kind, unfused) == [3, 3]
     assert run_ranks(2, waits, STATIC, torch.optim.Adam, False) == [0, 0]
@@ -174,7 +174,7 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
 @pytest.mark.every(8)
 @pytest.mark.parametrize("factor", [1.0, float("nan")])
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=str)
-def test_a_rank_that_waits_does_what_others_have_done(settings: dict[str, object], factor: float) -> None:
+def test_ranks_that_read_early_and_late_take_the_same_steps(settings: dict[str, object], factor: float) -> None:
     """Ranks that lack some gradients read the sum first, the other ranks read it late, and all take the same steps."""
     found = run_ranks(3, some_wait, settings, factor)
     assert [wrong for wrong, _ in found] == [[]] * 3
@@ -242,7 +242,7 @@ def twice() -> tuple[float, float]:
     return first or 0.0, optimizer.grad_norm or 0.0
 
 
-def test_a_second_step_measures_what_the_first_has_clipped() -> None:
+def test_a_second_step_measures_gradients_clipped_by_the_first() -> None:
     for first, second in run_ranks(2, twice):
         assert first > 0.1 and second == pytest.approx(0.01, rel=1e-4)
 

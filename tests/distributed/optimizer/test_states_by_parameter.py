@@ -141,7 +141,7 @@ def used(stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", some([3, 0, 2], 3))
-def test_other_uses_say_what_to_call(stage: int, tmp_path: Path) -> None:
+def test_refused_uses_name_the_function_to_call(stage: int, tmp_path: Path) -> None:
     run_ranks(2, used, stage, tmp_path)
 
 

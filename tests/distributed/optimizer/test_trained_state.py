@@ -155,7 +155,7 @@ def saved(late: bool) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("late", [False, True])
-def test_saved_states_know_what_was_unfrozen(late: bool) -> None:
+def test_saved_states_record_which_parameters_were_unfrozen(late: bool) -> None:
     for said, weights, found in run_ranks(2, saved, late):
         if late:
             assert "another partition" in said and "unfrozen" in said
@@ -186,7 +186,7 @@ def rolled_back() -> tuple[str, dict[str, Tensor], dict[str, Tensor], bool]:
     return said, weights, found, not torch.equal(zeropp.full_state(model)[name], weights[name])
 
 
-def test_a_state_that_fits_is_loaded_before_what_was_asked_for_is_unfrozen() -> None:
+def test_a_fitting_state_is_loaded_before_a_pending_unfreezing() -> None:
     for said, weights, found, trained in run_ranks(2, rolled_back):
         assert said == "nothing" and trained
         assert all(torch.equal(weights[name], found[name]) for name in weights)

@@ -173,7 +173,7 @@ def by_hand_one_left(loop: Loop) -> None:
         loop.optimizer.zero_grad()
 
 
-def what_is_there(loop: Loop) -> None:
+def step_now_last(loop: Loop) -> None:
     for first, end in EPOCHS:
         for number in range(first, end):
             loop.backward(number)
@@ -243,7 +243,7 @@ LOOPS: dict[str, tuple[Callable[[Loop], None], dict[str, object], list[range], l
     ),
     "by hand, one more": (by_hand_one_left, {}, windows(4, 9, 14), [True, True, True, False, False]),
     "unmanaged": (every_time, {"managed_gradient_accumulation": False}, windows(*range(1, 17)), [True] * 16),
-    "now": (what_is_there, {}, windows(4, 8, 10, 14, 16), [*ODD * 2, False, False, True, *ODD, False, False, True]),
+    "now": (step_now_last, {}, windows(4, 8, 10, 14, 16), [*ODD * 2, False, False, True, *ODD, False, False, True]),
     "nothing left": (nothing_left, {}, windows(4, 8, 12, 16), [*ODD * 2, False, *ODD * 2, False]),
     "resumed": (resumed, {}, windows(4, 8, 12, 16), ODD * 4),
     "discarded": (discarded, {}, [*windows(4, 8), range(10, 14)], [*ODD * 2, False, False, *ODD, False, False]),

@@ -205,7 +205,7 @@ def other_kinds(first: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["no_sync", "eval"])
-def test_what_one_kind_of_phase_knows_another_may_use(first: str) -> None:
+def test_units_of_one_kind_of_phase_may_be_used_by_another(first: str) -> None:
     """A unit that other phases have used may be needed in the new kind of phase, too.
 
     So ranks exchange at the end of such a phase, although all phases of this kind were equal so far.

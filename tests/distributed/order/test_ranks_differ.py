@@ -230,7 +230,7 @@ def test_ranks_leave_a_known_order(steps: str, settings: dict[str, object]) -> N
     run_ranks(2, follow, LEAVES[steps], settings)
 
 
-def test_a_rank_comes_back_for_what_the_live_limit_took() -> None:
+def test_a_rank_asks_again_for_units_released_by_the_live_limit() -> None:
     """With a live limit of 0, a unit that is gathered for the other rank is released at once.
 
     So a rank that uses the blocks in the other order must ask for the unit again.

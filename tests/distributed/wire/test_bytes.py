@@ -192,7 +192,7 @@ def placed(unit: str, numel: int, hops: str) -> Traffic:
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_each_placement_sends_what_its_levels_say(name: str) -> None:
+def test_each_placement_sends_the_bytes_of_its_levels(name: str) -> None:
     """Steps have four micro-batches, so that hops used once per step differ from hops used in each micro-batch."""
     settings, hops = PLACED[name]
     for rank, (found, sizes, _) in enumerate(run_ranks(4, one_step, settings, 2, 4, local_world_size=2)):
@@ -276,14 +276,14 @@ def check_the_device(tcp: str | None, busy: bool, *, ranks: int, local: int, dty
 @pytest.mark.campaign
 @pytest.mark.root
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
-def test_the_device_carries_what_the_ledger_says(tcp: str | None, busy: bool) -> None:
+def test_the_device_carries_the_bytes_of_the_ledger(tcp: str | None, busy: bool) -> None:
     check_the_device(tcp, busy, ranks=2, local=2, dtype="fp32")
 
 
 @pytest.mark.campaign
 @pytest.mark.root
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
-def test_the_device_carries_what_the_ledger_says_of_two_nodes(tcp: str | None, busy: bool) -> None:
+def test_the_device_carries_the_bytes_of_the_ledger_of_two_nodes(tcp: str | None, busy: bool) -> None:
     check_the_device(tcp, busy, ranks=4, local=2, dtype="bf16")
 
 
@@ -306,7 +306,7 @@ def state_traffic() -> tuple[list[tuple[str, int]], int]:
     return sent, sum(row.bytes for row in ledger.rows if row.unit == "<broadcast>")
 
 
-def test_what_states_and_edits_send_is_counted_as_it_travels() -> None:
+def test_traffic_of_states_and_edits_is_counted_in_its_own_codec() -> None:
     model = Uneven()
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     for rank, (sent, shared) in enumerate(run_ranks(2, state_traffic)):

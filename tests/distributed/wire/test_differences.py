@@ -222,7 +222,7 @@ def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
     return zeropp.full_state(model), refreshes(optimizer.engine).get(FAULT, 0)
 
 
-def test_a_backward_goes_on_with_what_a_comparison_before_it_has_renewed() -> None:
+def test_a_backward_uses_weights_renewed_by_a_comparison_before_it() -> None:
     """Main weights are unchanged, so the graph of the second forward stays valid.
 
     The damaged weights are renewed before the second backward gathers them.
@@ -297,7 +297,7 @@ def followed(settings: dict[str, object]) -> list[str]:
 @pytest.mark.every(6)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", some(PLACED, 3))
-def test_four_bit_differences_reach_every_rank_and_what_they_lose_is_carried(world: int, name: str) -> None:
+def test_four_bit_differences_reach_every_rank_and_include_earlier_errors(world: int, name: str) -> None:
     """Differences are taken from the rounded base, so each one includes the rounding errors of earlier ones."""
     settings = PLACED[name]
     if world == 2 and "zero_hpz_partition_size" in settings:

@@ -120,7 +120,7 @@ def trained_with(settings: dict[str, object], factors: list[float]) -> dict[str,
 
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
-def test_what_was_cleared_does_not_come_back_where_the_next_gradient_is_not_finite(feedback: str) -> None:
+def test_cleared_errors_stay_cleared_after_a_non_finite_gradient(feedback: str) -> None:
     """A NaN gradient between the clearing and the next step must not bring the cleared errors back."""
     settings = {**GRADIENTS, "zeropp_loco_param": {"reset_T": 1}, "feedback": feedback}
     without, found = (
@@ -260,7 +260,7 @@ def scaled(settings: dict[str, object], init: float | None) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("feedback", some(["both", "cross"], 2))
-def test_a_loss_scale_that_changes_does_not_disturb_what_is_carried(feedback: str) -> None:
+def test_a_changing_loss_scale_does_not_change_stored_errors(feedback: str) -> None:
     """Scaling by powers of two is exact, so weights have the bits of a run without scaling."""
     settings = {**GRADIENTS, "zeropp_loco_param": {}, "feedback": feedback}
     plain = run_ranks(4, scaled, settings, None, local_world_size=2)
@@ -430,9 +430,7 @@ def left_alone(settings: dict[str, Any], frozen: bool) -> list[tuple[float, floa
 @pytest.mark.every(4)
 @pytest.mark.parametrize("frozen", [False, True], ids=["unused", "frozen"])
 @pytest.mark.parametrize("settings", [{}, {"feedback": "both"}, {"stage": 1}, {"hadamard": True}], ids=str)
-def test_what_is_carried_for_a_parameter_without_gradient_is_no_gradient(
-    settings: dict[str, Any], frozen: bool
-) -> None:
+def test_stored_errors_of_a_parameter_without_gradient_are_no_gradient(settings: dict[str, Any], frozen: bool) -> None:
     """Stored errors of ``huge`` must not count as a gradient.
 
     They would be much larger than the gradient of ``small``, and clipping would scale that gradient to almost zero.

@@ -92,7 +92,7 @@ def many_groups() -> Tensor:
     return zeropp.full_state(model)["weight"]
 
 
-def test_room_is_kept_for_what_is_sent_together() -> None:
+def test_scaling_depends_only_on_backwards_reduced_together() -> None:
     """The scaling depends on the backwards that are reduced together, and not on earlier ones of the step.
 
     With every further reduction, small gradients would otherwise be scaled down more, and become zero.

@@ -182,7 +182,7 @@ def error_beside_spikes(rotate: bool) -> tuple[float, set[str]]:
     return float(error[~spikes].square().mean()), used
 
 
-def test_rotation_spares_what_lies_beside_spikes() -> None:
+def test_rotation_preserves_small_elements_beside_large_ones() -> None:
     """Without rotation, a large element sets the scale of its group, and small elements are rounded away."""
     plain = run_ranks(4, error_beside_spikes, False, local_world_size=2)
     for (error, used), (without, _) in zip(

@@ -118,7 +118,7 @@ def sent(settings: dict[str, object]) -> tuple[int, int]:
     )
 
 
-def test_the_ledger_has_what_gloo_sends() -> None:
+def test_the_ledger_counts_the_bytes_that_gloo_sends() -> None:
     """The plan predicts the bytes of an exchange; gloo's reduce-scatter sends twice as many."""
     for found, planned in run_ranks(4, sent, {}, local_world_size=2):
         assert found == planned > 0

@@ -116,7 +116,7 @@ class Square(torch.nn.Module):
         self.linear = torch.nn.Linear(1024, 1024, bias=False)
 
 
-def test_tokens_that_hide_what_crosses_nodes() -> None:
+def test_number_of_tokens_that_hide_traffic_between_nodes() -> None:
     """Forward in bf16 sends 2 bytes per weight for 2 operations per token, backward 4 bytes for 4 operations.
 
     So traffic is hidden from ``flops / bandwidth * (1 - 1 / nodes)`` tokens on.

@@ -92,7 +92,7 @@ def test_steps_are_fused_unless_it_is_said_otherwise() -> None:
         ("SparseAdam", {}, "sparse gradients, .* use AdamW"),
     ],
 )
-def test_what_is_refused(kind: str | None, params: dict[str, Any], told: str) -> None:
+def test_unusable_optimizers_and_arguments_are_refused(kind: str | None, params: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         made(kind, **params)
 

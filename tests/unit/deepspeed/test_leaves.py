@@ -62,7 +62,7 @@ def test_names_and_suffixes() -> None:
     assert units(model) == 5
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_classes_and_names_without_modules_are_errors() -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"no modules of classes \['Mixtral'\]"):
         zero.set_z3_leaf_modules(model, ["Mixtral"])

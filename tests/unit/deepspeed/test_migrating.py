@@ -89,7 +89,7 @@ def keys() -> dict[str, str]:
     }
 
 
-def test_every_key_is_named_with_what_becomes_of_it() -> None:
+def test_the_page_names_every_key_with_the_right_verdict() -> None:
     said, wrong = keys(), []
     for block, names, kind in fields():
         full = [f"{block}.{name}" if block else name for name in names]

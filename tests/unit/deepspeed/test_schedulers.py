@@ -161,7 +161,7 @@ def test_a_rate_in_a_tensor_stays_one() -> None:
         (lambda o: OneCycle(o, 0.0, [1.0, 2.0]), "cycle_max_lr has 2 numbers"),
     ],
 )
-def test_what_is_refused(make: Callable[[torch.optim.Optimizer], object], told: str) -> None:
+def test_unusable_schedule_arguments_are_refused(make: Callable[[torch.optim.Optimizer], object], told: str) -> None:
     inner = optimizer()
     with pytest.raises(ValueError, match=told):
         make(inner)

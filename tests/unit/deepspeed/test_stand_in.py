@@ -99,7 +99,7 @@ def test_a_folder_of_that_name_beside_the_script_is_not_taken_for_it(
     assert main([sys.executable, "-c", "import deepspeed"]) == 2 and name in capsys.readouterr().err
 
 
-def test_what_only_bears_the_name_of_an_argument_is_no_other_one(tmp_path: Path) -> None:
+def test_an_argument_named_deepspeed_py_shadows_nothing(tmp_path: Path) -> None:
     for name in ("train.py", "configs/deepspeed.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
