@@ -283,7 +283,7 @@ def tiers_of(zero: dict[str, Any]) -> tuple[dict[str, float], ...]:
 def draw_tiers() -> Figure:
     """The storage tier of each tensor for four configurations, as `zeropp.plan.memory` counts them."""
     figure, axes = new_axes(11.5, 4.9, 23, 9.8)
-    columns = ((4.6, 6.6, "GPU memory"), (11.5, 5.4, "host memory"), (17.2, 5.4, "NVMe files"))
+    columns = ((4.6, 6.0, "GPU memory"), (10.9, 6.0, "host memory"), (17.2, 5.4, "NVMe files"))
     for x, width, name in columns:
         text(axes, x + width / 2, 0.5, name, weight="bold")
     looks = {
