@@ -346,7 +346,7 @@ def test_a_wrong_configuration_is_refused() -> None:
     ("zeropp_block", "zero", "bf16", "said"),
     [
         ({"weight_codec": "delta4"}, {"zero_hpz_partition_size": 4}, True, "makes none"),
-        ({"weight_codec": "lossless"}, {"zero_hpz_partition_size": 2}, False, "computed with in fp32"),
+        ({"weight_codec": "lossless"}, {"zero_hpz_partition_size": 2}, False, "has the compute dtype fp32"),
         ({}, {"stage": 0, "offload_optimizer": {"device": "cpu"}}, True, "needs stage 1, 2 or 3, got stage 0"),
     ],
 )

@@ -514,9 +514,9 @@ class EngineGather:
                 continue
             if self.modifier_rank is not None or fingerprint(parameter) != self.before[number]:
                 raise RuntimeError(
-                    "the model was called inside GatheredParameters with edits, and its forward would round the edited "
-                    f"{self.names[number]!r} to {dtype}. Call the model after the block, or in a block without "
-                    "modifier_rank and without edits"
+                    "the model was called inside GatheredParameters with edits or with modifier_rank, and its forward "
+                    f"would round {self.names[number]!r} to {dtype}. Call the model after the block, or in a block "
+                    "without modifier_rank and without edits"
                 )
             # Convert one value at a time, so that only one of them exists in both dtypes.
             parameter.data = self.values[number] = parameter.data.to(dtype)

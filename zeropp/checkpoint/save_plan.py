@@ -168,8 +168,10 @@ def compare(
         why = ", which were frozen and left out when it was saved" if set(wanted) & set(said) else ""
         lacks = [f"the checkpoint has no {_list(wanted)}{why}"] if wanted else []
         lacks += [f"the model has no {_list(unexpected)}"] if unexpected else []
-        tied = f"the model ties {_list(apart)} to {aliases[apart[0]]!r}, but the checkpoint has separate values"
-        lacks += [f"{tied}, of which strict=False takes {aliases[apart[0]]!r}"] if apart else []
+        if apart:
+            first = aliases[apart[0]]
+            tied = f"the model ties {_list(apart)} to {first!r}, but the checkpoint has separate values"
+            lacks.append(f"{tied}, of which strict=False takes {matched.get(first, first)!r}")
         kept = ". strict=False leaves missing and surplus values as they are" if wanted or unexpected else ""
         raise CheckpointError(f"model and checkpoint differ: {', and '.join(lacks)}{kept}")
     wrong = []

@@ -204,8 +204,9 @@ class _FirstUse:
         if late:
             raise RuntimeError(
                 f"fully_shard was called on {late} after zeropp.fsdp2.apply, so their communication is not quantized. "
-                "Call apply after the last fully_shard. To go on in this process, call remove() of the adapter, call "
-                "apply again, and call reset_iter_state() of the root (torch 2.13), because FSDP2 has begun a forward"
+                "Call apply after the last fully_shard. To go on in this process, call remove() of the adapter that "
+                "apply returned, call apply again, and call reset_iter_state() of the root (torch 2.13), because FSDP2 "
+                "has begun a forward"
             )
         # Check once only: a walk over all modules at each gather would cost host time.
         self._passed = True

@@ -203,7 +203,7 @@ def require_dtypes(config: Config, encoding: Encoding, parameters: ComputedWith)
         if parameter.requires_grad and dtype not in BASES[codec]:
             raise ValueError(
                 f'zeropp.weight_codec "{codec}" sends differences of weights in '
-                f"{' or '.join(map(dtype_name, BASES[codec]))}, and parameter {name!r} is computed with in "
+                f"{' or '.join(map(dtype_name, BASES[codec]))}, and parameter {name!r} has the compute dtype "
                 f'{dtype_name(dtype)}; set {{"bf16": {{"enabled": true}}}}, or leave weight_codec out'
             )
 

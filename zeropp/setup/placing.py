@@ -47,7 +47,7 @@ def find_device(
     for kind, name in _on_meta(model, parameters):
         raise ValueError(
             f"{kind} {name!r} is on the meta device and has no values. Give the device to train "
-            "on, ZeroOptimizer(..., device=...): then all ranks get rank 0's values, and only rank 0 needs some. Or "
+            "on, ZeroOptimizer(..., device=...): then all ranks get rank 0's values, so only rank 0 needs values. Or "
             "call zeropp.zero.materialize(model), and load it after wrapping"
         )
     if len(found) > 1:

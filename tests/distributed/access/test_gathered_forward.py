@@ -139,4 +139,4 @@ def edited(kept: bool) -> str:
 @pytest.mark.parametrize("kept", [True, False])
 def test_edits_are_not_rounded(kept: bool) -> None:
     for message in run_ranks(2, edited, kept):
-        assert "its forward would round the edited" in message and "to torch.bfloat16" in message
+        assert "its forward would round" in message and "to torch.bfloat16" in message

@@ -354,9 +354,9 @@ def refused(settings: dict[str, object]) -> None:
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"zero_hpz_partition_size": 2}, "is computed with in fp32; set"),
+    ({"zero_hpz_partition_size": 2}, "has the compute dtype fp32; set"),
     ({**HPZ, "zero_quantized_weights": True}, "ask for different codecs"),
-    ({**HPZ, "secondary": "codes"}, "caches codes instead; leave secondary"),
+    ({**HPZ, "secondary": "codes"}, "caches codes; leave secondary"),
     (BF16, "stage 3 caches none; set zero_hpz_partition_size"),
     ({**BF16, "zero_hpz_partition_size": 4}, "makes none: no more than"),
 ]
