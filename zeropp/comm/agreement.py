@@ -610,7 +610,7 @@ class Watch:
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._asked = 0.0  # time of the last check for failed ranks
-        self._patrol = PeriodicThread("watch", self.look, self.end)
+        self._periodic = PeriodicThread("watch", self.look, self.end)
 
     @contextlib.contextmanager
     def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:
@@ -623,8 +623,8 @@ class Watch:
             yield
             return
         # The thread is started at the first wait: a rank that never waits for other ranks needs no thread.
-        if not self._patrol.started:
-            self._patrol.start(min(self._after / _LOOKS_WHILE_WAITING, status.PERIOD))
+        if not self._periodic.started:
+            self._periodic.start(min(self._after / _LOOKS_WHILE_WAITING, status.PERIOD))
         # Waits can be nested, for example an exchange inside a user's call. The watching thread reads ``_current``
         # without a lock, because assigning a reference is atomic.
         before = self._current
@@ -645,7 +645,7 @@ class Watch:
     def close(self) -> None:
         """End the watching thread."""
         self._after = None
-        self._patrol.stopped.set()
+        self._periodic.stopped.set()
 
     def look(self) -> None:
         """Check the present wait, and log a warning if the wait is long; called on the watching thread."""
@@ -669,7 +669,7 @@ class Watch:
         try:
             self._board.post_waiting(self._engine, account)
             # Wait on the event and not by sleep(), so that the end of the program does not wait for this thread.
-            self._patrol.stopped.wait(min(_LATER, self._after / _LOOKS_WHILE_WAITING))
+            self._periodic.stopped.wait(min(_LATER, self._after / _LOOKS_WHILE_WAITING))
             words = self._words({**self._board.accounts(self._engine), self._rank: account})
         except (RuntimeError, TimeoutError) as error:
             words = (

@@ -48,10 +48,10 @@ class PeriodicThread:
         with self._starting:
             if not self.started:
                 self.started = True
-                self._threads.start(self._name, _patrol, self._name, self._look, self._end, self.stopped, period)
+                self._threads.start(self._name, _periodic, self._name, self._look, self._end, self.stopped, period)
 
 
-def _patrol(
+def _periodic(
     name: str,
     look: weakref.WeakMethod[Callable[[], None]],
     end: weakref.WeakMethod[Callable[[], None]] | None,

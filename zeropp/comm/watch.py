@@ -681,7 +681,7 @@ class Monitor:
         self._failed = failed
         self._asked = 0.0  # time of the last call of ``failed``
         self._progress = 0.0  # time when finished work was last found
-        self._patrol = PeriodicThread("monitor", self._look)
+        self._periodic = PeriodicThread("monitor", self._look)
 
     def watch_event(self, event: Event, doing: str) -> None:
         """Watch one piece of queued work.
@@ -691,8 +691,8 @@ class Monitor:
             doing: description of the work, in words that follow "waiting for".
         """
         # The thread is started at the first event: a rank that sends nothing needs no thread.
-        if not self._patrol.started:
-            self._patrol.start(min(self._hang_timeout / _LOOKS_BEFORE_LOSS, PERIOD))
+        if not self._periodic.started:
+            self._periodic.start(min(self._hang_timeout / _LOOKS_BEFORE_LOSS, PERIOD))
         self._queued.append((event, doing, time.monotonic()))
 
     def _look(self) -> None:
@@ -712,14 +712,14 @@ class Monitor:
         while self._queued and self._queued[0][0].done():
             self._queued.popleft()
             self._progress = now
-        if not self._queued or self._patrol.stopped.is_set():
+        if not self._queued or self._periodic.stopped.is_set():
             return
         _, doing, since = self._queued[0]
         # A long queue is not a hang, so the time of each piece of work counts from the end of the piece before it.
         waited = now - max(since, self._progress)
         late = waited >= self._hang_timeout
         if late or self._is_in_vain(waited, now):
-            self._patrol.stopped.set()
+            self._periodic.stopped.set()
             give_up = self._give_up()
             if give_up is not None:
                 give_up(doing, waited=late)
@@ -736,7 +736,7 @@ class Monitor:
 
     def close(self) -> None:
         """End the monitor's thread."""
-        self._patrol.stopped.set()
+        self._periodic.stopped.set()
 
 
 class GiveUp(Protocol):

@@ -303,7 +303,7 @@ class StepSync:
         )
 
     def _sum_unread(self) -> StepStats:
-        self._pending_sum = PendingSum(self._sum(self._measure_doubted(), late=True))
+        self._pending_sum = PendingSum(self._sum(self._measure_stale(), late=True))
         if (monitor := self.engine.agreement.monitor) is not None:
             monitor.watch_event(self._pending_sum, "the sum of norms and flags")
         self._go_on_late()
@@ -456,7 +456,7 @@ class StepSync:
         self._note_versions()
 
     def _exchange(self) -> list[float]:
-        edited = self._measure_doubted()
+        edited = self._measure_stale()
         values = self._add_up(edited)
         if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] % _MISSED == 0:
             # The squares of large finite values overflow float32. All ranks see this in the sum and repeat it in
@@ -481,7 +481,7 @@ class StepSync:
         assert self._vector is not None
         return rounded(self._vector[0].sqrt())
 
-    def _measure_doubted(self) -> Tensor:
+    def _measure_stale(self) -> Tensor:
         """Renew outdated reports; return float64 [1]: 1 if gradients changed since, plus _EARLY for accepted edits."""
         stale = [gradient for gradient in self._arrived() if gradient.stale]
         early = _EARLY * self._edited_early
