@@ -98,10 +98,16 @@ def join(world: int, local: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
+def gather(unit: Any, comm_streams: CommStreams) -> None:
+    """Gather one unit, and wait for its values."""
+    work, after = unit.prepare_gather(comm_streams)
+    unit.note_gather(comm_streams.run_work(work, after=after))
+    unit.wait_for_unshard(10.0)
+
+
 def cycle(unit: Any, comm_streams: CommStreams) -> None:
     """Gather, unshard and reshard one unit."""
-    unit.note_gather(comm_streams.run_work(unit.prepare_gather(comm_streams))[-1])
-    unit.wait_for_unshard(10.0)
+    gather(unit, comm_streams)
     unit.unshard()
     unit.reshard(comm_streams)
 
@@ -159,8 +165,7 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         result["unit_us"] = microseconds(lambda: cycle(unit, inline), repeats)
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()
-        unit.note_gather(inline.run_work(unit.prepare_gather(inline))[-1])
-        unit.wait_for_unshard(10.0)
+        gather(unit, inline)
         unit.unshard()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)
         unit.reshard(inline)

@@ -114,7 +114,7 @@ def device_bytes(plan: MemoryPlan) -> int:
     """Return the bytes that a GPU needs besides activations: states, and two units in flight with gradients."""
     moving = max((unit.gathered + unit.message for unit in plan.units if not unit.persistent), default=0)
     arriving = max(unit.arriving for unit in plan.units)
-    return plan.total + plan.device_states + plan.new_weights + 2 * (moving + arriving)
+    return plan.total + plan.gradients + plan.device_states + plan.new_weights + 2 * (moving + arriving)
 
 
 @cache

@@ -29,7 +29,6 @@ __all__ = [
     "all_gather_single",
     "backends",
     "break_graph",
-    "bump_versions",
     "chosen_timeout",
     "compiles_backwards",
     "current_graph_task",
@@ -55,6 +54,8 @@ __all__ = [
     "reduce_scatter_single",
     "replays_cuda_graphs",
     "sends_from_host",
+    "set_grad_enabled",
+    "set_versions",
     "sharing_versions",
     "storage_id",
     "storage_uses",
@@ -72,6 +73,10 @@ unguarded = torch._C.DisableTorchFunctionSubclass
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Function that returns True while the PyTorch profiler records."""
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Function that sets this thread's grad mode; ``torch.set_grad_enabled`` makes a context manager for each call."""
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -102,11 +107,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def bump_versions(tensors: Sequence[Tensor], version: int) -> None:
-    """Set autograd's version counters of tensors. Autograd raises in backward for tensors saved at another version."""
-    # FSDP2 preserves the counter over a gather, so that autograd sees no change. zeropp sets it, so that autograd
-    # detects weights of an older step. See [Note: versions].
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+# FSDP2 preserves the counter over a gather, so that autograd sees no change. zeropp sets it, so that autograd detects
+# weights of an older step. See [Note: versions].
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+"""Function that sets autograd's version counters of tensors. Autograd raises in backward for tensors saved at another
+version."""
 
 
 def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -114,9 +119,9 @@ def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
     before = [tensor._version for tensor in tensors]
     # Set each tensor's counter to its position. Tensors with a shared counter all show the position of the last of
     # them.
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(range(len(tensors))))
+    set_versions(tuple(tensors), tuple(range(len(tensors))))
     sharing = [position for position, tensor in enumerate(tensors) if tensor._version != position]
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(before))
+    set_versions(tuple(tensors), tuple(before))
     return sharing
 
 

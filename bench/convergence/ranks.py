@@ -16,15 +16,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.hops import Hop, Ledger
+from zeropp.comm.hops import Hop, Ledger, TrafficKey
 from zeropp.comm.process_groups import HOST
 from zeropp.comm.streams import CommStreams, InlineStream
 from zeropp.config import Config
-from zeropp.offload.storage_tiers import MemoryTensor
 from zeropp.offload.tier_choice import at_device
 from zeropp.optimizer.optimizer_step import ErrorFeedback
 from zeropp.params.buffer_maker import BufferMaker
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.levels import BufferLayout, HopSpec
 from zeropp.setup.blueprint import draw_blueprint
 
@@ -62,15 +61,14 @@ class VirtualHop(Hop):
         super().__init__(spec, None, "gloo", rank, ledger, kind)  # with gloo, Hop handles messages part by part
         self._meeting = meeting
 
-    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
-        """Gather the members' pieces into ``out``, as :meth:`Hop.all_gather` does."""
-        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
-        self._meeting.swap(self.index, list(out.view(self.size, -1).unbind()), [piece] * self.size)
+    def all_gather(self, out: Tensor, own: Tensor, key: TrafficKey) -> None:
+        """Gather the members' slices into ``out``, as :meth:`Hop.all_gather` does."""
+        self.ledger.count_call(key, (self.size - 1) * own.nbytes)
+        self._meeting.swap(self.index, list(out.view(self.size, -1).unbind()), [own] * self.size)
 
-    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+    def all_to_all(self, message: Tensor, key: TrafficKey, *, apart: bool = True) -> list[Tensor]:
         """Exchange the parts of the members' messages, as :meth:`Hop.all_to_all` does."""
-        sent = message.nbytes // self.size * (self.size - 1)
-        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
+        self.ledger.count_call(key, message.nbytes // self.size * (self.size - 1))
         parts = list(message.view(self.size, -1).unbind())
         received = list(torch.empty_like(message).view(self.size, -1).unbind())
         received[self.index].copy_(parts[self.index])
@@ -160,7 +158,7 @@ class VirtualRanks:
         mean = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for buffer in ranks:
             start, stop = buffer.placement.slice_of(layout.numel, self.world)
-            buffer.gradient.row = MemoryTensor(mean[start:stop])
+            buffer.gradient.place_shard(mean[start:stop], transient=False)
         return Reduced(layout, ranks, mean, torch.zeros_like(mean))
 
     def take(self, rank: int) -> None:

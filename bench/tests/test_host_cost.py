@@ -135,7 +135,7 @@ def test_an_exchange_makes_no_tensor_for_each_rank(
         hop = Hop(HopSpec(world, 1, tuple(range(world)), "cross"), None, "nccl", 0, Ledger(), "reduce")
         message, out = codec.empty(256, world, torch.device("cpu")).zero_(), torch.empty(256)
         with host_cost.Calls() as calls:
-            parts = hop.all_to_all(message, "a unit", codec.name, apart=codec.apart)
+            parts = hop.all_to_all(message, hop.reduce_key("a unit", codec.name), apart=codec.apart)
             codec.decode_sum_(parts, out)
         found.append(calls.names)
     assert found[0] == found[1] and found[0].total() <= 6, found

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeropp.optimizer.step_sync import total_of
 from zeropp.wire import codecs
 from zeropp.wire.codecs import BlockCodec, PlainCodec, Report, report_nbytes
 
@@ -17,11 +18,11 @@ def shard(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
 
 
 def square(report: Report) -> float:
-    return Report.total([report], torch.device("cpu"))[0].item()
+    return total_of([report], torch.device("cpu"))[0].item()
 
 
 def bad(report: Report) -> float:
-    return Report.total([report], torch.device("cpu"))[1].item()
+    return total_of([report], torch.device("cpu"))[1].item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -57,9 +58,9 @@ def test_several_shards_of_two_dtypes_and_none() -> None:
     for seed, dtype in enumerate([torch.float32, torch.float64, torch.float32]):
         reports.append(Report(values := shard(dtype, seed)))
         reports[-1].measure(values)
-    total = Report.total(reports, torch.device("cpu"))
+    total = total_of(reports, torch.device("cpu"))
     assert total[0].item() == pytest.approx(sum(square(report) for report in reports), rel=1e-12)
-    assert Report.total([], torch.device("cpu")).tolist() == [0.0, 0.0]
+    assert total_of([], torch.device("cpu")).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

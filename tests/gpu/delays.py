@@ -159,9 +159,9 @@ def train(
     generator = torch.Generator().manual_seed(3)
     batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=None if late is None else True)
-    # Reduce on a comm stream, as with several ranks. Without this patch, a single GPU rank sums with one kernel and no
-    # comm stream.
-    on_streams = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
+    # Reduce on a comm stream, as with several ranks. Without this patch, a single rank adds gradients to the shard
+    # without a message.
+    on_streams = mock.patch.object(gradient, "adds_directly", lambda path, shard: False)
     with on_streams, delays.in_force() if delays is not None else contextlib.nullcontext():
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
     if late is not None:

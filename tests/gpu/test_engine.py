@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.support.owned_memory import owned_bytes
-from zeropp.comm.hops import make_stalls
 from zeropp.comm.streams import CudaStream
+from zeropp.comm.timers import StreamStalls
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,7 +163,7 @@ def test_a_dropped_stream_has_finished() -> None:
 def test_waits_of_the_model_s_stream_are_timed_without_a_host_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     told: list[float] = []
-    stalls = make_stalls(device, lambda unit, kind, seconds: told.append(seconds))
+    stalls = StreamStalls(device, lambda unit, kind, seconds: told.append(seconds))
     stream = CudaStream(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -173,8 +173,10 @@ def test_waits_of_the_model_s_stream_are_timed_without_a_host_wait() -> None:
         end.record(torch.cuda.current_stream())
 
     event = stream.run(work)
-    with stalls.timing("unit", "gather"):
-        event.wait(1.0)
+    timer = stalls.timer("unit", "gather")
+    timer.begin()
+    event.wait(1.0)
+    timer.end()
     assert told == [], "a stall was reported before synchronize(), so the host waited"
     torch.cuda.synchronize()
     stalls.collect()

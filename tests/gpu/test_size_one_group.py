@@ -62,15 +62,16 @@ def hops(device: str) -> dict[str, list[bool]]:
     for dtype in DTYPES:
         given = torch.arange(1000, device=device).remainder(251).to(dtype)
         out, place = torch.zeros_like(given), given.clone()
-        hop.all_gather(out, given, "a unit", "plain")
-        hop.all_gather(place, place, "a unit", "plain")
+        hop.all_gather(out, given, hop.gather_key("a unit", "plain"))
+        hop.all_gather(place, place, hop.gather_key("a unit", "plain"))
         found["all_gather"].append(torch.equal(out, given))
         found["all_gather in place"].append(torch.equal(place, given))
-        (part,) = hop.all_to_all(given, "a unit", "plain")
-        (whole,) = hop.all_to_all(given, "a unit", "plain", apart=False)
+        (part,) = hop.all_to_all(given, hop.reduce_key("a unit", "plain"))
+        (whole,) = hop.all_to_all(given, hop.reduce_key("a unit", "plain"), apart=False)
         found["all_to_all"].append(torch.equal(part, given) and torch.equal(whole, given))
         if dtype != torch.uint8:  # codes are never summed, so no reduce_scatter
-            found["reduce_scatter"].append(torch.equal(hop.reduce_scatter(given, "a unit", "plain"), given))
+            whole = hop.reduce_scatter(given, hop.reduce_key("a unit", "plain"))
+            found["reduce_scatter"].append(torch.equal(whole, given))
     assert ledger.rows and all(row.bytes == 0 for row in ledger.rows), "a single rank has sent bytes"
     return found
 

@@ -14,7 +14,7 @@ from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
-from zeropp.params.gradient import LossScale, LossScaling
+from zeropp.params.loss_scale import LossScale, LossScaling
 from zeropp.params.unit import UnitState
 
 __all__ = ["ENDLESS", "Rank"]
@@ -26,6 +26,13 @@ ENDLESS = Limits(prefetch=100, live=1000, reuse=1000)
 class _Message:
     count: int
     nbytes: int = 1
+
+
+@dataclass
+class _Work:
+    collective: tuple[object, ...]
+    message: None = None
+    read: Event | None = None
 
 
 @dataclass
@@ -51,9 +58,12 @@ class _Gradient:
         message, self.held = _Message(self.held), 0
         return message
 
-    def prepare_reduce(self, message: _Message, scale: float, *, hold: bool) -> tuple[object, ...]:
+    def prepare_reduce(self, message: _Message, scale: float, *, hold: bool, last: object) -> _Work:
         self.delivered[self.unit] += message.count
-        return ("reduce", self.unit)
+        return _Work(("reduce", self.unit))
+
+    def free_message(self, message: _Message) -> None:
+        """Do nothing: the message has no memory."""
 
 
 @dataclass
@@ -88,8 +98,15 @@ class _Unit:
         if self._event is not None:
             yield "gather", self.wait_for_unshard
 
-    def prepare_gather(self, comm_streams: CommStreams) -> tuple[object, ...]:
-        return ("gather", self.index)
+    @property
+    def gathering(self) -> Event | None:
+        return self._event
+
+    def has_arrived(self) -> bool:
+        return self._event is None
+
+    def prepare_gather(self, comm_streams: CommStreams) -> tuple[_Work, None]:
+        return _Work(("gather", self.index)), None
 
     def note_gather(self, event: Event) -> None:
         self._event = event

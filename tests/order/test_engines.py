@@ -23,7 +23,7 @@ from tests.order.engines import run_engines
 from tests.support.branching_models import WIDTH, Block
 from tests.support.parity import Recipe, make_optimizer
 from zeropp.order.reductions import Reductions
-from zeropp.order.schedule import Schedule
+from zeropp.order.schedule import Transitions
 
 Route = Callable[[int, int], tuple[int, ...]]  # (rank, step) -> numbers of the blocks
 
@@ -143,16 +143,17 @@ def test_many_ranks(size: int) -> None:
 
 def test_a_rank_that_sends_more_is_seen() -> None:
     """The check is sensitive: rank 1 gathers a unit once more than the other ranks, and the check fails."""
-    issue, ranks = Schedule._issue, dict[int, int]()
+    issue, ranks = Transitions.issue_gather, dict[int, int]()
 
-    def once_more(schedule: Schedule, index: int) -> None:
-        issue(schedule, index)
+    def once_more(transitions: Transitions) -> None:
+        issue(transitions)
         number = dist.get_rank()
         ranks[number] = ranks.get(number, 0) + 1
         if number == 1 and ranks[1] == 20:
-            issue(schedule, index)
+            issue(transitions)
 
-    with mock.patch.object(Schedule, "_issue", once_more), pytest.raises(AssertionError, match="different things"):
+    patched = mock.patch.object(Transitions, "issue_gather", once_more)
+    with patched, pytest.raises(AssertionError, match="different things"):
         check(4, CASES["stage 3"])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -180,9 +180,10 @@ class CommStreams:
     world: World
     rank: int
 
-    def run_work(self, work: tuple[object, ...]) -> list[Event]:
+    def run_work(self, work: Any, after: None = None) -> Event:
         """Issue the collective that ``work`` describes."""
-        return [self.world.issue(self.rank, work)]
+        event = work.read = self.world.issue(self.rank, work.collective)
+        return event
 
 
 @dataclass
@@ -217,14 +218,17 @@ class Agreement:
         """Return copies of every rank's object, because a rank may change its object later."""
         return [pickle.loads(each) for each in self.world.exchange(self.rank, doing, pickle.dumps(value))]
 
-    def wait_for_event(self, wait: Callable[[float], bool], doing: str, timed: object = None) -> None:
+    def wait_for_event(self, wait: Callable[[float], bool], watched: object) -> None:
         """Wait without a time limit."""
         wait(0.0)
 
-    @contextlib.contextmanager
-    def issuing(self, what: str, unit: str, kind: str) -> Iterator[None]:
-        """Run the block without a measurement."""
-        yield
+    def watching(self, *doing: str, **described: object) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return contextlib.nullcontext()
+
+    def issuing(self, what: str, unit: str, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return contextlib.nullcontext()
 
     def queued(self, event: Event, unit: str, kind: str) -> None:
         """Do nothing."""

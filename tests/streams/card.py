@@ -538,6 +538,8 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         (transfer.Transfers, "_begin_transfer", _transfer(card)),
         (streams, "ThreadEvent", event),
         (streams, "_serve", serve_noted),
+        # Work of the card is as late as possible, so zeropp must wait for it wherever it may still run.
+        (streams._CudaEvent, "done", lambda event: False),
         # A fixed number, because zeropp would measure the speed of this machine.
         (host_step, "spare_cores", lambda ranks: 2),
         *((hops, name, collectives[name]) for name in ("all_gather_single", "reduce_scatter_single")),

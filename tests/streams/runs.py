@@ -202,7 +202,7 @@ def measured(t: Training) -> None:
     t.optimizer.zero_grad()
     with t.optimizer.no_sync():
         t.optimizer.backward(t.loss())
-    t.optimizer.step()
+    t.optimizer.step(now=True)
     t.optimizer.zero_grad()
 
 

@@ -20,21 +20,21 @@ SHOWN_BY: dict[str, list[str]] = {
     "stage 2, overlapped": [
         "access/state.py _gather_whole 1", "comm/streams.py CudaStream.run 1",
         "comm/streams.py CudaStream.run 2", "comm/streams.py CudaStream.run 3",
-        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py CommStreams.run_work 1", "comm/streams.py used_here 1",
+        "comm/streams.py _CudaEvent.wait 1", "comm/streams.py CommStreams.run_work 2", "comm/streams.py used_here 1",
         "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end_reductions 1",
-        "order/schedule.py Schedule._wait_and_unshard 1", "params/unit.py Unit.wait_for_refresh 1",
-        "wire/paths.py ReducePath.reduce 1",
+        "order/schedule.py Transitions.unshard 1", "params/unit.py Unit.wait_for_refresh 1",
+        "wire/paths.py Reduction.run 1",
     ],
     "stage 3": [
         "comm/streams.py CudaStream.free 1", "order/reductions.py Reductions.end_learning 2",
         "params/unit.py Unit.wait_for_unshard 1",
     ],
-    "hpZ, bf16": ["params/unit.py Unit.prepare_gather 1"],
-    "qwZ, qgZ, rotated": ["wire/paths.py GatherPath.gather 1"],
+    "hpZ, bf16": ["comm/streams.py CommStreams.run_work 1", "order/schedule.py Transitions.issue_gather 1"],
+    "qwZ, qgZ, rotated": ["wire/paths.py _Gather.run 1"],
     "LoCo, accumulated and deferred": ["params/gradient.py Gradient._add_to_held 2"],
     "MiCS": ["params/gradient.py Gradient._reduce_replicas 1"],
     "stage 1, lossless, one node": ["wire/differences.py Lossless.encode_ 1"],
-    "abandoned": ["order/schedule.py LiveUnits.release_if_unused 1"],
+    "abandoned": ["order/schedule.py Transitions.reshard 1"],
     "asked, hpZ": ["access/state.py _Loading.begin_module 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
     "averaged": ["access/average.py Average._swap 1"],
     "compared": ["optimizer/step_sync.py StepSync._assemble 1"],
@@ -165,8 +165,11 @@ def test_messages_are_kept_until_streams_have_read_them(tmp_path: Path) -> None:
     """Messages are allocated on the model's stream without record_stream, so reductions must keep them alive."""
     plain = reductions._Sent
 
-    def forget(unit: str, nbytes: int, message: Tensor, onward: int, ends: list[Event]) -> reductions._Sent:
-        return plain(unit, nbytes, None, onward, ends)
+    def forget(
+        reducer: reductions._Reducer, nbytes: int, message: Tensor, onward: int, read: Event, end: Event
+    ) -> reductions._Sent:
+        reducer.gradient.free_message(message)
+        return plain(reducer, nbytes, None, onward, read, end)
 
     with mock.patch.object(reductions, "_Sent", forget):
         found = races(RUNS["stage 2, overlapped"], tmp_path)

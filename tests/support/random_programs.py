@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.support.random_models import WIDTH, WORDS, Node, draw_spec, grow, kinds
 from tests.support.random_settings import WITHOUT_EFFECT, draw_settings
+from tests.support.unprepared import unprepared
 from zeropp import checkpoint
 
 __all__ = ["CALLS", "FAILED", "Program", "run_programs"]
@@ -647,6 +648,11 @@ def run_programs(seeds: Sequence[int], folder: str, length: int, keep: Sequence[
                 two = run_program(seed, own, length, changed, keep)
                 assert one.seen == two.seen, message(two, f"other bits with {changed}")
                 found["pairs"] += 1
+            if seed % 3 == 0:
+                with unprepared():
+                    other = run_program(seed, own, length, {}, keep)
+                assert one.seen == other.seen, message(other, "other bits without prepared work")
+                found["unprepared"] += 1
             found["right"] += 1
             # torch takes 20 ms to destroy a gloo group and releases the interpreter lock meanwhile, so do it in a
             # thread.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeropp.config import load_config
-from zeropp.params.gradient import LossScale, LossScaling
+from zeropp.params.loss_scale import LossScale, LossScaling
 from zeropp.setup.choices import choose_loss_scaling
 
 

@@ -44,7 +44,7 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     plan = memory(two_layers(), config(), world)
     shard = 2 * numel // world * 4
     assert plan.terms == {
-        "main_weights": shard, "gradients": shard, "gradient_norms": 2 * (numel // world // BLOCK * 4 + 4),
+        "main_weights": shard, "gradients": 0, "gradient_norms": 2 * (numel // world // BLOCK * 4 + 4),
         "frozen_weights": 0, "wire_weights": 0, "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
         "edit_markers": MARKERS,
     }  # fmt: skip
@@ -52,7 +52,8 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
         ("0", False, numel * 4, numel * 4),
         ("1", False, numel * 4, numel * 4),
     ]
-    assert (plan.total, plan.largest_unit) == (2 * shard + plan.terms["gradient_norms"] + MARKERS, numel * 4)
+    assert (plan.total, plan.largest_unit) == (shard + plan.terms["gradient_norms"] + MARKERS, numel * 4)
+    assert plan.gradients == shard and [unit.gradient for unit in plan.units] == [shard // 2] * 2
 
 
 def test_gradients_are_held_only_where_they_are_summed_before_they_go_on() -> None:
@@ -63,13 +64,13 @@ def test_gradients_are_held_only_where_they_are_summed_before_they_go_on() -> No
 
 def test_bf16_halves_gathered_bytes_and_keeps_main_weights() -> None:
     plan = memory(two_layers(), config(bf16={"enabled": True}), 2)
-    assert plan.terms["main_weights"] == plan.terms["gradients"] == 2 * 512 * 4
+    assert plan.terms["main_weights"] == plan.gradients == 2 * 512 * 4
     assert [(u.gathered, u.message) for u in plan.units] == [(2048, 2048)] * 2
 
 
 def test_fp64_is_fp64_throughout() -> None:
     plan = memory(two_layers().double(), config(), 2)
-    assert plan.terms["main_weights"] == plan.terms["gradients"] == 2 * 512 * 8
+    assert plan.terms["main_weights"] == plan.gradients == 2 * 512 * 8
     assert [(u.gathered, u.message) for u in plan.units] == [(8192, 8192)] * 2
     wire = memory(two_layers().double(), config(communication_data_type="bf16"), 2)
     assert wire == plan, "float64 gradients must be sent as float64"
@@ -94,7 +95,7 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
     # Unit 0 has two buffers: the frozen weight's 3 blocks are padded to 4 for two ranks, the bias's 1 block to 2. Unit
     # 1 has one buffer of 4 blocks.
     assert plan.terms["frozen_weights"] == 4 * BLOCK // 2 * 4
-    assert plan.terms["main_weights"] == plan.terms["gradients"] == (2 + 4) * BLOCK // 2 * 4
+    assert plan.terms["main_weights"] == plan.gradients == (2 + 4) * BLOCK // 2 * 4
     assert [(u.gathered, u.message) for u in plan.units] == [(6 * BLOCK * 4, 2 * BLOCK * 4), (4096, 4096)]
     half = memory(model, config(bf16={"enabled": True}), 2)
     assert half.terms["frozen_weights"] == 4 * BLOCK // 2 * 4, "frozen weights must keep their own dtype"
@@ -155,7 +156,7 @@ def test_meta_models_of_any_size() -> None:
     numel = 30 * 8192**2
     assert plan.terms == {
         "main_weights": numel * 4 // 64,
-        "gradients": numel * 4 // 64,
+        "gradients": 0,
         "gradient_norms": numel // BLOCK * 4 // 64 + 30 * 4,
         "frozen_weights": 0,
         "wire_weights": 0,
@@ -164,7 +165,7 @@ def test_meta_models_of_any_size() -> None:
         "feedback": 0,
         "edit_markers": MARKERS,
     }
-    assert plan.largest_unit == 8192**2 * 2
+    assert plan.largest_unit == 8192**2 * 2 and plan.gradients == numel * 4 // 64
 
 
 def test_the_model_is_left_alone() -> None:
@@ -187,7 +188,7 @@ def test_printed() -> None:
     assert second == "  gather, 2 ranks local (all_gather): about 721,420,288 bytes"
     assert [(line[:24].rstrip(), line[24:].strip()) for line in lines] == [
         ("main weights", "4,096 bytes"),
-        ("gradients", "4,096 bytes"),
+        ("gradients", "0 bytes"),
         ("gradient norms", "24 bytes"),
         ("frozen weights", "0 bytes"),
         ("wire weights", "0 bytes"),
@@ -195,7 +196,8 @@ def test_printed() -> None:
         ("persistent weights", "0 bytes"),
         ("feedback", "0 bytes"),
         ("edit markers", "32 bytes"),
-        ("total between steps", "8,248 bytes"),
+        ("total between steps", "4,152 bytes"),
+        ("gradients in a step", "4,096 bytes"),
         ("largest unit, gathered", "4,096 bytes"),
     ]
 
@@ -318,8 +320,11 @@ def test_new_weights_wait_for_the_wire_or_are_encoded_one_by_one() -> None:
 
 def test_where_the_cpu_trains_all_of_it_is_the_host_s() -> None:
     plan = memory(two_layers(), offloaded("cpu", "cpu"), 2, device="cpu")
-    assert plan.on_host and plan.host == {} and plan == memory(two_layers(), offloaded(), 2, device="cpu")
-    assert plan.host_total == plan.total + ROW * 8 + plan.largest_unit
+    plain = memory(two_layers(), offloaded(), 2, device="cpu")
+    assert plan.on_host and plan.host == plain.host == {}
+    # A step on the host may run until the next backward, so its gradients stay.
+    assert plan.total == plain.total + plain.gradients and plain.gradients == plan.terms["gradients"] == ROW * 4
+    assert plan.host_total == plain.host_total == plan.total + ROW * 8 + plan.largest_unit
     assert not memory(two_layers(), offloaded("cpu"), 2).on_host
 
 
@@ -406,8 +411,7 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
             alone.append((size, main, frozen, padded([numel], world)))
     buffers = alone + [(*key, padded(numels, world)) for key, numels in whole.items()]
     for _, main, frozen, numel in buffers:
-        for term in ["frozen_weights"] if frozen else ["main_weights", "gradients"]:
-            expected[term] += numel // world * main
+        expected["frozen_weights" if frozen else "main_weights"] += numel // world * main
         if not frozen:
             expected["gradient_norms"] += numel // world // BLOCK * main + 4
     expected["persistent_weights"] = sum(
@@ -417,5 +421,5 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
     )
     # Markers have the dtype of the first trainable buffer's main weights.
     expected["edit_markers"] = 8 * next(main for _, main, frozen, _ in buffers if not frozen)
-    assert plan.terms == expected
+    assert plan.terms == expected and plan.gradients == expected["main_weights"]
     assert plan.largest_unit == max(size * numel for size, _, _, numel in alone)

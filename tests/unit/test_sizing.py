@@ -37,9 +37,8 @@ def test_the_formulas_hold(ranks: int) -> None:
     shard = unit / ranks
     staging = 4 * 4 * (min(100e6, shard) + min(50e6, shard))
     assert own.host_total == pytest.approx(staging, rel=0.01)
-    assert plan("7B", "nothing", ranks).total + plan("7B", "nothing", ranks).device_states == pytest.approx(
-        16 * parameters / ranks, rel=0.01
-    )
+    plain = plan("7B", "nothing", ranks)
+    assert plain.total + plain.gradients + plain.device_states == pytest.approx(16 * parameters / ranks, rel=0.01)
     assert device_bytes(own) == pytest.approx(8 * (unit + shard) + parameters / 64 / ranks, rel=0.01)
 
 

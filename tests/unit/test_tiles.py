@@ -22,7 +22,7 @@ from zeropp.offload.storage_tiers import Place
 from zeropp.optimizer import host_step
 from zeropp.optimizer.fused import Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.host_step import BufferStep, CpuStepPool, SubGroupSteps, step_slices
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 NUMEL, TILE = 10_000, 1024  # the last sub-group is shorter than TILE
 Told = Callable[[str, int], None]

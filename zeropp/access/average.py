@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeropp.access.state import lacks_values
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.engine_state import EngineState
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 __all__ = ["Average", "ema"]
 

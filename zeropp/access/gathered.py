@@ -30,9 +30,9 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import tensors_in
 from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.params.dtypes import digest_of, fingerprint
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_guarded
 from zeropp.params.sharded_build import Piece, ShardedBuild, piece_of
-from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "BuildGather",

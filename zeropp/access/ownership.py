@@ -24,9 +24,9 @@ from zeropp.engine.engine_state import EngineState
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed, unguard, unregister
 from zeropp.params.sharded_build import is_whole, piece_of, take_over
-from zeropp.params.unit import FlatBuffer
 
 __all__ = ["PreviousWeights", "cached_whole", "former_engines", "give_to_modules", "unshard_parameters"]
 

@@ -20,8 +20,9 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import EVERYTHING
 from zeropp.engine.rehearsal import rehearse, warn_of_no_room
 from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import own_dtype
-from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.unit import Unit
 
 __all__ = ["Trainability"]
 
@@ -150,10 +151,8 @@ class Trainability:
                 if isinstance(part, CodedBuffer) and codes is not None:
                     part.adopt_codes(buffer, codes)
                 parts.append(part)
-        # Count the trained parameters before the replacement: these have their hooks already.
-        first = len(unit.trained)
         unit.replace(buffer, parts)
-        engine.watch_gradients(unit, first)
+        engine.watch_gradients(unit)
 
 
 def _flags(buffer: FlatBuffer) -> tuple[bool, ...]:

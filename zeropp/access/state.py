@@ -23,9 +23,10 @@ from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine, engine_of
 from zeropp.engine.preconditions import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import is_guarded
 from zeropp.params.sharded_build import piece_of
-from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.unit import Unit
 from zeropp.wire.paths import GatherPath
 
 __all__ = [
@@ -53,7 +54,8 @@ def comm_report(model: nn.Module | Optimizer) -> Ledger:
         The ledger of this rank. ``str()`` formats it as a table.
     """
     engine = engine_of(model)
-    engine.agreement.stalls.collect()
+    if (stalls := engine.agreement.stalls) is not None:
+        stalls.collect()
     return engine.comm.ledger
 
 
@@ -143,12 +145,13 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor, own: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
-        gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
+        gather = path.stages(own, path.places(whole), f"{buffer.unit} <state>")
         # Use the comm streams of the gathers in passes: all collectives of a process group must have one order. See
         # [Note: one order].
-        event = engine.comm_streams["gather"].run_work(Work(path.links, [gather]))[-1]
+        event = engine.comm_streams["gather"].run_work(Work(path.links, [gather]))
     engine.agreement.monitors(event, f"unit {buffer.unit!r} for a state dict")
-    engine.agreement.wait_for_event(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
+    doing = f"gathering unit {buffer.unit!r} for a state dict"
+    engine.agreement.wait_for_event(event.wait, engine.agreement.watching(doing))
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

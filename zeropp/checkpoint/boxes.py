@@ -24,7 +24,7 @@ from torch import Tensor
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.levels import Fragment, Slot
 
 __all__ = [

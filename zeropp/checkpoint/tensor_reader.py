@@ -34,7 +34,7 @@ from zeropp.checkpoint.metadata import DTYPES, STRETCH, BoxEntry, Checksums, Cod
 from zeropp.checkpoint.rank_sync import Progress
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.levels import Fragment
 from zeropp_kernels import dequantize_, message_layout
 

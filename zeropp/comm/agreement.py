@@ -19,21 +19,23 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.profiler import record_function
 
 import zeropp.comm.watch as status
-from zeropp.comm.hops import Comm, make_stalls
+from zeropp._compat import profiler_enabled
+from zeropp.comm.hops import Comm
 from zeropp.comm.process_groups import CollectiveError, name_ranks, what_ended
 from zeropp.comm.streams import Event
 from zeropp.comm.threads import ForkedError
-from zeropp.comm.timers import PeriodicThread
+from zeropp.comm.timers import PeriodicThread, StreamStalls
 from zeropp.comm.watch import RankStatus, StatusBoard, board_of, by_text, code_of, explain, likely_cause, make_monitor
 
-__all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
+__all__ = ["ADDED", "AT_WORK", "GATHERED", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement", "Watched"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
@@ -93,7 +95,8 @@ class Agreement:
         # Without ``overlap_comm`` work on comm streams runs in the model's own order, and the model stands still
         # meanwhile.
         self.at_once = not alone and not overlap
-        self.stalls = make_stalls(device, comm.ledger.add_wait)
+        # Timers of the stream's waits. On a CPU a wait blocks the host, so :class:`Watched` measures it.
+        self.stalls = StreamStalls(device, comm.ledger.add_wait) if device.type == "cuda" else None
         # After ``lost`` is set, this rank waits for no other rank and for no device.
         self.lost: str | None = None
         self.where = ""
@@ -119,28 +122,24 @@ class Agreement:
             comm.set_launch_callback(self.monitors)
         comm.set_loss_callback(self._lost_elsewhere)
 
-    def wait_for_event(
-        self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None
-    ) -> None:
+    def wait_for_event(self, arrives: Callable[[float], bool], watched: Watched) -> None:
         """Wait until an event happens; raise the common error on a timeout or if a rank or the work has failed.
 
         Args:
             arrives: function that waits for at most the given seconds and returns True if the event has happened.
-            doing: description of the wait for the error message.
-            timed: (unit, kind) for which the ledger counts the waiting time; None to count nothing.
+            watched: description of the wait, from :meth:`watching`.
 
         Raises:
             RuntimeError: ``hang_timeout`` was reached, or a rank has failed.
         """
-        timing = contextlib.nullcontext() if timed is None else self.stalls.timing(*timed)
-        with timing, self.watching(doing):
-            until = time.monotonic() + self.hang_timeout
+        with watched:
+            until = watched.start + self.hang_timeout
             pause = _FIRST_LOOK
             while not arrives(min(pause, max(until - time.monotonic(), 0.0))):
                 waited = time.monotonic() >= until
                 if waited or self._others_failed():
-                    # ``watching`` passes this error on unchanged, because ``lost`` is set by then.
-                    raise self.failure(doing, waited=waited)
+                    # ``watched`` passes this error on unchanged, because ``lost`` is set by then.
+                    raise self.failure(watched.doing, waited=waited)
                 # The intervals grow, because many ranks may send requests to one store. A failure soon after the start
                 # is still noticed soon.
                 pause = min(2 * pause, _RARELY)
@@ -149,65 +148,22 @@ class Agreement:
         """Register a function to call when the ranks have lost each other, before communicators are aborted."""
         self._when_lost.append(action)
 
-    @contextlib.contextmanager
-    def watching(self, *doing: str, call: str = "", where: str = "") -> Iterator[None]:
-        """Turn an error of a collective in the body into the common error.
+    def watching(
+        self, *doing: str, call: str = "", where: str = "", timed: tuple[str, str] | None = None, label: str = ""
+    ) -> Watched:
+        """Return a context that turns an error of a collective in its body into the common error.
 
         Args:
             *doing: description of the body for the error message; the parts are joined by spaces.
             call: collective call of the user that the body belongs to, if ranks may reach it one by one; or "".
             where: name of the step, if the rank is in no pass; or "".
-
-        Raises:
-            RuntimeError: the common error. Raised at once if the ranks have lost each other before.
+            timed: (unit, kind) for which the ledger counts the time of the body as waiting; None to count nothing.
+            label: name of the body in the PyTorch profiler; "" to mark nothing.
         """
-        if self.lost is not None:
-            raise RuntimeError(self.lost)
-        began = time.monotonic()
-        try:
-            # The status is a lambda because the text is needed only for long waits, and this code runs at every use of
-            # a unit.
-            with self.watch.waiting(lambda: RankStatus(" ".join(doing), call, where or self.where, beyond=self.beyond)):
-                yield
-            if self.lost is not None:  # set meanwhile by the monitor's thread, after a wait that never ended
-                raise RuntimeError(self.lost)
-        # A ForkedError concerns only this process. The other ranks and the parent's objects must not be touched.
-        except ForkedError:
-            raise
-        # OSError: disk errors of offloading reach this thread through comm streams.
-        except (RuntimeError, OSError) as error:
-            # With other ranks, the error must become the common error, because the other ranks would wait in a
-            # collective for this rank. With one rank, an out-of-memory error stays torch's own error, so that the
-            # program can retry with less.
-            alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)
-            if alone:
-                raise
-            if self.lost is not None:  # set in the body, or meanwhile by the monitor's thread
-                raise RuntimeError(self.lost) from None
-            account = RankStatus(" ".join(doing), call, where or self.where, beyond=self.beyond)
-            if isinstance(error, OSError):
-                raise self._lose(
-                    replace(account, until=", until that failed", failure=str(error), unsure=True)
-                ) from error
-            ended = what_ended(error)
-            # If the watching thread has closed the connections because another rank failed, gloo reports a timeout,
-            # too.
-            if ended == "time ran out":
-                if time.monotonic() - began >= _NEARLY * self.hang_timeout:
-                    raise self._lose(account, waited=True) from None
-                ended = "its connections were closed"
-            if ended is not None:
-                raise self._lose(replace(account, until=f", until {ended}")) from None
-            first = (str(error).splitlines() or [""])[0]
-            # An error of this rank itself, such as out of memory while work is issued: the other ranks would wait for
-            # this rank.
-            own = not isinstance(error, (CollectiveError, torch.distributed.DistError))
-            failure = f"{type(error).__name__}: {first}" if own else ""
-            raise self._lose(replace(account, until=f" ({first})", failure=failure)) from error
+        return Watched(self, doing, call, where, timed, label)
 
-    @contextlib.contextmanager
-    def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
-        """Watch a unit's collectives being issued.
+    def issuing(self, doing: str, unit: str, kind: str) -> Watched:
+        """Return a context in which a unit's collectives are issued.
 
         Without overlap the work runs at once, so its time is counted as waiting.
 
@@ -216,9 +172,45 @@ class Agreement:
             unit: name of the unit.
             kind: kind of the work for the ledger, such as "gather".
         """
-        timing = self.stalls.timing(unit, kind) if self.at_once else contextlib.nullcontext()
-        with timing, self.watching(doing, unit):
-            yield
+        label = f"zeropp::{kind} {unit}"
+        return self.watching(doing, unit, timed=(unit, kind) if self.at_once else None, label=label)
+
+    def common_error(self, error: RuntimeError | OSError, account: RankStatus, seconds: float) -> RuntimeError | None:
+        """Return the common error for an error of a collective; None if the error concerns this rank alone.
+
+        Args:
+            error: error that a watched body raised.
+            account: status of this rank.
+            seconds: time that the body ran.
+        """
+        # A ForkedError concerns only this process. The other ranks and the parent's objects must not be touched.
+        if isinstance(error, ForkedError):
+            return None
+        # With other ranks, the error must become the common error, because the other ranks would wait in a collective
+        # for this rank. With one rank, an out-of-memory error stays torch's own error, so that the program can retry
+        # with less.
+        if self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError):
+            return None
+        if self.lost is not None:  # set in the body, or meanwhile by the monitor's thread
+            return RuntimeError(self.lost)
+        # OSError: disk errors of offloading reach this thread through comm streams.
+        if isinstance(error, OSError):
+            account = replace(account, until=", until that failed", failure=str(error), unsure=True)
+            return self._lose(account, cause=error)
+        ended = what_ended(error)
+        # If the watching thread has closed the connections because another rank failed, gloo reports a timeout, too.
+        if ended == "time ran out":
+            if seconds >= _NEARLY * self.hang_timeout:
+                return self._lose(account, waited=True)
+            ended = "its connections were closed"
+        if ended is not None:
+            return self._lose(replace(account, until=f", until {ended}"))
+        first = (str(error).splitlines() or [""])[0]
+        # An error of this rank itself, such as out of memory while work is issued: the other ranks would wait for this
+        # rank.
+        own = not isinstance(error, (CollectiveError, torch.distributed.DistError))
+        failure = f"{type(error).__name__}: {first}" if own else ""
+        return self._lose(replace(account, until=f" ({first})", failure=failure), cause=error)
 
     def queued(self, event: Event, unit: str, kind: str) -> None:
         """Record that a unit's collectives were issued and end with ``event``; the monitor watches them."""
@@ -451,13 +443,16 @@ class Agreement:
             account = RankStatus(f"in {self.where}", failure=failure)
             self.board.stop(self._code, self._place, account, at_once=False)
 
-    def _lose(self, account: RankStatus, *, waited: bool = False, log: bool = False) -> RuntimeError:
+    def _lose(
+        self, account: RankStatus, *, waited: bool = False, log: bool = False, cause: Exception | None = None
+    ) -> RuntimeError:
         """Collect the statuses of all ranks, set the common error, end pending work, and return the error.
 
         Args:
             account: status of this rank.
             waited: True if ``hang_timeout`` was reached.
             log: True to log the error, too.
+            cause: error of this rank that the common error is raised from; None if there is none.
         """
         comm = self.comm
         accounts = {comm.rank: account}
@@ -496,7 +491,9 @@ class Agreement:
                 _log.error("rank %d: %s", comm.rank, self.lost)
             self._end_work()
             comm.tell_sharers(self.lost)
-        return RuntimeError(self.lost)
+        lost = RuntimeError(self.lost)
+        lost.__cause__ = cause
+        return lost
 
     def _lost_elsewhere(self, reason: str) -> None:
         """Set the common error because another engine has aborted process groups that this engine uses."""
@@ -589,6 +586,12 @@ class Watch:
         after: seconds of a wait until the warning; None for no warning.
         when_failed: function called on the watching thread if this rank waits and another rank has failed.
         alone: True if this rank never waits for other ranks; then nothing is watched.
+
+    Attributes:
+        current: the innermost wait of the main thread; None if it does not wait. Waits can be nested, for example an
+            exchange inside a user's call. The watching thread reads this attribute without a lock, because assigning a
+            reference is atomic.
+        started: True once :meth:`start` was called.
     """
 
     def __init__(
@@ -608,34 +611,20 @@ class Watch:
         self._world = world
         self._when_failed = when_failed
         self._after = None if alone else math.inf if after is None else after
-        self._current: _Wait | None = None
+        self.current: Watched | None = None
+        self.started = False
         self._asked = 0.0  # time of the last check for failed ranks
         self._periodic = PeriodicThread("watch", self.look, self.end)
 
-    @contextlib.contextmanager
-    def waiting(self, account: Callable[[], RankStatus]) -> Iterator[None]:
-        """Watch the body, in which this rank may wait for other ranks.
-
-        Args:
-            account: function that returns this rank's status; called only if the wait becomes long.
-        """
-        if self._after is None:
-            yield
-            return
-        # The thread is started at the first wait: a rank that never waits for other ranks needs no thread.
-        if not self._periodic.started:
+    def start(self) -> None:
+        """Start the watching thread, at the first wait: a rank that never waits for other ranks needs no thread."""
+        if self._after is not None and not self._periodic.started:
             self._periodic.start(min(self._after / _LOOKS_WHILE_WAITING, status.PERIOD))
-        # Waits can be nested, for example an exchange inside a user's call. The watching thread reads ``_current``
-        # without a lock, because assigning a reference is atomic.
-        before = self._current
-        wait = _Wait(account, time.monotonic())
-        self._current = wait
-        try:
-            yield
-        finally:
-            self._current = before
-            if wait.told:
-                self._board.post_waiting(self._engine, None)
+        self.started = True
+
+    def withdraw(self) -> None:
+        """Withdraw the status that was written because of a long wait."""
+        self._board.post_waiting(self._engine, None)
 
     def end(self) -> None:
         """Write a pending status at the end of the program; called on the watching thread."""
@@ -649,8 +638,8 @@ class Watch:
 
     def look(self) -> None:
         """Check the present wait, and log a warning if the wait is long; called on the watching thread."""
-        # Read ``_current`` only once, because the main thread may change it at any moment.
-        wait = self._current
+        # Read ``current`` only once, because the main thread may change it at any moment.
+        wait = self.current
         now = time.monotonic()
         self._board.tell_stop()
         if wait is None or self._after is None:
@@ -659,13 +648,13 @@ class Watch:
         if waited >= status.ASKING and now - self._asked >= status.ASKING:
             self._asked = now
             with contextlib.suppress(RuntimeError, TimeoutError):
-                if self._board.some_rank_failed(self._engine) and self._current is wait:
+                if self._board.some_rank_failed(self._engine) and self.current is wait:
                     self._when_failed()
         if wait.told or waited < self._after:
             return
         # ``told`` is set before the status is written, so that a wait that ends meanwhile withdraws the status.
         wait.told = True
-        account = wait.account()
+        account = wait.status
         try:
             self._board.post_waiting(self._engine, account)
             # Wait on the event and not by sleep(), so that the end of the program does not wait for this thread.
@@ -676,7 +665,7 @@ class Watch:
                 f"rank {self._rank} has been waiting for {self._after:g} s, {account}; the statuses of other ranks are "
                 f"missing because the job's store, in rank 0's process or the launcher's, does not answer ({error})"
             )
-        if self._current is wait:
+        if self.current is wait:
             _log.warning("%s", words)
         else:
             # The wait has ended meanwhile, perhaps before the status was written, so the status must be withdrawn
@@ -696,16 +685,109 @@ class Watch:
         )
 
 
-@dataclass(eq=False)
-class _Wait:
-    """One wait of the rank's main thread.
+class Watched:
+    """A context in which this rank may wait for other ranks.
+
+    An error of a collective in the body becomes the common error of all ranks, and the watching thread warns of a long
+    wait. The object may be entered again once it has been left, so each unit prepares one for each kind of its work.
+
+    Args:
+        agreement: exchanges between the ranks.
+        doing: description of the body; the parts are joined by spaces.
+        call: collective call of the user that the body belongs to; or "".
+        where: name of the step, if the rank is in no pass; or "".
+        timed: (unit, kind) for which the ledger counts the time of the body as waiting; None to count nothing.
+        label: name of the body in the PyTorch profiler; "" to mark nothing.
 
     Attributes:
-        account: function that returns this rank's status.
-        start: time.monotonic() at the beginning of the wait.
-        told: True once the status has been written to the store.
+        start: time.monotonic() at the beginning of the body.
+        told: True once the status of this wait has been written to the store.
+        around: wait inside which this one takes place; None if there is none.
     """
 
-    account: Callable[[], RankStatus]
-    start: float
-    told: bool = False
+    __slots__ = (
+        "_agreement", "_call", "_label", "_parts", "_range", "_timed", "_timer", "_where", "around", "start", "told",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        doing: tuple[str, ...],
+        call: str,
+        where: str,
+        timed: tuple[str, str] | None,
+        label: str,
+    ) -> None:
+        self._agreement = agreement
+        self._parts = doing
+        self._call = call
+        self._where = where
+        self._timed = timed
+        self._timer = None if agreement.stalls is None or timed is None else agreement.stalls.timer(*timed)
+        self._label = label
+        self._range: record_function | None = None
+        self.start = 0.0
+        self.told = False
+        self.around: Watched | None = None
+
+    @property
+    def doing(self) -> str:
+        """Description of the body, in words such as "gathering block 3"."""
+        return " ".join(self._parts)
+
+    @property
+    def status(self) -> RankStatus:
+        """Status of this rank in the body. Made when it is needed, because most waits are short."""
+        agreement = self._agreement
+        return RankStatus(self.doing, self._call, self._where or agreement.where, beyond=agreement.beyond)
+
+    def __enter__(self) -> None:
+        """Begin the body.
+
+        Raises:
+            RuntimeError: the ranks have lost each other before.
+        """
+        agreement = self._agreement
+        if agreement.lost is not None:
+            raise RuntimeError(agreement.lost)
+        self.told = False
+        self.start = time.monotonic()
+        watch = agreement.watch
+        if not watch.started:
+            watch.start()
+        self.around = watch.current
+        watch.current = self
+        if self._timer is not None:
+            self._timer.begin()
+        if self._label and profiler_enabled():
+            self._range = record_function(self._label)
+            self._range.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """End the body.
+
+        Raises:
+            RuntimeError: the common error, for an error in the body, or if the ranks have lost each other meanwhile.
+        """
+        agreement = self._agreement
+        watch = agreement.watch
+        if watch.current is self:
+            watch.current = self.around
+        self.around = None
+        if self.told:
+            watch.withdraw()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if error is None:
+            # The monitor's thread may have set ``lost`` meanwhile, after a wait that never ended.
+            if agreement.lost is not None:
+                raise RuntimeError(agreement.lost)
+            if self._timer is not None:
+                self._timer.end()
+            elif self._timed is not None:
+                agreement.comm.ledger.add_wait(*self._timed, time.monotonic() - self.start)
+        elif isinstance(error, (RuntimeError, OSError)):
+            common = agreement.common_error(error, self.status, time.monotonic() - self.start)
+            if common is not None:
+                raise common from common.__cause__

@@ -3,8 +3,7 @@
 Gathers and reductions use separate process groups, which are created during wrapping, so that neither kind of traffic
 waits for the other. All calls here block the calling thread or stream; overlap comes from the streams that run them.
 
-`Ledger` counts bytes per unit, hop, codec and class of link. `make_stalls` returns a timer for the waits: it reads the
-host's clock, or on a GPU the events of the stream that waits.
+`Ledger` counts bytes per unit, hop, codec and class of link, and the seconds that the model waits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,14 +63,10 @@ __all__ = [
     "GroupKey",
     "Groups",
     "Hop",
-    "HostStalls",
     "Ledger",
     "LedgerRow",
-    "Stalls",
-    "StreamStalls",
     "TrafficKey",
     "make_comm",
-    "make_stalls",
 ]
 
 
@@ -196,84 +191,6 @@ class Ledger:
                 counter.clear()
 
 
-# Timers of waits.
-
-Tell = Callable[[str, str, float], None]
-"""Callback for a measured wait; takes a unit, the kind of the work that was waited for, and seconds."""
-
-
-class Stalls(Protocol):
-    """A timer that measures the body of a ``with`` block and reports the seconds to a callback."""
-
-    def timing(self, unit: str, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that measures a wait; a wait that raises an error is not reported."""
-        ...
-
-    def collect(self) -> None:
-        """Report the measured waits that the device has finished since the last call."""
-        ...
-
-
-def make_stalls(device: torch.device, tell: Tell) -> Stalls:
-    """Return the timer for the waits of a model on ``device``, which reports to the callback ``tell``."""
-    return StreamStalls(device, tell) if device.type == "cuda" else HostStalls(tell)
-
-
-class HostStalls:
-    """A timer for waits that block the host."""
-
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-
-    @contextlib.contextmanager
-    def timing(self, unit: str, kind: str) -> Iterator[None]:
-        """Measure the body by the host's clock; an error in the body is not reported."""
-        start = time.perf_counter()
-        # There is no ``finally``, because the time of a wait that ends in an error must not enter the ledger.
-        yield
-        self._tell(unit, kind, time.perf_counter() - start)
-
-    def collect(self) -> None:
-        """Do nothing, because every wait is reported at once."""
-
-
-class StreamStalls:
-    """A timer for waits of a CUDA stream, by two CUDA events around each wait.
-
-    The host does not wait for the events. A wait that the device has not finished yet is reported at a later call.
-
-    Args:
-        device: device whose current stream waits.
-        tell: callback that gets each wait's unit, kind and seconds.
-    """
-
-    def __init__(self, device: torch.device, tell: Tell) -> None:
-        self._device = device
-        self._tell = tell
-        self._open: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextlib.contextmanager
-    def timing(self, unit: str, kind: str) -> Iterator[None]:
-        """Record an event before and after the body on the current stream; an error in the body is not reported."""
-        stream = torch.cuda.current_stream(self._device)
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        # The host only queues the wait, and the stream stands still, so the time between the stream's events is
-        # measured.
-        start.record(stream)
-        yield
-        end.record(stream)
-        self._open.append((unit, kind, start, end))
-        self.collect()
-
-    def collect(self) -> None:
-        """Report the waits whose end event has happened."""
-        # A stream reaches its events in order, so if the first end event has not happened, no later one has.
-        while self._open and self._open[0][3].query():
-            unit, kind, start, end = self._open.popleft()
-            self._tell(unit, kind, start.elapsed_time(end) / 1000)
-
-
 # Hops.
 
 
@@ -305,16 +222,24 @@ class Hop:
         self.size = len(spec.ranks)
         self.index = spec.ranks.index(rank)
 
-    def all_gather(self, out: Tensor, own: Tensor, unit: str, codec: str) -> None:
+    def gather_key(self, unit: str, codec: str) -> TrafficKey:
+        """Return the ledger's key for gathers of a unit with a codec."""
+        return TrafficKey(unit, self.kind, f"{self.spec.outer}->{self.spec.inner}", self.spec.link, self.size, codec)
+
+    def reduce_key(self, unit: str, codec: str) -> TrafficKey:
+        """Return the ledger's key for reductions of a unit with a codec."""
+        return TrafficKey(unit, self.kind, f"{self.spec.inner}->{self.spec.outer}", self.spec.link, self.size, codec)
+
+    def all_gather(self, out: Tensor, own: Tensor, key: TrafficKey) -> None:
         """Fill ``out`` with the members' slices, in the order of the group.
 
         Args:
             out: result, ``[size * own.numel()]``.
             own: this rank's slice, a view into its place in ``out`` that is already filled.
-            unit: name of the unit, for the ledger.
-            codec: name of the codec, for the ledger.
+            key: key for the ledger, from :meth:`gather_key`.
         """
-        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * own.nbytes)
+        # Count before the call, so that a report after a failure includes the collective that failed.
+        self.ledger.count_call(key, (self.size - 1) * own.nbytes)
         if self.pairwise:
             # ``_swap`` skips this rank's row of ``out``, which is already filled.
             swap = self._swap(list(out.view(self.size, -1).unbind()), [own] * self.size)
@@ -329,20 +254,18 @@ class Hop:
             except RuntimeError as error:
                 raise CollectiveError.from_backend(error) from error.__cause__
 
-    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor | list[Tensor]:
+    def all_to_all(self, message: Tensor, key: TrafficKey, *, apart: bool = True) -> Tensor | list[Tensor]:
         """Send part i of ``message`` to member i, and return the parts that the members sent to this rank.
 
         Args:
             message: ``size`` equal parts, one for each member.
-            unit: name of the unit, for the ledger.
-            codec: name of the codec, for the ledger.
+            key: key for the ledger, from :meth:`reduce_key`.
             apart: True if the returned parts may lie in separate tensors.
 
         Returns:
             The parts in the order of the members: one tensor [members, part], or a list of tensors.
         """
-        sent = message.nbytes // self.size * (self.size - 1)
-        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
+        self.ledger.count_call(key, message.nbytes // self.size * (self.size - 1))
         if not self.pairwise:
             whole = torch.empty_like(message)
             try:
@@ -370,27 +293,22 @@ class Hop:
             raise CollectiveError.from_backend(error) from error.__cause__
         return received if rows is None else rows
 
-    def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
+    def reduce_scatter(self, message: Tensor, key: TrafficKey) -> Tensor:
         """Sum the members' messages by the backend, in their dtype, and return this rank's part of the sum.
 
         Args:
             message: ``size`` equal parts of plain values, one for each member.
-            unit: name of the unit, for the ledger.
-            codec: name of the codec, for the ledger.
+            key: key for the ledger, from :meth:`reduce_key`.
         """
         part = torch.empty(message.numel() // self.size, dtype=message.dtype, device=message.device)
         # gloo runs a ring all-reduce on the whole messages and keeps this rank's part, so it sends twice the bytes.
         times = 2 if self.pairwise else 1
-        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, times * part.nbytes * (self.size - 1))
+        self.ledger.count_call(key, times * part.nbytes * (self.size - 1))
         try:
             reduce_scatter_single(part, message, group=self.group)
         except RuntimeError as error:
             raise CollectiveError.from_backend(error) from error.__cause__
         return part
-
-    def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
-        # Count before the call, so that a report after a failure includes the collective that failed.
-        self.ledger.count_call(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
         """Return operations that send ``out_of[i]`` to each other member i and receive ``into[i]`` from that member."""

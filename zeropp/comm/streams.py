@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -29,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeropp._compat import profiler_enabled
+from zeropp._compat import profiler_enabled, set_grad_enabled
 from zeropp.comm.threads import PROCESS, Threads, require_same_process, when_dropped
 
 __all__ = [
@@ -42,16 +41,19 @@ __all__ = [
     "InlineStream",
     "Launch",
     "LaunchedStream",
+    "Stage",
     "Stream",
     "ThreadEvent",
     "ThreadStream",
     "Work",
     "callers_stream",
     "copy",
+    "in_turn",
     "issued_here",
     "make_comm_streams",
     "make_stream",
     "span",
+    "stages_of",
     "used_here",
 ]
 
@@ -179,26 +181,56 @@ class EventGroup:
 # Comm streams: the streams of one kind of traffic.
 
 
-@dataclass(frozen=True)
+Stage = Callable[[], object]
+"""The part of some work that issues its collectives for one class of links."""
+
+
 class Work:
     """Work that passes through several classes of links: "local" (inside a node), "cross" (between nodes) and `BUS`.
 
-    Attributes:
+    The same work may be queued many times, one run after another.
+
+    Args:
         links: the classes of links, in the order in which the work uses them.
-        parts: generators, usually one per flat buffer. Each generator issues its collectives for one class of links and
-            then yields. All parts finish one class of links before any part starts the next class.
+        parts: stages of each part, one per class of links. There is usually one part per flat buffer. All parts finish
+            one class of links before any part starts the next class.
         then: function called after the last class of links; None for no call.
-        after: event that the first collective waits for; None for no wait.
+
+    Attributes:
+        steps: pairs of a class of links and the functions to call there, in order.
+        read: end of the last run over its first class of links; by then the work has read its input.
     """
 
-    links: Sequence[str]
-    parts: Sequence[Iterator[None]]
-    then: Callable[[], object] | None = None
-    after: Event | None = None
+    __slots__ = ("read", "steps")
+
+    def __init__(
+        self, links: Sequence[str], parts: Sequence[Sequence[Stage]], then: Callable[[], object] | None = None
+    ) -> None:
+        calls = [list(stages) for stages in zip(*parts, strict=True)]
+        if then is not None:
+            # Queued behind the parts on the same comm stream, so it sees their results without another event.
+            calls[-1].append(then)
+        self.steps = tuple(zip(links, map(tuple, calls), strict=True))
+        self.read: Event = DONE
 
 
-class CommStreams:
-    """One stream for each class of links.
+def in_turn(stages: Sequence[Stage]) -> Iterator[None]:
+    """Run stages one after another, and yield before each one but the first."""
+    for number, stage in enumerate(stages):
+        if number:
+            yield
+        stage()
+
+
+def stages_of(part: Iterator[None], links: Sequence[str]) -> list[Stage]:
+    """Return the stages of a generator that yields before each further class of links."""
+    # Each ``next`` runs the generator up to its next ``yield``. The last ``next`` runs to the end of the generator; its
+    # default None avoids StopIteration.
+    return [partial(next, part, None)] * len(links)
+
+
+class CommStreams(dict[str, Stream]):
+    """One stream for each class of links. The first look-up of a class creates its stream.
 
     One unit's hop inside a node overlaps another unit's hop between nodes. Copies between device and host memory have a
     stream of their own (`BUS`). The host waits for the end of such a copy. If the copy ran on the comm stream of a hop,
@@ -212,50 +244,38 @@ class CommStreams:
     """
 
     def __init__(self, make: Callable[[str], Stream]) -> None:
+        super().__init__()
         self._make = make
-        self._streams: dict[str, Stream] = {}
 
-    def stream(self, link: str) -> Stream:
-        """Return the stream of one class of links; the first call for a class creates the stream."""
-        if link not in self._streams:
-            self._streams[link] = self._make(link)
-        return self._streams[link]
+    def __missing__(self, link: str) -> Stream:
+        stream = self[link] = self._make(link)
+        return stream
 
-    def run_work(self, work: Work) -> list[Event]:
+    def run_work(self, work: Work, after: Event | None = None) -> Event:
         """Queue a piece of work on the streams of its classes of links, each stream waiting for the one before.
 
         Args:
             work: the parts to run and the classes of links that they use.
+            after: event that the first collective waits for; None for no wait.
 
         Returns:
-            One event for each class of links, in the order of ``work.links``.
+            The event of the end of the work.
         """
-        # The first comm stream waits for ``work.after``, and each further comm stream waits for the comm stream before
-        # it.
-        ends = list[Event]()
-        event = work.after
-        # Each ``next`` runs a part up to its next ``yield``, that is, through one class of links. The last ``next``
-        # runs to the end of the generator; its default None avoids StopIteration.
-        steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
-        last = len(work.links) - 1
-        for number, link in enumerate(work.links):
-            if number == last and work.then is not None:
-                # ``then`` is queued behind the parts on the same comm stream, so it sees their results without another
-                # event.
-                steps = [*steps, work.then]
-            event = self.stream(link).run(*steps, after=event)
-            ends.append(event)
-        return ends
+        link, calls = work.steps[0]
+        end = work.read = self[link].run(*calls, after=after)
+        for link, calls in work.steps[1:]:
+            end = self[link].run(*calls, after=end)
+        return end
 
     def abandon(self) -> None:
         """Make all streams stop waiting for their queued work; see :meth:`Stream.abandon`."""
         # Iterate over a copy, because another thread may add a stream to the dictionary meanwhile.
-        for stream in list(self._streams.values()):
+        for stream in list(self.values()):
             stream.abandon()
 
     def close(self) -> None:
         """Wait for the queued work of all streams. Nothing may be queued afterwards."""
-        for stream in self._streams.values():
+        for stream in self.values():
             stream.close()
 
 
@@ -304,9 +324,13 @@ class InlineStream:
         """Wait for ``after``, then run ``works`` in the caller's thread."""
         if after is not None:
             after.wait(threading.TIMEOUT_MAX)
-        with torch.no_grad():
+        graded = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
             for work in works:
                 work()
+        finally:
+            set_grad_enabled(graded)
         return DONE
 
     def allocate(self, work: Callable[[], None]) -> None:
@@ -531,7 +555,11 @@ class _CudaEvent:
         return True
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        # A query initializes CUDA on the current device, which need not be the model's device.
+        if torch.cuda.current_device() == self._device.index:
+            return bool(self._event.query())
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
 
 
 class LaunchedStream:

@@ -1,4 +1,8 @@
-"""Calls with timers: a repeated call, a call with a time limit, and a call that logs a warning when it takes long."""
+"""Timers of calls and of waits.
+
+There are a repeated call, a call with a time limit, and a call that logs a warning when it takes long. Stalls measure
+how long the model waits for its collectives.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,22 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+import torch
+
 from zeropp.comm.threads import Threads
 
-__all__ = ["PeriodicThread", "warn_of_waiting", "within"]
+__all__ = [
+    "PeriodicThread",
+    "StreamStalls",
+    "StreamTimer",
+    "warn_of_waiting",
+    "within",
+]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
@@ -127,3 +140,73 @@ def warn_of_waiting(after: float, words: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+# Timers of waits, for the ledger.
+
+Tell = Callable[[str, str, float], None]
+"""Callback for a measured wait; takes a unit, the kind of the work that was waited for, and seconds."""
+
+
+class StreamStalls:
+    """Timers for waits of a CUDA stream, by two CUDA events around each wait.
+
+    The host does not wait for the events. A wait that the device has not finished yet is reported at a later call.
+
+    Args:
+        device: device whose current stream waits.
+        tell: callback that gets each wait's unit, kind and seconds.
+    """
+
+    def __init__(self, device: torch.device, tell: Tell) -> None:
+        self._device = device
+        self._tell = tell
+        self._open: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        # Events of reported waits, which are recorded again: making an event costs the host more than recording it.
+        self._free: list[torch.cuda.Event] = []
+
+    def timer(self, unit: str, kind: str) -> StreamTimer:
+        """Return a timer that records an event before and after each wait on the current stream."""
+        return StreamTimer(self, unit, kind)
+
+    def record(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        # The host only queues a wait, and the stream stands still, so the time between the stream's events is measured.
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def add(self, unit: str, kind: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Add a wait that is to be reported once its end event has happened."""
+        self._open.append((unit, kind, start, end))
+        self.collect()
+
+    def collect(self) -> None:
+        """Report the waits whose end event has happened."""
+        # A stream reaches its events in order, so if the first end event has not happened, no later one has.
+        while self._open and self._open[0][3].query():
+            unit, kind, start, end = self._open.popleft()
+            self._tell(unit, kind, start.elapsed_time(end) / 1000)
+            self._free += (start, end)
+
+
+class StreamTimer:
+    """A timer for the waits for one kind of a unit's work. It measures one wait after another."""
+
+    __slots__ = ("_kind", "_stalls", "_start", "_unit")
+
+    def __init__(self, stalls: StreamStalls, unit: str, kind: str) -> None:
+        self._stalls = stalls
+        self._unit = unit
+        self._kind = kind
+        self._start: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """Begin to measure a wait. The measurement is dropped if :meth:`end` is not called before the next one."""
+        self._start = self._stalls.record()
+
+    def end(self) -> None:
+        """End the wait. Its seconds are reported once the device has passed it."""
+        assert self._start is not None
+        self._stalls.add(self._unit, self._kind, self._start, self._stalls.record())
+        self._start = None

@@ -188,7 +188,7 @@ def _needs(
     working = 2 * plan.largest_unit + 2 * max((unit.message for unit in plan.units), default=0)
     # With offload, one reduced gradient is copied to the host while the next one is computed.
     arriving = 2 * max((unit.arriving for unit in plan.units), default=0)
-    device = plan.total + plan.device_states + working + arriving
+    device = plan.total + plan.gradients + plan.device_states + working + arriving
 
     built = sum(p.numel() * own_dtype(p).itemsize for p in model.parameters())
     if zero_init:

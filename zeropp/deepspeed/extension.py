@@ -26,8 +26,8 @@ from zeropp.access.refusals import replace_in
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import EXTERNAL_AS
 from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.sharded_build import Piece
-from zeropp.params.unit import FlatBuffer
 from zeropp.partition.levels import Fragment
 from zeropp_kernels.wire import BLOCK
 

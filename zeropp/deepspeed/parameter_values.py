@@ -21,8 +21,8 @@ from zeropp.engine.preconditions import NOTHING, WEIGHTS
 from zeropp.optimizer.sharded_params import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.dtypes import digest_of, fingerprint
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of
-from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "safe_get_full_fp32_param",

@@ -36,7 +36,7 @@ from zeropp.engine.engine import engine_of
 from zeropp.engine.engine_state import EngineState
 from zeropp.engine.preconditions import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.gradient import LossScaleError
+from zeropp.params.loss_scale import LossScaleError
 
 __all__ = ["MODULE_STATES", "Engine"]
 

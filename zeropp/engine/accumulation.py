@@ -29,7 +29,7 @@ from torch import nn
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 
-__all__ = ["GradAccumulation", "Listener", "PendingGradients"]
+__all__ = ["NO_LISTENER", "GradAccumulation", "Listener", "PendingGradients"]
 
 
 class GradAccumulation:
@@ -197,6 +197,14 @@ class Listener(Protocol):
         return
 
 
+class _NullListener(Listener):
+    """A listener that does nothing when it is notified."""
+
+
+NO_LISTENER = _NullListener()
+"""The listener of an engine without an optimizer."""
+
+
 class PendingGradients:
     """The gradients that backwards have brought since the last step, and methods that forget them.
 
@@ -226,6 +234,14 @@ class PendingGradients:
             # Unfrozen parameters are in a new buffer, the last of their unit, so their flags are the last ones, too.
             flags += [0] * (len(unit.trained) - len(flags))
 
+    def note_used(self, counts: Sequence[Sequence[int]]) -> None:
+        """Note the parameters that have gradients in a backward; ``counts`` has their numbers, for each unit."""
+        looks = self.looks
+        for flags, numbers in zip(self.used, counts, strict=True):
+            for position, number in enumerate(numbers):
+                if number:
+                    flags[position] = looks
+
     def forget_stray(self) -> None:
         """Forget the gradients in ``.grad`` that a failed backward left; keep those of earlier backwards."""
         for unit in self._units:
@@ -244,8 +260,7 @@ class PendingGradients:
         for unit in self._units:
             for gradient in unit.gradients:
                 if set_to_none:
-                    gradient.forget_unsent()
-                    gradient.drop_sum()
+                    gradient.forget()
                 else:
                     gradient.set_to_zero()
         if set_to_none:

@@ -16,7 +16,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from zeropp._compat import leaves_out
+from zeropp._compat import leaves_out, unguarded
 from zeropp.engine.hooks import BackwardCall
 from zeropp.order.known_orders import PhaseKey
 from zeropp.order.reductions import Reductions
@@ -71,7 +71,8 @@ class BackwardUses:
         index, position = self.last_gradient
         first = _trainable(self._units[index])[position : position + 1]
         others = (parameter for unit in self._units for parameter in _trainable(unit))
-        return not leaves_out(p for p in chain(first, others) if p.requires_grad)
+        with unguarded():
+            return not leaves_out(p for p in chain(first, others) if p.requires_grad)
 
     def expect_in_backward(self, units: Sequence[Unit], *, whole: bool) -> None:
         """Note units that the next backward may use.
@@ -80,11 +81,10 @@ class BackwardUses:
             units: units that the running forward has used.
             whole: True to keep them gathered for the whole backward, because no hook will signal when it needs them.
         """
-        indices = [unit.index for unit in units]
-        self._schedule.expect_in_backward(indices)
+        self._schedule.expect_in_backward(units)
         if whole:
             # No output of the call could be hooked, so no hook will run when backward reaches the call.
-            self._whole.update(dict.fromkeys(indices))
+            self._whole.update(dict.fromkeys([unit.index for unit in units]))
 
     def expect_call(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """Note a call with hooked outputs, which a backward may reach."""
@@ -133,8 +133,14 @@ class BackwardUses:
         # Ask autograd now. Inside a nested backward, as of checkpointing, autograd would answer for the nested one.
         to_come: dict[int, int] = {}
         for index, made in self._made.items():
-            self._made[index] = [ref for ref in made if ref() is not None]
-            to_come[index] = sum(call.is_to_come() for ref in made if (call := ref()) is not None)
+            there = []
+            coming = 0
+            for ref in made:
+                if (call := ref()) is not None:
+                    there.append(ref)
+                    coming += call.is_to_come()
+            self._made[index] = there
+            to_come[index] = coming
         self._schedule.expect_reached(to_come, partial=self._is_partial())
         # Highest index first: the true order is unknown, and backward usually goes through the model from its end.
         for index in sorted(self._whole, reverse=True):
@@ -281,17 +287,21 @@ class PinnedUnits:
     """Units that stay gathered from their first use inside :meth:`until_left` to its end.
 
     So all micro-batches can go through a stage while its units are gathered once; see [Note: layer-major].
+
+    Attributes:
+        open: True inside :meth:`until_left`.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._now: dict[int, Unit] | None = None
+        self.open = False
+        self._now: dict[int, Unit] = {}
 
     def has(self, unit: Unit) -> bool:
         """Return True if a unit is kept, so that the use by a module needs no call of the schedule."""
         # The schedule would take the use for the next one of the unit in the order (a tied head, for example), and
         # gather all units in between.
-        return self._now is not None and unit.index in self._now
+        return unit.index in self._now
 
     def keeps(self, unit: Unit) -> bool:
         """Keep a unit after its first use inside :meth:`until_left`.
@@ -299,7 +309,7 @@ class PinnedUnits:
         Returns:
             True if the caller must leave ``unit.users`` as it is, because the first use goes on until the context ends.
         """
-        if self._now is None or unit.index in self._now:
+        if not self.open or unit.index in self._now:
             return False
         self._now[unit.index] = unit
         return True
@@ -307,14 +317,15 @@ class PinnedUnits:
     @contextlib.contextmanager
     def until_left(self) -> Iterator[None]:
         """Keep the units used inside the context. After an error the failed pass has ended all uses already."""
-        self._now = {}
+        self.open = True
         try:
             yield
             for unit in self._now.values():
                 unit.users -= 1
                 self._schedule.live_units.release_if_unused(unit)
         finally:
-            self._now = None
+            self.open = False
+            self._now = {}
 
 
 def _trainable(unit: Unit) -> list[nn.Parameter]:

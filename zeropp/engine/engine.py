@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import CommStreams, make_comm_streams
-from zeropp.engine.accumulation import GradAccumulation, Listener, PendingGradients
+from zeropp.engine.accumulation import NO_LISTENER, GradAccumulation, Listener, PendingGradients
 from zeropp.engine.backward import MAX_FORWARDS_IN_KEY, BackwardUses, OutOfModuleUses, PinnedUnits
 from zeropp.engine.engine_state import EngineOptions, EngineState
 from zeropp.engine.hooks import BackwardCall, BackwardReach, HookedModule, ModuleHooks, cast_inputs
@@ -42,9 +42,11 @@ from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
 from zeropp.params.buffer_maker import BufferMaker
-from zeropp.params.gradient import Gradient, LossScale
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
 from zeropp.params.guard import GuardHandler, handler_of
-from zeropp.params.unit import FlatBuffer, Unit, UnitState, layout_id
+from zeropp.params.loss_scale import LossScale
+from zeropp.params.unit import Unit, UnitState, layout_id
 
 __all__ = ["Engine", "engine_of"]
 
@@ -159,15 +161,8 @@ class Engine(GuardHandler):
         )
 
     def _make_refresh(self, comm_streams: CommStreams) -> Refresh:
-        return Refresh(
-            self.units,
-            comm_streams,
-            self._schedule,
-            self.agreement,
-            self._issue_hash,
-            partial(self.comm.largest, kind="refresh"),
-            self.comm.ledger.count_event,
-        )
+        largest, note = partial(self.comm.largest, kind="refresh"), self.comm.ledger.count_event
+        return Refresh(self.units, comm_streams, self._schedule, self.agreement, self._issue_hash, largest, note)
 
     # Forward.
 
@@ -179,19 +174,18 @@ class Engine(GuardHandler):
         self.notice_failed_backward()
         if self.phase is not Phase.BACKWARD and self._hooks.was_interrupted(hooked):
             self.recover(known=False)
-        running = self.running
+        running = self.phase is not Phase.IDLE
         if not (running or self.gather_contexts.computing):
             self._hooks.reset()  # drops the stack of a forward inside GatheredParameters that Ctrl-C ended
-        outermost = self._hooks.depth == 0
-        if self.gather_contexts and self.gather_contexts.serve(self.units, outermost=outermost):
+        outermost = not self._hooks.stack
+        if self.gather_contexts.open and self.gather_contexts.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.options.input_dtype) if outermost else None
         try:
             if not running:
                 self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
                 self.finish_load()
                 self._forget_outdated_graphs()
-                if (listener := self.listener) is not None:
-                    listener.forward_begins()
+                self._notified.forward_begins()
                 self._refresh.start_put_off()
                 self._begin_forward(hooked, training)
             if not running or (outermost and hooked.path == ""):  # the second: checkpointing runs the model again
@@ -201,7 +195,7 @@ class Engine(GuardHandler):
             for unit in hooked.units:
                 unit.users += 1
                 unit.entered += 1
-                if not self._pinned_units.has(unit):
+                if not (self._pinned_units.open and self._pinned_units.has(unit)):
                     self._schedule.use(unit, hooked.path if unit.entered == 1 else None)
         except BaseException as error:
             if not running and self.phase is Phase.IDLE:
@@ -213,10 +207,10 @@ class Engine(GuardHandler):
 
     def leave(self, hooked: HookedModule, *, returns: BackwardReach, failed: bool) -> None:
         """End a hooked module's forward: release its units, unless something else keeps them."""
-        if self.gather_contexts.computing:
+        if self.gather_contexts.open and self.gather_contexts.computing:
             return None
         # A model may catch the error of an inner module. In backward, checkpointing raises to end a recomputation.
-        if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self._hooks.depth == 0)):
+        if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and not self._hooks.stack)):
             return self.recover()
         try:
             if returns is not BackwardReach.NEVER and self.phase is Phase.FORWARD:
@@ -226,13 +220,13 @@ class Engine(GuardHandler):
             elif returns is not BackwardReach.NEVER:
                 self._schedule.expect_again(hooked.units)  # run again by checkpointing; its backward comes next
             for unit in hooked.units:
-                unit.users -= not self._pinned_units.keeps(unit)
+                unit.users -= not (self._pinned_units.open and self._pinned_units.keeps(unit))
                 unit.entered -= 1
                 self._schedule.live_units.release_if_unused(unit)
-            if self.phase is Phase.FORWARD and self._hooks.depth == 0:
+            if self.phase is Phase.FORWARD and not self._hooks.stack:
                 self._end_forward()
         except BaseException:
-            if self._hooks.depth == 0:
+            if not self._hooks.stack:
                 self.recover()
             raise
 
@@ -241,8 +235,7 @@ class Engine(GuardHandler):
         key: PhaseKey = ("forward", hooked.path, training, grad)
         if grad:  # otherwise no backward follows, and gradients stay as they are
             refuse_compiled_autograd()
-            if (listener := self.listener) is not None:
-                listener.graph_begins()
+            self._notified.graph_begins()
             self.accumulation.note_forward(hooked.path)
             self._expect_boundary()
             outstanding = [*([] if self._since else self._outstanding), key]
@@ -268,6 +261,7 @@ class Engine(GuardHandler):
             self._backward.forward_ended(first=len(self._outstanding) == 1)
         self._touched.let_go()
         if self._backward.give_up():  # a backward ran inside this forward; later ones have a new number
+            self.pending.note_used(self._reductions.end_arrivals())
             self._backwards += 1
         self._schedule.end_phase()
         self._guard_all()
@@ -299,28 +293,30 @@ class Engine(GuardHandler):
 
     def backward_left(self, call: BackwardCall) -> None:
         """Note that backward has all input gradients of a call; release units with frozen parameters if possible."""
-        for unit in call.hooked.with_frozen if call.reached == self._backwards else ():
-            self._backward.call_ended(unit)
+        for unit in call.hooked.units if call.reached == self._backwards else ():
+            if unit.has_frozen:
+                self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
         """Count a parameter's gradient. The unit's last one allows its reduction and its release."""
-        # First, because a backward that begins here may forget earlier gradients, and clear ``pending.used``.
+        # First, because a backward that begins here may forget earlier gradients.
         self._begin_backward()
-        self.pending.used[index][position] = self.pending.looks
-        self._backward.last_gradient = index, position
         if self._reductions.count_gradient(index, position):
+            self._backward.last_gradient = index, position
             self._reductions.send_complete()
             self._backward.complete.append(self.units[index])
 
     def _begin_backward(self, *, by_output: bool = False) -> None:
+        if self.phase is Phase.BACKWARD and self._ending() is not None:
+            return  # a hook of the running backward
         self.notice_failed_backward()
         if self.running:
             return
         self.require_idle("backward", needs=TRAINING)
         self._forget_outdated_graphs()
         self._trains = not by_output or self._backward.accumulates()
-        if self._trains and (listener := self.listener) is not None:
-            listener.backward_begins()
+        if self._trains:
+            self._notified.backward_begins()
         self._expect_boundary()
         self._refresh.start_put_off()
         self.phase = Phase.BACKWARD
@@ -335,6 +331,7 @@ class Engine(GuardHandler):
 
     @uncompiled
     def _end_backward(self) -> None:
+        self.pending.note_used(self._reductions.end_arrivals())
         self._backwards += 1
         self._touched.let_go()
         self._backward.give_up()
@@ -346,8 +343,7 @@ class Engine(GuardHandler):
             return
         self._since += 1
         self.accumulation.note_backward()
-        if (listener := self.listener) is not None:
-            listener.backward_ended()
+        self._notified.backward_ended()
 
     def _backward_dropped(self) -> None:
         """Report a failed backward to waiting ranks at once. The next call of this engine may come much later."""
@@ -397,9 +393,9 @@ class Engine(GuardHandler):
         """Hook a module, so that its forwards gather the units; ``path`` is the module's name in the model."""
         self._hooks.install(module, HookedModule(path, units))
 
-    def watch_gradients(self, unit: Unit, first: int = 0) -> None:
-        """Hook a unit's trainable parameters, from position ``first`` on, to collect their gradients."""
-        self._hooks.watch_gradients(unit, first)
+    def watch_gradients(self, unit: Unit) -> None:
+        """Hook a unit's trainable parameters, those that have no hook yet, to collect their gradients."""
+        self._hooks.watch_gradients(unit, self._reductions.arrivals)
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
         """Run a hooked module's hooks around ``function``, which replaces the module's forward."""
@@ -607,9 +603,8 @@ class Engine(GuardHandler):
             check_idle(self, what, inside_gather=inside_gather, averaged=averaged, needs=needs)
         if not beside_step:
             self._refresh.wait_for_step()
-            loading = EngineState.LOADING in self.state
-            if what != "backward" and not loading and (listener := self.listener) is not None:
-                listener.weights_wanted()
+            if what != "backward" and EngineState.LOADING not in self.state:
+                self._notified.weights_wanted()
 
     def recover(self, *, known: bool = True) -> None:
         """Give up a pass that an error has ended, release its units, and report the stop to waiting ranks.
@@ -627,6 +622,7 @@ class Engine(GuardHandler):
                 self.agreement.found_stopped("an exception")
         self._hooks.reset()
         self._hooks.forget_graphs()
+        self.pending.note_used(self._reductions.end_arrivals())
         self._backwards += 1
         self._backward.drop_uses()
         self._touched.drop_uses()
@@ -654,9 +650,8 @@ class Engine(GuardHandler):
     def note_storages(self) -> None:
         """Read again in which storages the gathered weights are."""
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
-        self.released_storages = self.storages.difference(
-            b.storage_id for unit in self.persistent for b in unit.buffers
-        )
+        kept = [buffer.storage_id for unit in self.persistent for buffer in unit.buffers]
+        self.released_storages = self.storages.difference(kept)
 
     def weights_changed(
         self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, delay_refresh: bool = False
@@ -720,6 +715,7 @@ class Engine(GuardHandler):
             return
         self.state |= EngineState.CLOSED
         self._hooks.remove()
+        self._reductions.arrivals.remove_hooks()
         for action in reversed(self._closing):
             action()
         unused = None
@@ -736,6 +732,10 @@ class Engine(GuardHandler):
     def listener(self) -> Listener | None:
         """The wrapper of the optimizer; None if it was deleted."""
         return self._listener()
+
+    @property
+    def _notified(self) -> Listener:
+        return self._listener() or NO_LISTENER
 
     @property
     def buffers(self) -> list[FlatBuffer]:
@@ -757,8 +757,7 @@ class Engine(GuardHandler):
         if now or not self.accumulation.ignores_zero_grad:
             if not set_to_none:  # zeroing writes to gradients: a host step may read them, or they may be off the device
                 self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=["lp_grads"])
-                if (listener := self.listener) is not None:
-                    listener.gradients_wanted()
+                self._notified.gradients_wanted()
             self.pending.forget_all(set_to_none=set_to_none)
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
@@ -771,8 +770,7 @@ class Engine(GuardHandler):
             self.parking.require("setting .grad to None", TRAINING)
             self._refresh.wait_for_step()  # a step on the host still reads the gradient
             self.pending.forget_one(unit, parameter)
-        if (listener := self.listener) is not None:
-            listener.gradient_forgotten(parameter)
+        self._notified.gradient_forgotten(parameter)
 
     def has_pending_gradients(self) -> bool:
         """Return True if gradients wait for a step and no pass is running."""

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, storage_id, uncompiled, will_execute
 from zeropp.order.known_orders import PhaseKey, Reach
+from zeropp.order.reductions import Arrivals
 from zeropp.params.unit import Unit
 
 __all__ = [
@@ -51,6 +52,8 @@ _T = TypeVar("_T")
 
 def differentiable(value: object) -> list[Tensor]:
     """Return the tensors that require grad in tuples, lists, dicts, dataclasses and plain objects, each once."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
@@ -164,24 +167,26 @@ def copy_views(output: object, storages: Container[int], where: str) -> object:
     Raises:
         RuntimeError: a view of a weight is inside an object that cannot be rebuilt.
     """
-
-    def lies_there(tensor: Tensor) -> bool:
-        try:
-            return storage_id(tensor) in storages
-        except (NotImplementedError, RuntimeError):
-            # A sparse tensor, or one inside a transform of torch.func: it has no storage, so it is no view of a weight.
-            return False
-
-    if not any(map(lies_there, tensors_in(output))):
+    found = [output] if isinstance(output, Tensor) else tensors_in(output)
+    if not any([_lies_in(tensor, storages) for tensor in found]):
         return output
-    copied = map_tensors(output, lambda tensor: tensor.clone() if lies_there(tensor) else tensor)
+    copied = map_tensors(output, lambda tensor: tensor.clone() if _lies_in(tensor, storages) else tensor)
     # Plain objects are searched but not rebuilt, because the arguments of their constructors are unknown.
-    if any(map(lies_there, tensors_in(copied))):
+    if any([_lies_in(tensor, storages) for tensor in tensors_in(copied)]):
         raise RuntimeError(
             f"module {where or 'at the root'!r} returns a weight, or a view of one, inside a {type(output).__name__}, "
             "and the weight's memory is freed when the module ends; return a copy of it, weight.clone()"
         )
     return copied
+
+
+def _lies_in(tensor: Tensor, storages: Container[int]) -> bool:
+    """Return True if a tensor lies in one of these storages."""
+    try:
+        return storage_id(tensor) in storages
+    except (NotImplementedError, RuntimeError):
+        # A sparse tensor, or one inside a transform of torch.func: it has no storage, so it is no view of a weight.
+        return False
 
 
 # Names of attributes in a module's __dict__. See [Note: ownership].
@@ -215,8 +220,8 @@ class HookedModule:
         skipped: True if the hooks skip the running forward, because it is in a compiled region and gathers nothing. The
             hooks would break the compiled graph; without units they are needed only where a pass begins.
         stored: tensors stored on the module that have a hook already, of the call that made them.
-        inside: modules inside this one that may store such tensors, without hooked ones and torch's own; None until
-            the first forward.
+        inside: this module, and modules inside it that may store such tensors, without hooked ones and torch's own;
+            None until the first forward.
         begins: prefix of the paths of modules inside this one; "" for the root.
         run_by: prefixes ``begins`` of modules that have run this one in their forwards, although its path is not
             inside theirs.
@@ -238,9 +243,9 @@ class HookedModule:
         self.begins = self.path and f"{self.path}."
 
     @property
-    def with_frozen(self) -> tuple[Unit, ...]:
-        """The units with frozen parameters, for which no gradient shows when backward is done with the weights."""
-        return tuple(unit for unit in self.units if unit.has_frozen)
+    def has_frozen(self) -> bool:
+        """True if a unit has frozen parameters, for which no gradient shows when backward is done with the weights."""
+        return any([unit.has_frozen for unit in self.units])
 
     @property
     def trainable(self) -> bool:
@@ -349,13 +354,16 @@ class BackwardCall:
         nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         # One output may be computed from another, whose node holds this call. Storing that node would make a cycle that
         # is never collected. Nodes older than all outputs do not lead to them, and leaves lead to no other node.
-        first = min((node._sequence_nr() for node in nodes), default=0)
-        behind = [each for node in nodes for each, _ in node.next_functions if each is not None]
-        self._behind = [each for each in behind if not each.next_functions or each._sequence_nr() < first]
+        first = min([node._sequence_nr() for node in nodes], default=0)
+        self._behind = []
+        for node in nodes:
+            for each, _ in node.next_functions:
+                if each is not None and (not each.next_functions or each._sequence_nr() < first):
+                    self._behind.append(each)
 
     def is_to_come(self) -> bool:
         """Return True if the running backward will reach this call, as autograd tells for nodes behind its outputs."""
-        return any(will_execute(node) for node in self._behind)
+        return any([will_execute(node) for node in self._behind])
 
     @uncompiled
     def __call__(self, gradient: Tensor) -> None:
@@ -411,6 +419,7 @@ class ModuleHooks:
     """All hooks of one model, and the call stack of hooked modules. Only one thread runs forwards.
 
     Attributes:
+        stack: running calls of hooked modules, the outermost first.
         open_calls: number of running calls of ``Engine.call_model()``.
     """
 
@@ -419,7 +428,7 @@ class ModuleHooks:
         self._handler = weakref.ref(handler)
         self._handles: list[RemovableHandle] = []
         self._on_leaves: list[RemovableHandle] = []
-        self._stack: list[_Frame] = []
+        self.stack: list[_Frame] = []
         # Weak references, because the modules own the engine.
         self._modules: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
         self._reach: dict[str, Reach] = {}
@@ -432,7 +441,7 @@ class ModuleHooks:
         hooked = self._modules.get(module)
         if hooked is None:
             self.install(module, HookedModule(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
-        elif any(frame.hooked is hooked for frame in self._stack):
+        elif any(frame.hooked is hooked for frame in self.stack):
             # Wait for the end of the running forward: its hook would end a use of the unit that it never began.
             self._later.append((module, unit))
         elif unit not in hooked.units:
@@ -495,15 +504,12 @@ class ModuleHooks:
         """The model itself; None if it was deleted."""
         return next((module for module, hooked in self._modules.items() if hooked.path == ""), None)
 
-    def watch_gradients(self, unit: Unit, first: int = 0) -> None:
-        """Hook a unit's trainable parameters, from position ``first`` on, to report their gradients."""
+    def watch_gradients(self, unit: Unit, arrivals: Arrivals) -> None:
+        """Hook a unit's trainable parameters to report their gradients."""
         parameters = [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
-        for position, parameter in enumerate(parameters[first:], first):
-            # The hook stores numbers only. A reference to the unit would make a cycle through C++ objects, which the
-            # garbage collector cannot see.
-            ready = partial(_gradient_ready, self._handler, unit.index, position)
-            # A hook on the tensor itself would run before the gradient is in .grad, where ``Gradient.pack`` takes it.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
+        # A hook stores numbers only. A reference to the unit would make a cycle through C++ objects, which the garbage
+        # collector cannot see.
+        arrivals.watch(unit.index, parameters, partial(partial, _gradient_ready, self._handler, unit.index))
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remove this hook together with the engine's own hooks."""
@@ -523,12 +529,7 @@ class ModuleHooks:
 
     def reset(self) -> None:
         """Clear the call stack after an error."""
-        self._stack.clear()
-
-    @property
-    def depth(self) -> int:
-        """Number of hooked modules on the call stack."""
-        return len(self._stack)
+        self.stack.clear()
 
     def was_interrupted(self, hooked: HookedModule) -> bool:
         """Return True if the call of this module shows that an earlier forward was interrupted, as by Ctrl-C.
@@ -540,9 +541,9 @@ class ModuleHooks:
         Args:
             hooked: module whose call begins.
         """
-        first = int(bool(self._stack) and self._stack[0].by_function)
-        begun = len(self._stack) > first and not self.open_calls
-        hooked.reentered = begun and (hooked.path == "" or self._stack[first].hooked is hooked)
+        first = int(bool(self.stack) and self.stack[0].by_function)
+        begun = len(self.stack) > first and not self.open_calls
+        hooked.reentered = begun and (hooked.path == "" or self.stack[first].hooked is hooked)
         return hooked.reentered
 
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
@@ -550,7 +551,7 @@ class ModuleHooks:
         hooked = self._modules[module]
         kwargs = dict[str, object]()
         changed = self._before(hooked)(module, args, kwargs)
-        self._stack[-1].by_function = True
+        self.stack[-1].by_function = True
         if isinstance(changed, tuple):
             args, kwargs = changed
         try:
@@ -564,7 +565,7 @@ class ModuleHooks:
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
         # The closure must not refer to ``self``, because the module owns the closure.
         ref = self._handler
-        stack = self._stack
+        stack = self.stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             handler = ref()
@@ -578,14 +579,14 @@ class ModuleHooks:
             # Store the error that is being handled already: a forward inside an except block has not failed itself.
             stack.append(_Frame(hooked, call, sys.exc_info()[1]))
             # For frozen weights, the gradients of the inputs show when backward is done with them.
-            if call is not None and hooked.with_frozen:
+            if call is not None and hooked.has_frozen:
                 inputs = differentiable((args, kwargs))
                 handles = call.watch(inputs)
                 self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
             return changed
 
         # torch.compile must not trace the hook: gathers and streams are no part of a graph.
-        opaque: Callable[..., object] = torch.compiler.disable(before)
+        opaque: Callable[..., object] = uncompiled(before)
 
         def before_or_skip(*arguments: object) -> object:
             # If the stack is empty, a pass begins here, and the hook is needed even in a compiled region.
@@ -596,12 +597,12 @@ class ModuleHooks:
 
     def _after(self, hooked: HookedModule) -> Callable[..., object]:
         ref = self._handler
-        stack = self._stack
+        stack = self.stack
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             handler = ref()
             # There is no frame if the hook before the module failed, or if the pass was given up.
-            if handler is None or not any(frame.hooked is hooked for frame in stack):
+            if handler is None or not _is_on(stack, hooked):
                 _require_no_recursion(module, hooked)
                 return None
             frame = stack.pop()
@@ -620,8 +621,9 @@ class ModuleHooks:
                 outputs = differentiable(output)
                 if hooked.inside is None:
                     hooked.inside = _find_inside(module, hooked, self._modules)
-                stored = _stored_tensors(module, hooked, deep=not outputs)
-                outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
+                for tensor in _stored_tensors(module, hooked, deep=not outputs):
+                    if all([tensor is not other for other in outputs]):
+                        outputs.append(tensor)
                 views = []
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
@@ -647,7 +649,7 @@ class ModuleHooks:
                 self._extend_later()
             return output
 
-        opaque: Callable[..., object] = torch.compiler.disable(after)
+        opaque: Callable[..., object] = uncompiled(after)
 
         def after_or_skip(*arguments: object) -> object:
             return None if torch.compiler.is_compiling() and hooked.skipped else opaque(*arguments)
@@ -673,7 +675,7 @@ def _require_no_recursion(module: nn.Module, hooked: HookedModule) -> None:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Frame:
     """A hooked module on the call stack, and its call, if gradients are enabled."""
 
@@ -683,6 +685,13 @@ class _Frame:
     error: BaseException | None
     # True if another function runs in place of the module's forward.
     by_function: bool = False
+
+
+def _is_on(stack: Sequence[_Frame], hooked: HookedModule) -> bool:
+    """Return True if a call of a hooked module is running."""
+    if stack and stack[-1].hooked is hooked:
+        return True
+    return any([frame.hooked is hooked for frame in stack])
 
 
 # Tensors at which a backward may begin.
@@ -696,15 +705,19 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
         hooked: its hooked module.
         deep: True to search objects of any class. This is slow, and needed only if there is no output to hook.
     """
-    kinds = object if deep else (Tensor, list, tuple, dict)
-    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
-    found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
+    found = []
+    if deep:
+        values = [value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
+        found = differentiable(values)
     for each in hooked.inside or ():
         if (inner := each.module()) is not None:
             attributes = inner.__dict__
             for name in each.names if each.count == len(attributes) else each.look(attributes):
-                if isinstance(value := attributes.get(name), (Tensor, list, tuple, dict)):
+                value = attributes.get(name)
+                if isinstance(value, (Tensor, list, tuple, dict)) and not (deep and inner is module):
                     found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
+    if not (found or hooked.stored):
+        return found
     # A tensor that stays on the module over several forwards is hooked once, by the call that made it. The references
     # are weak, so that a graph is freed when the user drops its loss.
     known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
@@ -713,10 +726,11 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
 
 
 def _find_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> list[_Inner]:
-    """Return the modules inside a module, except those in ``others``, that may store tensors on themselves."""
+    """Return a module and the modules inside it, except those in ``others``, that may store tensors on themselves."""
     inner = [each for each in module.modules() if each is not module and each not in others] if hooked.units else []
     # torch's own layers store no tensors, and there are many of them.
-    return [_Inner(weakref.ref(each)) for each in inner if not type(each).__module__.startswith("torch.nn.")]
+    own = [each for each in inner if not type(each).__module__.startswith("torch.nn.")]
+    return [_Inner(weakref.ref(each)) for each in (module, *own)]
 
 
 def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:

@@ -81,11 +81,11 @@ def rehearse(engine: Engine) -> None:
         members = name_ranks(comm.ranks[rank] for rank in hop.spec.ranks)
         levels = f"{hop.spec.outer} to {hop.spec.inner}"
         doing = f"the first {transfer.collective} of {members} ({hop.kind}, level {levels})"
-        stream = engine.comm_streams[hop.kind].stream(hop.spec.link)
+        stream = engine.comm_streams[hop.kind][hop.spec.link]
         # Watched from here on, because NCCL connects in the launch, and the launch may not return.
         with engine.agreement.watching(doing), comm.launching(doing):
             event = stream.run(partial(_carry_out, transfer, device))
-            engine.agreement.wait_for_event(event.wait, doing)
+            engine.agreement.wait_for_event(event.wait, engine.agreement.watching(doing))
         _finish(engine, doing)
     for group, numbers, op in _for_all(engine):
         doing = "the first all_reduce of all ranks"
@@ -137,11 +137,11 @@ def _carry_out(transfer: Transfer, device: torch.device) -> None:
     hop = _uncounted(transfer.hop)
     message = torch.zeros(transfer.nbytes // transfer.dtype.itemsize, dtype=transfer.dtype, device=device)
     if transfer.collective == "all_gather":
-        hop.all_gather(message, message.view(hop.size, -1)[hop.index], "", "")
+        hop.all_gather(message, message.view(hop.size, -1)[hop.index], hop.gather_key("", ""))
     elif transfer.collective == "all_to_all":
-        hop.all_to_all(message, "", "")
+        hop.all_to_all(message, hop.reduce_key("", ""))
     else:
-        hop.reduce_scatter(message, "", "")
+        hop.reduce_scatter(message, hop.reduce_key("", ""))
 
 
 def _uncounted(hop: Hop) -> Hop:

@@ -71,7 +71,7 @@ class GatherRoute:
     def _send(self, whole: Tensor, own: Tensor, unit: str) -> Iterator[None]:
         name = _name_of(self.codec, whole.dtype)
         if len(self.hops) == 1:
-            self.hops[0].all_gather(whole, own, unit, name)
+            self.hops[0].all_gather(whole, own, self.hops[0].gather_key(unit, name))
             return
         cross, local = self.hops
         # FSDP2 orders parts by rank, and the ranks of a node are consecutive: [nodes, ranks per node, n].
@@ -79,14 +79,14 @@ class GatherRoute:
         # The parts from other nodes are not adjacent in ``grid``, but a collective writes one contiguous range.
         column = grid.new_empty(cross.size, grid.size(2))
         column[cross.index].copy_(own)
-        cross.all_gather(column.view(-1), column[cross.index], unit, name)
+        cross.all_gather(column.view(-1), column[cross.index], cross.gather_key(unit, name))
         yield
         used_here(column)
         grid[:, local.index].copy_(column)
         # One collective per source node. A single collective would place all parts of one rank together, in the wrong
         # order.
         for node in grid.unbind():
-            local.all_gather(node.view(-1), node[local.index], unit, name)
+            local.all_gather(node.view(-1), node[local.index], local.gather_key(unit, name))
 
 
 class GatherComm(AllGather):

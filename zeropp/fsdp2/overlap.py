@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zeropp.comm.collective import naming_absence
 from zeropp.comm.process_groups import abort_groups
-from zeropp.comm.streams import DONE, CommStreams, Event, Launch, Work
+from zeropp.comm.streams import DONE, CommStreams, Event, Launch, Work, stages_of
 from zeropp.comm.watch import make_monitor
 
 __all__ = ["Arrival", "ReductionLimit", "Waiting", "queue", "wait_for"]
@@ -98,9 +98,10 @@ def queue(comm_streams: CommStreams, links: Sequence[str], part: Iterator[None],
     # Watch from the launch on, because NCCL connects the ranks during its first launch, which may hang.
     launch = Launch()
     event = None
+    resumed = _resumed(part, what, torch.is_inference_mode_enabled())
     waiting.watch_event(launch, what)
     try:
-        event = comm_streams.run_work(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
+        event = comm_streams.run_work(Work(links, [stages_of(resumed, links)]))
     finally:
         # After an error no event exists, so mark the launch as done.
         launch.end = event or DONE

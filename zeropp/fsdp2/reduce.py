@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.comm.hops import Hop
-from zeropp.comm.streams import Event, used_here
+from zeropp.comm.streams import Event, in_turn, used_here
 from zeropp.fsdp2.overlap import ReductionLimit, wait_for
 from zeropp.fsdp2.shards import Parts, ReduceOp, ReduceScatter, ShardedUnit, factor_of
 from zeropp.fsdp2.vectors import VALUE_BITS, MixedCodec
@@ -329,8 +329,10 @@ class ReduceComm(ReduceScatter):
         reductions.make_room()
         message = packing.message(path, input_tensor)
         # FSDP2 itself adds the result to existing gradients, so never accumulate here.
-        part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit.name)
-        event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit.name}")
+        name = self.unit.name
+        work = path.reduction(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=name)
+        part = _with_message(message, in_turn(work.stages()))
+        event = reductions.queue(path.links, part, f"the reduction of {name}")
         self._pending = _Pending(event, output_tensor, total, packing)
         if not self.unit.finishes(self.finish_reduction):
             self.finish_reduction(output_tensor)

@@ -47,8 +47,8 @@ from zeropp.offload.read_ahead import Ring
 from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.fused import CUT, Rule, SettingsSnapshot, SliceStep, rule_of
 from zeropp.optimizer.sharded_params import ShardedParams, Slice
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
-from zeropp.params.unit import FlatBuffer
 
 __all__ = [
     "CHUNK_NUMEL",

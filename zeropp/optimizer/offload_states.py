@@ -20,7 +20,7 @@ from zeropp.config.base import warn_user
 from zeropp.engine.engine import Engine
 from zeropp.engine.preconditions import COMPUTING, EVERYTHING, KINDS, NOTHING, TRAINING
 from zeropp.optimizer.sharded_params import ShardedParams, Slice
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 __all__ = ["chosen_kinds", "offload_states", "reload_states"]
 

@@ -41,11 +41,12 @@ from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import is_elementwise, weakly
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING
-from zeropp.optimizer.sharded_params import ShardedParams, Slice, SliceStates
+from zeropp.optimizer.sharded_params import ShardedParams, Slice
+from zeropp.optimizer.slice_states import SliceStates
 from zeropp.optimizer.step_sync import StepStats, StepSync
 from zeropp.order.refresh import chunk_of
-from zeropp.params.gradient import LossScale
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.loss_scale import LossScale
 from zeropp.wire.codecs import Feedback
 
 __all__ = [
@@ -183,9 +184,9 @@ def choose_chunks(engine: Engine, slices: Sequence[Slice], *, elementwise: bool)
     # because each chunk costs a call of step().
     units = [unit for unit in engine.units_in_forward_order() if unit.trainable_buffers]
     buffers = engine.trainable_buffers
-    travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
+    travelling = sum([b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops])
     # Several calls of a fused step take longer than one, so chunks pay off only if they hide enough communication.
-    little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
+    little = 2 * travelling < sum([buffer.layout.numel for buffer in buffers])
     if little or engine.refresh_is_delayed or not elementwise:
         return [StepChunk(list(slices), engine.trainable_buffers)]
     by_unit: dict[int, list[Slice]] = {}
@@ -289,7 +290,8 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
     # Compute the factor on the device, so that the host does not wait for it.
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     for gradient in engine.gradients:
-        gradient.shard.mul_(factor.to(gradient.shard))
+        if gradient.arrived:
+            gradient.shard.mul_(factor.to(gradient.shard))
     return factor
 
 
@@ -317,7 +319,7 @@ def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
     ``optimizer`` is None for the host's kernels.
     """
     # The divisor is float32, which is not precise enough for float64 gradients.
-    single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
+    single = {gradient.dtype for gradient in engine.gradients} <= {torch.float32}
     if optimizer is None:
         return single
     # Read the setting from the groups, because loading a state saved by an unfused optimizer overwrites it.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zeropp.comm.agreement import ADDED
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
-from zeropp.optimizer.sharded_params import ShardedParams
+from zeropp.optimizer.sharded_params import ShardedParams, show_gradients
 
 __all__ = ["add_group", "switch_mode"]
 
@@ -54,8 +54,8 @@ def add_group(
     for part in slices.stepped:
         # Gradients of trained parameters are reduced even if the parameters are in no group, so they can be stepped
         # now.
-        if part not in before and part.arrived:
-            part.show_gradient(True)
+        if part not in before and part.source is not None and part.source.arrived:
+            show_gradients([part], [True])
     slices.show_markers(any(part.shown for part in slices.stepped))
 
 

@@ -14,28 +14,29 @@ noticed.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeropp._compat import unguarded
+from zeropp._compat import storage_uses, unguarded
 from zeropp.config.base import warn_user
 from zeropp.engine.accumulation import PendingGradients
-from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import trial_states
 from zeropp.optimizer.partial_gradient import MARKER_GRADIENT, NOTHING, as_partial
+from zeropp.optimizer.slice_states import OwnStates, SliceStates
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
-from zeropp.params.guard import handler_of, is_managed
-from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.unit import Unit
 from zeropp.partition.levels import Fragment
 
-__all__ = ["ShardedParams", "Slice", "SliceStates"]
+__all__ = ["ShardedParams", "Slice", "show_gradients"]
 
 _MARKERS = 2  # markers per group: two, so that an edit of one entry by its index does not look like an edit of all
 _MARKER_NUMEL = 2  # elements of a marker: two, so that loops that skip tensors of one element edit markers, too
@@ -85,16 +86,20 @@ class Slice:
         """True if the host's cores step this slice, provided that the optimizer has a fused CPU kernel."""
         return self.buffer is not None and self.offset >= self.buffer.tiers.device_numel
 
-    @property
-    def arrived(self) -> bool:
-        """True if the gradient shard holds a gradient of this step."""
-        return self.source is not None and self.source.arrived
+    def cut_gradient(self) -> None:
+        """Make the slice's views of the gradient shard."""
+        assert self.buffer is not None and self.source is not None  # no marker and no stand-in
+        self.source.alloc_shard()  # torch makes no views of a storage without memory
+        self.gradient = self.source.shard[self.offset : self.offset + self.parameter.numel()]
+        # If every rank has whole gradients, a norm is equal on all ranks, so it is not refused.
+        divided = self.buffer.placement.mode.states > 1
+        self.seen = as_partial(self.gradient) if divided else self.gradient.detach()
 
-    @property
-    def is_replaced(self) -> bool:
-        """True if the user has set another tensor as the slice's gradient."""
-        found = self.parameter.grad
-        return found is not None and (found is not self.seen or found.data_ptr() != self.gradient.data_ptr())
+    def clear_gradient(self) -> None:
+        """Set the slice's part of the gradient shard to zero, although no gradient has arrived."""
+        if self.source is not None:
+            self.source.alloc_shard()
+        self.gradient.zero_()
 
     def take_edit(self) -> None:
         """Copy a gradient that the user has set into the gradient shard, or zero the shard if the user removed it."""
@@ -104,9 +109,6 @@ class Slice:
             self.gradient.zero_()
             self.shown = False
             return
-        # In-place edits need no copy, because the shown gradient is a view of the shard unless its ``.data`` was set.
-        if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
-            return
         if self.source is not None:
             self.source.begin_sum()  # without a gradient in this step, the rest of the shard must become zero
         self.gradient.copy_(found)
@@ -115,10 +117,28 @@ class Slice:
         self.parameter.grad = self.seen
         self.shown = True
 
-    def show_gradient(self, present: bool) -> None:
-        """Set the optimizer's gradient, or set it to None, as torch leaves it for unused parameters."""
-        self.parameter.grad = self.seen if present else None
-        self.shown = present
+
+def show_gradients(parts: Iterable[Slice], present: Iterable[bool]) -> None:
+    """Set the optimizer's gradient of each slice; set it to None, as of unused parameters, where ``present`` is False.
+
+    All slices are handled in one loop, because this runs for every slice several times per step.
+    """
+    for part, shown in zip(parts, present, strict=True):
+        seen = part.seen if shown else None
+        if part.parameter.grad is not seen:
+            part.parameter.grad = seen
+        part.shown = shown
+
+
+def edited_slices(parts: Iterable[Slice]) -> list[Slice]:
+    """Return the slices whose gradient was replaced or set to None by the user; call it inside ``unguarded()``."""
+    edited = []
+    for part in parts:
+        found = part.parameter.grad
+        # The shown gradient is a view of the shard, so edits in place are there, unless its ``.data`` was set.
+        if found is not part.seen or found.data_ptr() != part.gradient.data_ptr():
+            edited.append(part)
+    return edited
 
 
 class ShardedParams:
@@ -146,6 +166,9 @@ class ShardedParams:
         # Keys are ids of trainable parameters, because == on tensors compares elements.
         self._cut: dict[int, list[Slice]] = {}
         self._stand_in: Slice | None = None
+        # Each gradient with its slices, and the number of references to its storage when the user had none.
+        self._shards: list[tuple[Gradient, list[Slice], int]] = []
+        self._references = 0  # Python's references to a shown gradient when the user has none
         # Optimizer states of frozen parameters.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
@@ -412,8 +435,9 @@ class ShardedParams:
             # A parameter without a gradient may show zeros. If the user replaces them, the result is a gradient. If the
             # shown values are not zero, another rank has used the parameter, or error feedback has reached it.
             unused = [part for part in shown if part.source is not None and not pending.used[part.unit][part.position]]
-            zeros = [part for part in unused if part.is_replaced and not part.gradient.any()]
-            for part in (*made, *shown):
+            replaced = [part for part in edited_slices(unused) if part.parameter.grad is not None]
+            zeros = [part for part in replaced if not part.gradient.any()]
+            for part in edited_slices([*made, *shown]):
                 part.take_edit()
             made += [part for part in zeros if part.gradient.any()]
         for part in made:
@@ -430,20 +454,28 @@ class ShardedParams:
     def show_arrived(self, pending: PendingGradients) -> Slice:
         """Show the gradients that have arrived, and return a shown slice; without any gradient, show one of zeros."""
         self._return_markers()  # a failed load_state_dict() leaves them removed
-        for part in self.stepped:
-            part.show_gradient(part.arrived and not (pending.removed and self._is_gone(part, pending)))
+        show_gradients(self.stepped, self._present(pending))
         shown = next((part for part in self.stepped if part.shown), None)
         if shown is None:
             shown = self.stepped[0]
-            shown.gradient.zero_()  # nothing has arrived, so the shard holds values of an earlier step
-            shown.show_gradient(True)
+            shown.clear_gradient()  # nothing has arrived
+            show_gradients([shown], [True])
         self.show_markers(True)
         return shown
 
     def drop_gradient(self, parameter: nn.Parameter) -> None:
         """Hide a parameter's gradient, which was set to None through the model."""
-        for part in self._cut.get(id(parameter), []):
-            part.show_gradient(False)
+        parts = self._cut.get(id(parameter), [])
+        show_gradients(parts, [False] * len(parts))
+
+    def _present(self, pending: PendingGradients) -> list[bool]:
+        """Return for each slice: True if its gradient has arrived, and the user has not removed it since."""
+        present = []
+        for part in self.stepped:
+            source = part.source
+            arrived = source is not None and source.arrived
+            present.append(arrived and not (pending.removed and self._is_gone(part, pending)))
+        return present
 
     def _is_gone(self, part: Slice, pending: PendingGradients) -> bool:
         """Return True if the user removed a gradient and, as far as this rank sees, no rank has added one since."""
@@ -452,14 +484,25 @@ class ShardedParams:
     def show_zeros(self, pending: PendingGradients) -> None:
         """Show gradients that were set to zero, and hide all others. Called after all were zeroed or discarded."""
         self.accumulated.clear()
-        zeros = False
-        for part in self.stepped:
+        for part in self.stepped if pending.removed else ():
             if part.shown:  # a rank has added a gradient since the removal, which zeros could not show
                 pending.removed.pop((part.unit, part.position), None)
-            kept = part.arrived and not (pending.removed and self._is_gone(part, pending))
-            part.show_gradient(kept)
-            zeros |= kept
-        self.show_markers(zeros)
+        kept = self._present(pending)
+        show_gradients(self.stepped, kept)
+        self.show_markers(any(kept))
+
+    def free_gradients(self) -> None:
+        """Free the memory of gradients that have not arrived; see [Note: memory of gradients]."""
+        for gradient, parts, uses in self._shards:
+            if gradient.arrived or not gradient.transient:
+                continue
+            # The user may have kept a gradient that the groups showed, or a view of one.
+            kept = any([sys.getrefcount(part.seen) > self._references for part in parts])
+            if kept or storage_uses(gradient.shard) != uses:
+                gradient.renew_shard()
+                for part in parts:
+                    part.cut_gradient()
+            gradient.free_shard()
 
     def show_markers(self, present: bool) -> None:
         """Give markers tiny gradients, or none. They show gradients when slices do, except during the step itself."""
@@ -467,7 +510,7 @@ class ShardedParams:
             if present:
                 # The user may have changed the value. It is nonzero, because some loops set zero gradients to None.
                 marker.gradient.fill_(MARKER_GRADIENT)
-            marker.show_gradient(present)
+        show_gradients(self.markers, [present] * len(self.markers))
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:
         """Show the gradients of the parameters that are to be stepped.
@@ -476,12 +519,12 @@ class ShardedParams:
             used: for each unit, a mask of the trainable parameters that have a gradient on any rank. All ranks with a
                 slice of such a parameter must step it.
         """
-        for part in self.stepped:
-            present = part.unit < 0 or used[part.unit][part.position]
+        present = [part.unit < 0 or used[part.unit][part.position] for part in self.stepped]
+        for part, shown in zip(self.stepped, present, strict=True):
             # This rank discarded its part of a gradient that another rank set to zero, so show zeros.
-            if present and part.source is not None and not part.source.arrived:
-                part.gradient.zero_()
-            part.show_gradient(present)
+            if shown and part.source is not None and not part.source.arrived:
+                part.clear_gradient()
+        show_gradients(self.stepped, present)
         # Hide the markers' gradients: the step would edit markers with a gradient, and create states for them.
         self.show_markers(False)
 
@@ -501,6 +544,13 @@ class ShardedParams:
                     part = _cut(buffer, fragment, unit.index, position + fragment.slot)
                     self._watch(part)
                     self._cut[id(buffer.parameters[fragment.slot])].append(part)
+                gradient = buffer.gradient
+                assert gradient is not None  # the buffer is trainable
+                parts = [part for parameter in buffer.parameters for part in self._cut[id(parameter)]]
+                self._shards.append((gradient, parts, storage_uses(gradient.shard)))
+                self._references = max([self._references, *[sys.getrefcount(part.seen) for part in parts]])
+                if gradient.transient and not gradient.arrived:
+                    gradient.free_shard()
             position += len(buffer.parameters)
 
     def _watch(self, part: Slice) -> None:
@@ -609,98 +659,6 @@ class _WaitingParams(list[Any]):
         return list, (list(self),)
 
 
-class SliceStates(defaultdict[Any, Any]):
-    """The wrapped optimizer's ``state``. Its keys are slices; parameters of the model are refused as keys.
-
-    A rank holds only a part of a parameter's states, so access by a parameter raises. The exception is ``del
-    state[parameter]``, which drops this rank's part. ``__getitem__`` is not overridden, so a step's lookups are as fast
-    as in a plain dict.
-
-    Attributes:
-        slices: weak reference to the slices whose states this is, set by their ShardedParams.
-    """
-
-    slices: weakref.ref[ShardedParams] | None = None
-
-    def __missing__(self, key: Any) -> Any:
-        _refuse_of_model(key)
-        if isinstance(key, _Marker):  # a marker's state is stored on the marker, so that it is not saved
-            owner = None if self.slices is None else self.slices()
-            made = {} if owner is None else owner.marker_state(key)
-            # Before the first step, slices have no states, so a marker gets none, either.
-            for name in made.keys() & {name for state in self.values() for name in state}:
-                key.state.setdefault(name, made[name])
-            return key.state
-        return super().__missing__(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _refuse_of_model(key)
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        owner = None if self.slices is None else self.slices()
-        if isinstance(key, _Marker):
-            super().pop(key, None)
-            return
-        if owner is None or not _is_of_model(key):
-            super().__delitem__(key)
-            return
-        engine = handler_of(key)
-        if isinstance(engine, Engine):
-            # The host may be stepping with the states. Offloaded states could not be told from deleted ones.
-            engine.require_idle("del optimizer.state[parameter]", inside_gather=True, needs=["optim_states"])
-        owner.forget_state(key)
-
-    def __contains__(self, key: object) -> bool:
-        _refuse_of_model(key)
-        return super().__contains__(key) or (isinstance(key, _Marker) and bool(self[key]))
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return the state of a slice or marker, or ``default``; raise for a parameter of the model."""
-        _refuse_of_model(key)
-        return (self[key] or default) if isinstance(key, _Marker) else super().get(key, default)
-
-    def clear(self) -> None:
-        """Remove the states of all slices and markers."""
-        super().clear()
-        owner = None if self.slices is None else self.slices()
-        for marker in owner.markers if owner is not None else ():
-            marker.parameter.state.clear()  # type: ignore[attr-defined]
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the state of a slice, after setting it to ``default`` if it is missing."""
-        _refuse_of_model(key)
-        return super().setdefault(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Remove and return the state of a slice."""
-        _refuse_of_model(key)
-        return super().pop(key, *default)
-
-
-def _is_of_model(key: object) -> bool:
-    return isinstance(key, Tensor) and is_managed(key)
-
-
-def _refuse_of_model(key: object) -> None:
-    if _is_of_model(key):
-        _refuse_state_of(key)
-
-
-def _refuse_state_of(parameter: Any) -> NoReturn:
-    engine = handler_of(parameter)
-    name = ""
-    if isinstance(engine, Engine):
-        buffer, index = engine.unit_of[id(parameter)].place_of(parameter)
-        name = f" {buffer.names[index]!r}"
-    raise RuntimeError(
-        f"optimizer.state was asked for the model's parameter{name}, and its keys are slices: this rank's parts of "
-        "parameters, the tensors in optimizer.param_groups. For whole states there are, on every rank, "
-        "zeropp.training.safe_get_full_optimizer_state(parameter, key) and safe_set_full_optimizer_state(parameter, "
-        "value, key), with a key such as 'exp_avg'; del optimizer.state[parameter], on every rank, forgets its states"
-    )
-
-
 def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:
     """Yield the parts of parameters in a shard, split where the device's part ends and the host's part begins."""
     for fragment in buffer.fragments():
@@ -715,15 +673,13 @@ def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:
 def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Slice:
     gradient = buffer.gradient
     assert gradient is not None
-    stop = fragment.offset + fragment.stop - fragment.start
     # The parameter is a view, so a step writes the main weights directly.
-    parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
+    parameter = nn.Parameter(buffer.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start])
     slot = buffer.layout.slots[fragment.slot]
-    values = gradient.shard[fragment.offset : stop]
-    # If every rank has whole gradients, a norm is equal on all ranks, so it is not refused.
-    seen = as_partial(values) if buffer.placement.mode.states > 1 else values.detach()
     place = (unit, position, buffer, fragment.offset, fragment.start, slot.strides)
-    return Slice(slot.name, *place, parameter, values, seen, gradient)
+    part = Slice(slot.name, *place, parameter, parameter, parameter, gradient)
+    part.cut_gradient()
+    return part
 
 
 def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter], numel: int = 1) -> Slice:
@@ -732,16 +688,14 @@ def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter]
     return Slice(NOTHING, -1, 0, None, 0, 0, (), kind(parameter), gradient, gradient, None)
 
 
-class _Marker(nn.Parameter):
+class _Marker(OwnStates):
     """A parameter at the end of a group that detects edits; see [Note: edits of slices].
 
     Attributes:
         replaced: True if ``.data`` was set.
-        state: entries that the user stores for it in ``optimizer.state``, as for all tensors of its group.
     """
 
     replaced = False
-    state: dict[str, Any]
     _reached: Tensor | None = None  # the tensor that ``.data`` returns
     _versions = (0, 0)
 

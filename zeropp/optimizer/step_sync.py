@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -32,8 +33,8 @@ from torch import Tensor
 
 from zeropp.comm.agreement import SETTINGS, Agreement
 from zeropp.engine.engine import Engine
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
-from zeropp.params.unit import FlatBuffer
 from zeropp.wire.codecs import Report
 from zeropp_kernels.reference import squared_norm
 
@@ -404,7 +405,7 @@ class StepSync:
 
     def _renew_differing_caches(self, values: list[float]) -> None:
         """Renew cached weights from main weights if ranks that should cache the same weights have different bits."""
-        used = sum(len(flags) for flags in self.engine.pending.used)
+        used = sum([len(flags) for flags in self.engine.pending.used])
         if self.cache_checksum.due and self.cache_checksum.differ(values[self._used + used :]):
             _log.warning(
                 "ranks that should cache the same weights have different bits, perhaps because of a memory or network "
@@ -435,6 +436,8 @@ class StepSync:
     def _clear_unused(self, values: list[float]) -> bool:
         """Zero values that error feedback brought to globally unused parameters; return True if there are any."""
         found = False
+        if not any([gradient.feedbacks for gradient in self.engine.gradients]):
+            return False
         for unit, used in zip(self.engine.units, self._flags(values), strict=True):
             flags = iter(used)
             for gradient in unit.gradients:
@@ -512,8 +515,10 @@ class StepSync:
         flags: list[float] = [*encode_hash(engine.sequence_hash)]
         flags += encode_hash(settings) if isinstance(settings, int) else [0.0] * 3
         flags.append(late + _MISSED * bool(self.missed))
-        flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
-        flags.append(float(any(g.has_stray() for g in engine.gradients)))
+        strays = [any([gradient.has_stray() for gradient in unit.gradients]) for unit in engine.units]
+        held = [any([gradient.held is not None for gradient in unit.gradients]) for unit in engine.units]
+        flags += [float(one or other) for one, other in zip(strays, held, strict=True)]
+        flags.append(float(any(strays)))
         flags.append(engine.passed_over + _REMOVED * bool(engine.pending.untold()))
         flags += [float(used > 0) for unit_flags in engine.pending.used for used in unit_flags]
         # Use pinned memory, so that the copy does not wait. torch's allocator keeps the block until the copy is done.
@@ -582,8 +587,8 @@ class StepSync:
 
     def _flags(self, values: list[float]) -> list[list[bool]]:
         """Return, for each unit, a mask of the parameters that any rank has used."""
-        flags = iter(values[self._used :])
-        return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
+        flags = iter([value > 0 for value in values[self._used :]])
+        return [list(islice(flags, len(own))) for own in self.engine.pending.used]
 
 
 def total_of(reports: Sequence[Report], device: torch.device) -> Tensor:
@@ -628,9 +633,8 @@ class PendingSum:
         if self._event is not None:
             # Querying an event initializes CUDA on the current device, which need not be the model's device.
             with torch.cuda.device(self._device):
-                agreement.wait_for_event(self.wait, "waiting for the sum of norms and flags")
-        values: list[float] = self._host.tolist()
-        return values
+                agreement.wait_for_event(self.wait, agreement.watching("waiting for the sum of norms and flags"))
+        return list(self._host.tolist())
 
     def wait(self, timeout: float) -> bool:
         """Wait until the numbers are on the host; return False after ``timeout`` seconds."""

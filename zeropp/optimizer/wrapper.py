@@ -61,7 +61,8 @@ from zeropp.optimizer.rank_state import (
 )
 from zeropp.optimizer.sharded_params import ShardedParams
 from zeropp.optimizer.step_sync import StepStats, StepSync
-from zeropp.params.unit import FlatBuffer, UnitState
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import UnitState
 from zeropp.plan.memory import plan_space
 from zeropp.setup.build import build_engine
 
@@ -469,8 +470,9 @@ class ZeroOptimizer(Optimizer):
 
         Args:
             set_to_none: False sets existing gradients to zero, as in torch. The next step then updates their parameters
-                (weight decay, momentum) even if they are unused. It waits for a step on the host. The memory of
-                gradient shards is kept either way.
+                (weight decay, momentum) even if they are unused. It waits for a step on the host. True frees the
+                memory of gradient shards on the device until the next reduction; tensors that you have taken from
+                ``.grad`` keep theirs.
             now: True to discard also the gradients of an unfinished window.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
@@ -685,6 +687,7 @@ class ZeroOptimizer(Optimizer):
         self._all_shown = True
         self.engine.loss_scale.drop_losses()
         self.slices.show_zeros(self.engine.pending)
+        self.slices.free_gradients()
 
     @torch.no_grad()
     def apply_requires_grad(self) -> None:

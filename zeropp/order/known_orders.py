@@ -14,8 +14,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from zeropp.comm.communicators import History
+from zeropp.order.prefetch import Plan
 
-__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "Reach", "describe_phase"]
+__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "PhaseState", "Reach", "describe_phase"]
 
 PhaseKey = tuple[object, ...]
 """The kind of a phase: a tuple of plain values, equal on every rank."""
@@ -103,6 +104,61 @@ class CollectiveOrder:
             return self.uses.index(unit, start)
         except ValueError:
             return None
+
+
+@dataclass(slots=True)
+class PhaseState:
+    """State of the running phase on this rank. Each phase begins with a new object.
+
+    Attributes:
+        key: kind of the phase.
+        then: kind of the phase expected next; None if unknown.
+        before: value of :attr:`Schedule.unrecorded` when the phase began.
+        silent: True if the phase gathers and reduces nothing, so that one rank may run it alone.
+        order: order that this phase follows; None while an order is learned.
+        forks: positions of forks in the order that are still ahead, ascending.
+        plan: prefetch plan for the order from position ``base`` on; None while an order is learned.
+        base: position of the order at which the plan begins.
+        position: position of the next use in the order.
+        left: position at which this rank needed a unit that the rest of the order lacks; -1 if there was none.
+        learned: units of the order that is being learned, one for each use.
+        calls: number of this rank's calls that each entry of ``learned`` served.
+        places: unit -> index of its last entry in ``learned``.
+        counted: True if calls are counted, because an order is followed without an exchange at its end.
+        called: module path -> number of this rank's calls in this phase.
+        nested: True if a unit was used without a counted call: by a module inside another one of the unit, or again by
+            a touched parameter, or by backward.
+        novel: True if this rank called a module that the order has no calls of.
+        brings_more: True if gradients were edited before some step, and this backward may bring a parameter its first
+            gradient.
+        partial: True if this backward may leave out one of the forwards before it.
+        new_fork: uses up to a fork that is stored in place of the learned order; None to store the order.
+        own: units that this rank has used.
+        in_backward: units of this forward that this rank's next backward may use.
+    """
+
+    key: PhaseKey
+    then: PhaseKey | None
+    before: Counter[tuple[str, int]] = field(default_factory=Counter)
+    silent: bool = False
+    order: CollectiveOrder | None = None
+    forks: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+    base: int = 0
+    position: int = 0
+    left: int = -1
+    learned: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    counted: bool = False
+    called: Counter[str] = field(default_factory=Counter)
+    nested: bool = False
+    novel: bool = False
+    brings_more: bool = False
+    partial: bool = False
+    new_fork: tuple[int, ...] | None = None
+    own: set[int] = field(default_factory=set)
+    in_backward: set[int] = field(default_factory=set)
 
 
 @dataclass

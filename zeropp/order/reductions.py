@@ -11,48 +11,331 @@ of a phase contains reductions, too: each has a place between two uses of units.
 before that use. If gradients of such a unit are still missing, the rank sends zeros for them. A gradient that arrives
 later is *stray*: it stays in ``.grad``. Ranks find strays at the end of a phase that ends with an exchange, or else in
 the step sync. Then all ranks reduce that unit once more, and later phases of this kind expect the unit at their end.
+
+[Note: one hook a unit] Autograd calls a hook for each gradient. A unit is reduced when its last gradient has arrived.
+So one hook is enough while the order of a unit's gradients repeats: that of the parameter whose gradient comes last.
+The other hooks are removed. When the one hook is called, ``.grad`` of every trained parameter must be there and must be
+of this backward. It is of this backward, because a reduction takes all ``.grad``, and because the end of each backward
+looks for gradients that no reduction has taken. If a gradient is missing, the hooks of all parameters are registered
+again, and report the gradients that are still to come. So they are, too,
+
+- when the order of the phase expects another number of gradients than one of each trained parameter;
+- when the unit is reduced before its last gradient has come;
+- at the end of a backward, if gradients are left in ``.grad``;
+- when the set of trained parameters changes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from zeropp._compat import profiler_enabled, unguarded
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import CommStreams, Event, span
+from zeropp.comm.streams import DONE, CommStreams, Event, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash
-from zeropp.params.gradient import LossScale
+from zeropp.params.gradient import Gradient, ReduceWork
+from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit
 
-__all__ = ["Reductions"]
+__all__ = ["Arrivals", "Reductions"]
 
 # Limit on the bytes of gradient messages in flight: 64 MiB, or the largest message if that is larger. One more message
 # may start below the limit, so one slow rank does not stall the link. Memory is bounded by the limit plus one message.
 _SMALL = 2**26
 _HOLD, _REDUCE = 0, 2  # kinds of collectives in the issue hash
+_MOST_PATIENCE = 64  # most repeats of a unit's last gradient until one hook stands for all
 
 
-@dataclass
+class Arrivals:
+    """Counts the gradients of one engine's parameters, backward by backward.
+
+    Args:
+        units: all units of the model, by index.
+
+    Attributes:
+        trained: for each unit, one flag per trainable parameter: True if it is trained.
+        counts: for each unit, the number of gradients of each trainable parameter in this phase.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._hooks: list[_UnitHooks | None] = [None] * len(units)
+        self.trained: list[tuple[bool, ...]] = []
+        self.counts: list[list[int]] = []
+        # Number of gradients that each parameter of a unit receives in the order that is followed. None while an order
+        # is learned: then one gradient of each trained parameter is expected.
+        self._fires: dict[int, tuple[int, ...]] | None = None
+        self._expected: list[tuple[int, ...]] = []
+        self._missing: list[int] = []
+        self.update_trained()
+
+    def update_trained(self) -> None:
+        """Read again which parameters are trained. Called between passes."""
+        self.trained = [unit.trained for unit in self._units]
+        self.counts = [[0] * len(trained) for trained in self.trained]
+        self._once = [tuple(map(int, trained)) for trained in self.trained]
+        self._never = [(0,) * len(trained) for trained in self.trained]
+        self._expected = list(self._once)
+        self._missing = [sum(trained) for trained in self.trained]
+        for hooks, trained in zip(self._hooks, self.trained, strict=True):
+            if hooks is not None:
+                hooks.watch_all(trained)
+
+    def watch(
+        self, index: int, parameters: Sequence[nn.Parameter], ready: Callable[[int], Callable[..., None]]
+    ) -> None:
+        """Register hooks on a unit's trainable parameters, except those that have hooks already.
+
+        Args:
+            index: index of the unit.
+            parameters: all trainable parameters of the unit.
+            ready: function that returns the hook of the parameter at a position.
+        """
+        hooks = self._hooks[index]
+        if hooks is None:
+            hooks = self._hooks[index] = _UnitHooks(ready)
+        hooks.parameters = tuple(parameters)
+        hooks.watch_all([parameter.requires_grad for parameter in parameters])
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks."""
+        for hooks in self._hooks:
+            if hooks is not None:
+                hooks.remove()
+
+    def begin(self) -> None:
+        """Begin a phase without any gradient."""
+        for counts, never in zip(self.counts, self._never, strict=True):
+            counts[:] = never
+
+    def expect(self, fires: dict[int, tuple[int, ...]] | None) -> None:
+        """Expect the gradients of an order from now on.
+
+        Args:
+            fires: unit -> number of gradients of each parameter. None if an order is learned: one of each trained
+                parameter.
+        """
+        self._fires = fires
+        for index, once in enumerate(self._once):
+            never = self._never[index]
+            expected = once if fires is None else fires.get(index, never)
+            hooks = self._hooks[index]
+            # While an order is learned, each gradient must be counted when it comes.
+            if hooks is not None and hooks.only >= 0 and (fires is None or expected not in (once, never)):
+                self.recount(index)
+            elif hooks is not None and hooks.lacking:
+                hooks.watch_all(self.trained[index])
+            self._expected[index] = expected
+            counts = self.counts[index]
+            # Count each parameter by itself: a second gradient of one does not replace the first of another.
+            if counts == list(never):
+                self._missing[index] = sum(expected)
+            else:
+                self._missing[index] = sum([max(e - c, 0) for e, c in zip(expected, counts, strict=True)])
+
+    @property
+    def learning(self) -> bool:
+        """True if an order is learned, so that the number of gradients to come is unknown."""
+        return self._fires is None
+
+    def count(self, index: int, position: int) -> bool:
+        """Count a gradient that a hook reports; return True if it is the unit's last expected one.
+
+        Args:
+            index: index of the unit.
+            position: position of the parameter among the unit's trainable ones.
+        """
+        hooks = self._hooks[index]
+        if hooks is None or hooks.only < 0:
+            return self._count(index, position)
+        counts = self.counts[index]
+        # The hook stands for all gradients of the unit: see [Note: one hook a unit].
+        if self._expected[index] == self._once[index] and counts[position] == 0 and hooks.all_arrived():
+            counts[:] = self._once[index]
+            self._missing[index] = 0
+            return True
+        if counts[position] == 0:
+            return self.recount(index)
+        hooks.watch_all(self.trained[index])
+        return self._count(index, position)
+
+    def _count(self, index: int, position: int) -> bool:
+        counts = self.counts[index]
+        counts[position] += 1
+        expected = self._expected[index]
+        if counts[position] > expected[position]:
+            return False  # more gradients than expected; a stray one if the unit has been reduced
+        self._missing[index] -= 1
+        if self._missing[index] > 0:
+            return False
+        hooks = self._hooks[index]
+        if hooks is not None and self._fires is not None and expected == self._once[index]:
+            hooks.note_last(position, self.trained[index])
+        return True
+
+    def recount(self, index: int) -> bool:
+        """Watch all parameters of a unit again, and count the gradients that have come without a hook.
+
+        Returns:
+            True if the unit has all its expected gradients now.
+        """
+        hooks = self._hooks[index]
+        if hooks is None or hooks.only < 0:
+            return False
+        hooks.watch_all(self.trained[index])
+        counts = self.counts[index]
+        complete = False
+        for position in hooks.arrived():
+            if counts[position] == 0:
+                complete |= self._count(index, position)
+        return complete
+
+    def end(self) -> None:
+        """End a backward: count the gradients that have come without a hook and that no reduction has taken."""
+        for index, hooks in enumerate(self._hooks):
+            if hooks is not None and hooks.only >= 0 and hooks.any_arrived():
+                self.recount(index)
+
+    def is_missing(self, index: int) -> bool:
+        """Return True if an expected gradient of a unit has not come yet."""
+        return self._missing[index] > 0
+
+    def covers_trained(self, index: int) -> bool:
+        """Return True if at least one gradient of each trained parameter of a unit is expected."""
+        expected = self._expected[index]
+        if expected == self._once[index]:
+            return True
+        return all([count or not trained for count, trained in zip(expected, self.trained[index], strict=True)])
+
+
+class _UnitHooks:
+    """The hooks on the trainable parameters of one unit.
+
+    Attributes:
+        parameters: all trainable parameters of the unit, also those that are frozen at the moment.
+        only: position of the parameter whose hook stands for all; -1 if every trained parameter has one.
+        lacking: True if a trained parameter has no hook, because its ``requires_grad`` was False.
+    """
+
+    __slots__ = ("_handles", "_last", "_patience", "_ready", "_repeats", "_trained", "lacking", "only", "parameters")
+
+    def __init__(self, ready: Callable[[int], Callable[..., None]]) -> None:
+        self._ready = ready
+        self._handles: dict[int, RemovableHandle] = {}
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        self._trained: tuple[Tensor, ...] = ()
+        self.only = -1
+        self.lacking = False
+        self._last = -1  # position of the parameter whose gradient came last
+        self._repeats = 0  # number of backwards in which it was the same one
+        # Number of repeats until one hook is kept. It doubles whenever all hooks are registered again, because
+        # registering them costs more than calling them.
+        self._patience = 1
+
+    def watch_all(self, trained: Sequence[bool]) -> None:
+        """Register the hooks of all trained parameters that have none."""
+        if self.only >= 0:
+            self.only = -1
+            self._repeats = 0
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        self.lacking = False
+        with unguarded():
+            for position, (parameter, wanted) in enumerate(zip(self.parameters, trained, strict=True)):
+                if not wanted or position in self._handles:
+                    continue
+                # A change of ``requires_grad`` counts from the next forward on, and may be taken back before.
+                self.lacking |= not parameter.requires_grad
+                if parameter.requires_grad:
+                    # A hook on the tensor itself would run before the gradient is in .grad, where ``Gradient.pack``
+                    # takes it.
+                    hook = self._ready(position)
+                    self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def note_last(self, position: int, trained: Sequence[bool]) -> None:
+        """Note the parameter whose gradient came last; keep only its hook if it was the same one before."""
+        self._repeats = self._repeats + 1 if position == self._last else 0
+        self._last = position
+        if self._repeats < self._patience:
+            return
+        self.only = position
+        self._trained = tuple([p for p, wanted in zip(self.parameters, trained, strict=True) if wanted])
+        for other in [other for other in self._handles if other != position]:
+            self._handles.pop(other).remove()
+
+    def all_arrived(self) -> bool:
+        """Return True if every trained parameter has a ``.grad``."""
+        with unguarded():
+            for parameter in self._trained:
+                if parameter.grad is None:
+                    return False
+        return True
+
+    def any_arrived(self) -> bool:
+        """Return True if some trained parameter has a ``.grad``."""
+        with unguarded():
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    return True
+        return False
+
+    def arrived(self) -> list[int]:
+        """Return the positions of the parameters that have a ``.grad``."""
+        with unguarded():
+            return [position for position, parameter in enumerate(self.parameters) if parameter.grad is not None]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+@dataclass(slots=True)
 class _Sent:
     """A gradient message in flight.
 
     Attributes:
-        unit: name of the unit.
+        reducer: the gradient, and the description of the wait.
         nbytes: bytes of memory that the message holds now.
         message: the message, until the hops over the first class of links have read it; then None.
         onward: bytes that go on over further classes of links (between nodes, or to the host); 0 if there are none.
-        ends: events at the end of the work over each class of links.
+        read: end of the work over the first class of links.
+        end: end of the whole work.
     """
 
-    unit: str
+    reducer: _Reducer
     nbytes: int
     message: Tensor | None
     onward: int
-    ends: list[Event]
+    read: Event
+    end: Event
+
+
+class _Reducer:
+    """The gradient of one buffer, with its work and the descriptions of its waits, which are prepared once.
+
+    Attributes:
+        gradient: the gradient.
+        work: reduction of the gradient that may run again; None before the first one.
+        in_flight: number of reductions of the gradient that have not been waited for.
+        issuing: context in which the reduction is issued.
+        waiting: context in which its end is waited for.
+    """
+
+    __slots__ = ("gradient", "in_flight", "issuing", "waiting", "work")
+
+    def __init__(self, unit: str, gradient: Gradient, agreement: Agreement) -> None:
+        self.gradient = gradient
+        self.work: ReduceWork | None = None
+        self.in_flight = 0
+        self.issuing = agreement.issuing("reducing", unit, "reduce")
+        self.waiting = agreement.watching("waiting for a gradient to be reduced", timed=(unit, "reduce"))
 
 
 class Reductions:
@@ -88,13 +371,9 @@ class Reductions:
         self.no_sync = False
         self.last = True
         self.reused: set[int] = set()
-        self._trained: list[tuple[bool, ...]] = []
-        self._counts: list[list[int]] = []
-        self._missing: list[int] = []
+        self.arrivals = Arrivals(units)
+        self._reducers: list[list[_Reducer]] = []
         self.update_trained()
-        # Number of gradients that each parameter of a unit receives in the order that is followed. None while an order
-        # is learned: then one gradient of each trained parameter is expected.
-        self._expected: dict[int, tuple[int, ...]] | None = None
         self._order: tuple[tuple[int, int], ...] = ()  # reductions of the order, as pairs (unit, uses before it)
         self._turn = 0  # index in ``_order`` of the next reduction to issue
         self._uses = 0  # number of uses whose gathers have been issued in this phase
@@ -102,13 +381,15 @@ class Reductions:
         self._done: dict[int, int] = {}  # unit -> uses before it, for the reductions issued in this phase, in order
         self._doubtful: set[int] = set()  # units of ``_done`` that were reduced only for an order that ranks have left
         self._in_flight: deque[_Sent] = deque()
+        self._flying = 0  # bytes of the messages in flight
         self._largest = 0  # bytes of the largest message so far
 
     def update_trained(self) -> None:
         """Read again which parameters are trained. Called between passes."""
-        self._trained = [unit.trained for unit in self.units]
-        self._counts = [[0] * len(trained) for trained in self._trained]
-        self._missing = [sum(trained) for trained in self._trained]
+        self.arrivals.update_trained()
+        self._reducers = [
+            [_Reducer(unit.name, gradient, self.agreement) for gradient in unit.gradients] for unit in self.units
+        ]
 
     def begin_reductions(self, order: CollectiveOrder | None) -> None:
         """Begin a phase that follows ``order``; None if an order is learned."""
@@ -116,22 +397,17 @@ class Reductions:
         self._ready = []
         self._done = {}
         self._doubtful = set()
-        for counts in self._counts:
-            counts[:] = [0] * len(counts)
+        self.arrivals.begin()
         self.change(order)
 
     def change(self, order: CollectiveOrder | None) -> None:
         """Follow another order for the rest of the phase; None to learn one."""
-        self._expected = order.fires if order is not None else None
+        self.arrivals.expect(order.fires if order is not None else None)
         reductions = order.reductions if order is not None else ()
         # Units reduced under the old order are left out, because their gradients have been sent. The other reductions
         # cannot lie before uses that have passed, so their place is at the current use or later.
         self._order = tuple((unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done)
         self._turn = 0
-        for index, counts in enumerate(self._counts):
-            expected = self._expect(index)
-            # Count each parameter by itself: a second gradient of one does not replace the first of another.
-            self._missing[index] = sum([max(e - c, 0) for e, c in zip(expected, counts, strict=True)])
 
     def count_gradient(self, index: int, position: int) -> bool:
         """Count a gradient of a parameter.
@@ -143,19 +419,18 @@ class Reductions:
         Returns:
             True if the unit has all its expected gradients now.
         """
-        counts = self._counts[index]
-        counts[position] += 1
-        if counts[position] > self._expect(index)[position]:
-            return False  # more gradients than expected; a stray one if the unit has been reduced
-        self._missing[index] -= 1
-        if self._missing[index] > 0:
+        if not self.arrivals.count(index, position):
             return False
         # A unit used twice in forward may receive a second gradient. The order is still being learned, so the number of
         # gradients is unknown until this backward ends.
-        if self._expected is None and index in self.reused:
-            return True
-        self._ready.append(index)
+        if not (self.arrivals.learning and index in self.reused):
+            self._ready.append(index)
         return True
+
+    def end_arrivals(self) -> list[list[int]]:
+        """End the arrivals of this phase; return the number of gradients of each parameter, for each unit."""
+        self.arrivals.end()
+        return self.arrivals.counts
 
     @property
     def holding(self) -> bool:
@@ -169,9 +444,7 @@ class Reductions:
         second condition is needed because a parameter may be used that was not used when the order was learned. For
         frozen parameters, the gradients of module inputs show when backward is done: see `BackwardUses`.
         """
-        if self._missing[index] > 0:
-            return False
-        return all(e or not t for e, t in zip(self._expect(index), self._trained[index], strict=True))
+        return not self.arrivals.is_missing(index) and self.arrivals.covers_trained(index)
 
     def send_complete(self) -> None:
         """Issue the next reductions of the order, while this rank has all their gradients and their place has come."""
@@ -190,6 +463,8 @@ class Reductions:
             self._turn += 1
             if index in self._ready:
                 self._ready.remove(index)
+            else:
+                self.arrivals.recount(index)  # the gradients that have come are taken now, before the last one
             self._issue(index, place)
 
     def after_use(self, uses: int) -> None:
@@ -241,7 +516,7 @@ class Reductions:
         Raises:
             RuntimeError: some ranks run this backward inside ``no_sync()`` and others outside.
         """
-        fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
+        fired = {index: tuple(counts) for index, counts in enumerate(self.arrivals.counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
         self.wait_for_reductions(0)  # a message in flight may still take held gradients, which would look unsent
         accounts = self.agreement.exchange_objects((self.holding, [*self._ready, *self._left()], fired), doing)
@@ -262,7 +537,8 @@ class Reductions:
 
     def may_bring_more(self, order: CollectiveOrder) -> bool:
         """Return True if a trained parameter may have a gradient now that had none when ``order`` was learned."""
-        fires = ((trained, order.fires.get(index, (0,) * len(trained))) for index, trained in enumerate(self._trained))
+        every = enumerate(self.arrivals.trained)
+        fires = ((trained, order.fires.get(index, (0,) * len(trained))) for index, trained in every)
         return any(t and not f for trained, fired in fires for t, f in zip(trained, fired, strict=True))
 
     def has_stray(self) -> bool:
@@ -285,7 +561,7 @@ class Reductions:
 
     def trained(self, units: Sequence[int]) -> dict[int, tuple[bool, ...]]:
         """Return a dict: unit -> for each of its parameters, True if it is trained."""
-        return {index: self._trained[index] for index in units}
+        return {index: self.arrivals.trained[index] for index in units}
 
     def send_unsent(self, index: int) -> None:
         """Reduce the held and stray gradients of a unit in the step sync. Collective."""
@@ -295,24 +571,34 @@ class Reductions:
     def wait_for_reductions(self, allowed: int) -> None:
         """Wait until at most ``allowed`` messages are in flight."""
         while len(self._in_flight) > allowed:
-            self._await(self._in_flight[0].ends[-1], self._in_flight[0].unit)
+            sent = self._in_flight[0]
+            self._await(sent, sent.end)
             self._in_flight.popleft()
+            sent.reducer.in_flight -= 1
+            self._free(sent, 0)
 
-    def _await(self, event: Event, unit: str) -> None:
-        self.agreement.wait_for_event(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
+    def _await(self, sent: _Sent, event: Event) -> None:
+        self.agreement.wait_for_event(event.wait, sent.reducer.waiting)
+
+    def _free(self, sent: _Sent, left: int) -> None:
+        """Free a message that has been read; ``left`` bytes stay in flight."""
+        if sent.message is not None:
+            sent.reducer.gradient.free_message(sent.message)
+            sent.message = None
+        self._flying += left - sent.nbytes
+        sent.nbytes = left
 
     def _make_room(self) -> None:
         """Wait until the limit on the bytes in flight allows one more message."""
-        while sum([sent.nbytes for sent in self._in_flight]) > max(_SMALL, self._largest):
+        while self._flying > max(_SMALL, self._largest):
             # A message that goes on over further links need not be waited for to its end: once the first hops read it,
             # only its smaller continuation takes memory.
             read = next((sent for sent in self._in_flight if sent.message is not None and sent.onward), None)
             if read is None:
                 self.wait_for_reductions(len(self._in_flight) - 1)
             else:
-                self._await(read.ends[0], read.unit)
-                read.message = None
-                read.nbytes = read.onward
+                self._await(read, read.read)
+                self._free(read, read.onward)
 
     def drop_reductions(self) -> None:
         """Drop the state of a failed phase, and wait for its messages in flight, which still write to the shards."""
@@ -328,11 +614,6 @@ class Reductions:
             for unit in reversed(self.units)
             if any(g.has_stray() if hold else g.has_unsent() for g in unit.gradients)
         ]
-
-    def _expect(self, index: int) -> tuple[int, ...]:
-        if self._expected is None:
-            return tuple(map(int, self._trained[index]))
-        return self._expected.get(index, (0,) * len(self._counts[index]))
 
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         """Issue the reduction of a unit.
@@ -350,15 +631,33 @@ class Reductions:
         self._done[index] = uses
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
         scale = self.loss_scale.factor
-        for gradient in unit.gradients:
+        for reducer in self._reducers[index]:
             # Wait before the next message is allocated, because the limit bounds the memory of messages.
-            self._make_room()
-            with span("pack", unit.name):
-                message = gradient.pack(scale, hold=hold)
-            if message is not None:
-                with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
-                    ends = self.comm_streams.run_work(gradient.prepare_reduce(message, scale, hold=hold))
-                self.agreement.queued(ends[-1], unit.name, "reduce")
-                self._largest = max(self._largest, message.nbytes)
-                onward = gradient.onward_nbytes if len(ends) > 1 else 0
-                self._in_flight.append(_Sent(unit.name, message.nbytes, message, onward, ends))
+            if self._flying > max(_SMALL, self._largest):
+                self._make_room()
+            gradient = reducer.gradient
+            message = self._pack(unit, gradient, scale, hold)
+            if message is None:
+                continue
+            with reducer.issuing:
+                # Work that is in flight keeps its state between the stages, so it must not begin again.
+                last = None if reducer.in_flight else reducer.work
+                work = gradient.prepare_reduce(message, scale, hold=hold, last=last)
+                end = self.comm_streams.run_work(work)
+            if work.message is not None:
+                reducer.work = work
+            self.agreement.queued(end, unit.name, "reduce")
+            if end is DONE:
+                gradient.free_message(message)
+                continue
+            self._largest = max(self._largest, message.nbytes)
+            onward = gradient.onward_nbytes if work.read is not end else 0
+            self._in_flight.append(_Sent(reducer, message.nbytes, message, onward, work.read, end))
+            self._flying += message.nbytes
+            reducer.in_flight += 1
+
+    def _pack(self, unit: Unit, gradient: Gradient, scale: float, hold: bool) -> Tensor | None:
+        if not profiler_enabled():
+            return gradient.pack(scale, hold=hold)
+        with span("pack", unit.name):
+            return gradient.pack(scale, hold=hold)

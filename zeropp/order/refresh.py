@@ -16,11 +16,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import CommStreams, Event, EventGroup, span
+from zeropp.comm.agreement import Agreement, Watched
+from zeropp.comm.streams import CommStreams, Event, EventGroup
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
-from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import Unit
 from zeropp.params.wire_copy import WireCopy
 
 __all__ = ["Refresh", "chunk_of"]
@@ -123,7 +124,7 @@ class Refresh:
         for unit in stale:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
-            with self._agreement.issuing("refreshing", unit.name, "refresh"), span("refresh", unit.name):
+            with self._agreement.issuing("refreshing", unit.name, "refresh"):
                 event = unit.refresh(self.comm_streams, sends_differences)
             self._agreement.queued(event, unit.name, "refresh")
 
@@ -146,7 +147,7 @@ class Refresh:
             with self._agreement.watching("agreeing on the sizes of refreshes"):
                 # On a comm stream. The host goes on if that stream has a thread; otherwise it waits in ``tolist``.
                 # Refreshes on other comm streams wait for the event.
-                agreed = self.comm_streams.stream("cross").run(agree, after=stepped)
+                agreed = self.comm_streams["cross"].run(agree, after=stepped)
 
         def sends_differences(buffer: FlatBuffer) -> bool:
             if agreed is not None:
@@ -174,13 +175,15 @@ class Refresh:
         """Wait until no step on the host is in flight. Such a step reads gradients and writes weights and states."""
         for unit in self._units:
             if unit.stepping is not None:
-                name, wait = unit.name, unit.wait_for_step
-                self._agreement.wait_for_event(wait, f"waiting for the step of unit {name!r}", (name, "step"))
+                self._agreement.wait_for_event(unit.wait_for_step, self._watched(unit, "step"))
 
     def wait_for_all(self) -> None:
         """Wait until no step writes and no refresh reads the main weights."""
         self.wait_for_step()
         for unit in self._units:
-            if unit.refreshing:
-                name, wait = unit.name, unit.wait_for_refresh
-                self._agreement.wait_for_event(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))
+            if unit.refreshing is not None:
+                self._agreement.wait_for_event(unit.wait_for_refresh, self._watched(unit, "refresh"))
+
+    def _watched(self, unit: Unit, kind: str) -> Watched:
+        doing = f"waiting for the {kind} of unit {unit.name!r}"
+        return self._agreement.watching(doing, timed=(unit.name, kind))

@@ -1,6 +1,7 @@
 """The schedule of one engine: it issues gathers and reductions in the same order on every rank.
 
-`Schedule` decides which gathers are issued, and when. `LiveUnits` keeps units gathered while no module uses them.
+`Schedule` decides which gathers are issued, and when. `Transitions` carries them out for one unit. `LiveUnits` keeps
+units gathered while no module uses them.
 
 A *phase* is one forward or one backward; a `PhaseKey` names its kind. A *use* is one position of an order: the unit
 that all ranks gather there. A *call* is one run of a module, or one touch of a parameter outside of its module.
@@ -28,17 +29,25 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.streams import CommStreams, span
-from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, Reach, describe_phase
+from zeropp.comm.streams import CommStreams
+from zeropp.order.known_orders import (
+    CollectiveOrder,
+    IssueHash,
+    KnownOrders,
+    PhaseKey,
+    PhaseState,
+    Reach,
+    describe_phase,
+)
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
 from zeropp.params.unit import Unit, UnitState
 
-__all__ = ["LiveUnits", "Schedule"]
+__all__ = ["LiveUnits", "Schedule", "Transitions"]
 
 _log = logging.getLogger("zeropp")
 # Kinds of exchange: an unknown phase begins; a learning round; a fork or the end of an order; after an error.
@@ -53,59 +62,59 @@ _GATHER = 1  # kind of collective in the issue hash
 _KEEP = 2**40  # number of owed calls that no rank ever makes: the unit stays gathered until the phase ends
 
 
-@dataclass(slots=True)
-class PhaseState:
-    """State of the running phase on this rank. Each phase begins with a new object.
+class Transitions:
+    """Unshards and reshards one unit. The descriptions of its waits are prepared once.
 
-    Attributes:
-        key: kind of the phase.
-        then: kind of the phase expected next; None if unknown.
-        before: value of :attr:`Schedule.unrecorded` when the phase began.
-        silent: True if the phase gathers and reduces nothing, so that one rank may run it alone.
-        order: order that this phase follows; None while an order is learned.
-        forks: positions of forks in the order that are still ahead, ascending.
-        plan: prefetch plan for the order from position ``base`` on; None while an order is learned.
-        base: position of the order at which the plan begins.
-        position: position of the next use in the order.
-        left: position at which this rank needed a unit that the rest of the order lacks; -1 if there was none.
-        learned: units of the order that is being learned, one for each use.
-        calls: number of this rank's calls that each entry of ``learned`` served.
-        places: unit -> index of its last entry in ``learned``.
-        counted: True if calls are counted, because an order is followed without an exchange at its end.
-        called: module path -> number of this rank's calls in this phase.
-        nested: True if a unit was used without a counted call: by a module inside another one of the unit, or again by
-            a touched parameter, or by backward.
-        novel: True if this rank called a module that the order has no calls of.
-        brings_more: True if gradients were edited before some step, and this backward may bring a parameter its first
-            gradient.
-        partial: True if this backward may leave out one of the forwards before it.
-        new_fork: uses up to a fork that is stored in place of the learned order; None to store the order.
-        own: units that this rank has used.
-        in_backward: units of this forward that this rank's next backward may use.
+    Args:
+        unit: the unit.
+        comm_streams: comm streams of gathers.
+        agreement: exchanges between the ranks; watches the waits.
+        issued: hash of the issued collectives.
     """
 
-    key: PhaseKey
-    then: PhaseKey | None
-    before: Counter[tuple[str, int]] = field(default_factory=Counter)
-    silent: bool = False
-    order: CollectiveOrder | None = None
-    forks: list[int] = field(default_factory=list)
-    plan: Plan | None = None
-    base: int = 0
-    position: int = 0
-    left: int = _NONE
-    learned: list[int] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)
-    counted: bool = False
-    called: Counter[str] = field(default_factory=Counter)
-    nested: bool = False
-    novel: bool = False
-    brings_more: bool = False
-    partial: bool = False
-    new_fork: tuple[int, ...] | None = None
-    own: set[int] = field(default_factory=set)
-    in_backward: set[int] = field(default_factory=set)
+    def __init__(self, unit: Unit, comm_streams: CommStreams, agreement: Agreement, issued: IssueHash) -> None:
+        self._unit = unit
+        self._comm_streams = comm_streams
+        self._agreement = agreement
+        self._issued = issued
+        name = unit.name
+        self._gathering = agreement.issuing("gathering", name, "gather")
+        self._releasing = agreement.watching(f"releasing unit {name!r}")
+        label = f"zeropp::wait {name}"
+        self._waits = {
+            kind: agreement.watching(f"waiting for the {kind} of unit {name!r}", timed=(name, kind), label=label)
+            for kind in ("step", "refresh", "gather")
+        }
+
+    def issue_gather(self) -> None:
+        """Issue the gather of the unit. Every rank must call this at the same place of the order."""
+        unit = self._unit
+        self._issued.add(_GATHER, unit.index, unit.version)
+        with self._gathering:
+            work, after = unit.prepare_gather(self._comm_streams)
+            event = self._comm_streams.run_work(work, after=after)
+        unit.note_gather(event)
+        self._agreement.queued(event, unit.name, "gather")
+
+    def unshard(self) -> None:
+        """Wait for the collectives in flight that write to the unit, then let the model see its values."""
+        unit = self._unit
+        try:
+            arrived = unit.has_arrived()
+        except RuntimeError:
+            arrived = False  # the device has failed, which a watched wait turns into the common error
+        if not arrived:
+            for kind, wait in unit.under_way():
+                self._agreement.wait_for_event(wait, self._waits[kind])
+        unit.unshard()
+
+    def reshard(self) -> None:
+        """Free the gathered values. Nothing may use the unit."""
+        unit = self._unit
+        if unit.gathering is not None:
+            # A gather in flight would write to freed memory.
+            self._agreement.wait_for_event(unit.wait_for_unshard, self._releasing)
+        unit.reshard(self._comm_streams)
 
 
 class Schedule:
@@ -138,15 +147,14 @@ class Schedule:
     ) -> None:
         """Start without any known order."""
         self.units = units
-        self.comm_streams = comm_streams
         self.reductions = reductions
         self.agreement = agreement
-        self.issued = issued
         self.limits = limits
         self.static = static
         self.log_relearning = log_relearning
         self.known = KnownOrders(reach)
-        self.live_units = LiveUnits(units, comm_streams, agreement, limits.live)
+        self._transitions = [Transitions(unit, comm_streams, agreement, issued) for unit in units]
+        self.live_units = LiveUnits(units, self._transitions, limits.live)
         # (module path, unit) -> number of calls that recorded no graph inside a forward that records one. Checkpointing
         # may run these calls again in the next backward.
         self.unrecorded: Counter[tuple[str, int]] = Counter()
@@ -156,6 +164,8 @@ class Schedule:
         self.edits = False
         # True if, since the last step sync, this rank skipped units or ran modules more often than the order expects.
         self.passed_over = False
+        # The uses of the last order by which units were sorted, and the sorted units.
+        self._sorted_by: tuple[tuple[int, ...] | None, list[Unit]] = None, []
         self._phase = PhaseState((), None)
         self._plans: dict[tuple[object, ...], Plan] = {}
         # True if this rank gave up a phase in which ranks exchange, and has begun no other one since.
@@ -225,13 +235,12 @@ class Schedule:
 
         Args:
             unit: unit that is needed. The caller has increased ``unit.users`` before.
-            call: path of the module that runs, if no module around it uses the unit; "" for the first touch of a
-                parameter outside of its module; None for later touches, in backward, and for a module inside another
-                one of the unit.
+            call: path of the running module, unless a module around it uses the unit; "" for the first touch of a
+                parameter outside of its module; None for later touches, in backward, and inside a module of the unit.
         """
         phase = self._phase
         if unit.persistent:
-            return self._wait_and_unshard(unit)
+            return self._transitions[unit.index].unshard()
         index = unit.index
         if call is None:
             phase.nested = True
@@ -251,35 +260,36 @@ class Schedule:
         phase.own.add(index)
         # A module inside another one of the unit. It is no use of its own in an order that is learned.
         if unit.users > 1 and unit.state is not UnitState.SHARDED:
-            return self._wait_and_unshard(unit)
+            return self._transitions[unit.index].unshard()
         if index in self.live_units.retained:
             if phase.order is None or phase.order.find(index, phase.position) is not None:
                 del self.live_units.retained[index]
             else:  # no gather of it is left, so it stays; a second use may need an exchange in the next such phase
                 self.passed_over |= once_more
-            return self._wait_and_unshard(unit)
+            return self._transitions[unit.index].unshard()
         while phase.order is not None:  # go past forks; go to the end if the order lacks this use
             position = phase.order.find(index, phase.position)
             stop = phase.forks[0] if phase.forks else len(phase.order.uses)
             if position is None:
-                # The unit is still gathered, so this use needs no other rank. The next such phase may have released it
-                # before this use, and then needs an exchange.
+                # It is still gathered, so no other rank is needed. The next such phase may have released it by now.
                 if unit.state is not UnitState.SHARDED:
                     self.passed_over |= unit.users == 1
-                    return self._wait_and_unshard(unit)
+                    return self._transitions[unit.index].unshard()
                 self._leave(unit, call)
             elif position < stop:
                 stop = position + 1
-            for each in self._advance(stop, own=index):
-                self._issue(each)
+            while phase.position < stop:
+                for each in self._reach_use():
+                    self._transitions[each].issue_gather()
+                self._pass_use(stop, own=index)
             if position == stop - 1:  # the last use passed is this one
-                return self._wait_and_unshard(unit)
+                return self._transitions[unit.index].unshard()
             self._ask_at_fork(unit)
         gathered = unit.state is UnitState.SHARDED
         self._agree_on(unit)
         if call is not None and gathered:
             phase.calls[phase.places[index]] += 1
-        return self._wait_and_unshard(unit)
+        return self._transitions[unit.index].unshard()
 
     def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
         """Count a call that recorded no graph inside a forward that records one.
@@ -351,16 +361,11 @@ class Schedule:
                 what = f"needs weights of unit {unit.name!r}{', outside of their module,' if call == '' else ''}"
                 self.agreement.beyond = f"{what} more often in {self.agreement.where} than any rank ever did"
 
-    def _wait_and_unshard(self, unit: Unit) -> None:
-        """Wait for the collectives in flight that write to the unit, then let the model see its values."""
-        with span("wait", unit.name):
-            for kind, wait in unit.under_way():
-                self.agreement.wait_for_event(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
-        unit.unshard()
-
-    def expect_in_backward(self, indices: Sequence[int]) -> None:
+    def expect_in_backward(self, units: Sequence[Unit]) -> None:
         """Note units of the running forward that the next backward may use."""
-        self._phase.in_backward.update(index for index in indices if not self.units[index].persistent)
+        for unit in units:
+            if not unit.persistent:
+                self._phase.in_backward.add(unit.index)
 
     def expect_again(self, units: Sequence[Unit]) -> None:
         """Retain units that the running phase will use again, if the rest of its order does not gather them."""
@@ -373,8 +378,12 @@ class Schedule:
         """Return all units by first use in the next forward; units without hooks, which any module may use, first."""
         order = self.known.expected(self._forward)
         uses = order.uses if order is not None else ()
-        places = {index: place for place, index in reversed(list(enumerate(uses)))}  # reversed: the first use counts
-        return sorted(self.units, key=lambda unit: (unit.hooked, places.get(unit.index, len(places))))
+        if uses is not self._sorted_by[0]:
+            # Reversed, because the first use counts.
+            places = {index: place for place, index in reversed(list(enumerate(uses)))}
+            found = sorted(self.units, key=lambda unit: (unit.hooked, places.get(unit.index, len(places))))
+            self._sorted_by = uses, found
+        return self._sorted_by[1]
 
     def end_phase(self) -> None:
         """Finish the phase: issue the rest of the order, and exchange at its end if ranks may differ."""
@@ -382,8 +391,11 @@ class Schedule:
         self._stop_counting()
         while phase.order is not None:
             fork = bool(phase.forks)
-            for each in self._advance(phase.forks[0] if fork else len(phase.order.uses), own=None):
-                self._issue(each)
+            stop = phase.forks[0] if fork else len(phase.order.uses)
+            while phase.position < stop:
+                for each in self._reach_use():
+                    self._transitions[each].issue_gather()
+                self._pass_use(stop, own=None)
             if not (fork or self._may_be_asked()) or self._ask_at_fork(None):
                 break
         if phase.order is None:
@@ -517,37 +529,38 @@ class Schedule:
             self._phase.counted = False
             self.live_units.forget_owed()
 
-    def _advance(self, stop: int, own: int | None) -> Iterator[int]:
-        """Pass the uses before position ``stop``: yield the units to gather, and issue the reductions between them.
-
-        Args:
-            stop: position to stop at.
-            own: unit that this rank uses next; None if it uses no more in this phase.
-        """
+    def _reach_use(self) -> tuple[int, ...]:
+        """Come to the next use: issue the reductions before it. Return the units whose gathers are to be issued now."""
         phase = self._phase
         assert phase.plan is not None and phase.order is not None
-        while phase.position < stop:
-            position = phase.position
-            used = phase.order.uses[position]
-            dropped = phase.plan.drop[position - phase.base]
-            self.live_units.drop(index for index in dropped if index != used)  # makes room for the gathers below
-            self.reductions.before_use(position)
-            for index in phase.plan.issue[position - phase.base]:
-                yield index
-                self.live_units.planned.add(index)
-            phase.position += 1
-            self.reductions.after_use(phase.position)
-            gone = [index for index in dropped if index == used]
-            self.live_units.planned.difference_update(gone)  # before _retain, which gives up no planned unit
-            # Uses of other ranks are retained: all but the last use, if that is this rank's own. None is retained at
-            # the end of a phase.
-            if own is not None and (used != own or phase.position < stop):
-                self._retain(used)
-            if phase.counted:
-                self.live_units.owed[used] += phase.order.calls[position]
-                if used in self.live_units.due:
-                    self.live_units.due[used] += 1
-            self.live_units.drop(gone)
+        place = phase.position - phase.base
+        used, dropped = phase.order.uses[phase.position], phase.plan.drop[place]
+        if dropped and dropped != (used,):  # makes room for the gathers
+            self.live_units.drop([index for index in dropped if index != used])
+        self.reductions.before_use(phase.position)
+        return phase.plan.issue[place]
+
+    def _pass_use(self, stop: int, own: int | None) -> None:
+        """Pass the use of :meth:`_reach_use`, once its gathers are issued; this rank uses ``own`` at ``stop - 1``."""
+        phase, position = self._phase, self._phase.position
+        assert phase.plan is not None and phase.order is not None
+        place, used = position - phase.base, phase.order.uses[position]
+        ends = used in phase.plan.drop[place]
+        self.live_units.planned.update(phase.plan.issue[place])
+        phase.position += 1
+        self.reductions.after_use(phase.position)
+        if ends:
+            self.live_units.planned.discard(used)  # before _retain, which gives up no planned unit
+        # Uses of other ranks are retained: all but the last use, if that is this rank's own. None is retained at the
+        # end of a phase.
+        if own is not None and (used != own or phase.position < stop):
+            self._retain(used)
+        if phase.counted:
+            self.live_units.owed[used] += phase.order.calls[position]
+            if used in self.live_units.due:
+                self.live_units.due[used] += 1
+        if ends and self.units[used].users == 0:
+            self.live_units.release_if_unused(self.units[used])
 
     def _retain(self, index: int) -> None:
         """Keep a unit that was gathered for other ranks, because this rank may still use it.
@@ -557,15 +570,6 @@ class Schedule:
         """
         asks = self._phase.order is None or self._phase.left != _NONE or self._may_be_asked()
         self.live_units.retain(index, bounded=asks)
-
-    def _issue(self, index: int) -> None:
-        """Issue the gather of one unit."""
-        unit = self.units[index]
-        self.issued.add(_GATHER, index, unit.version)
-        with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
-            event = self.comm_streams.run_work(unit.prepare_gather(self.comm_streams))[-1]
-        unit.note_gather(event)
-        self.agreement.queued(event, unit.name, "gather")
 
     # Exchanges at forks and at the end of orders.
 
@@ -692,7 +696,7 @@ class Schedule:
             if not wanted:
                 return
             target = min(wanted)
-            self._issue(target)
+            self._transitions[target].issue_gather()
             phase.places[target] = len(phase.learned)
             phase.learned.append(target)
             phase.calls.append(0)
@@ -717,7 +721,7 @@ class LiveUnits:
             The unit stays gathered while the number is positive.
     """
 
-    def __init__(self, units: Sequence[Unit], comm_streams: CommStreams, agreement: Agreement, live: int) -> None:
+    def __init__(self, units: Sequence[Unit], transitions: Sequence[Transitions], live: int) -> None:
         """Start with no unit kept; ``live`` is ``stage3_max_live_parameters``, in elements."""
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
@@ -725,8 +729,7 @@ class LiveUnits:
         self.owed = [0] * len(units)
         self.due: dict[int, int] = {}
         self._units = units
-        self._comm_streams = comm_streams
-        self._agreement = agreement
+        self._transitions = transitions
         self._live = live
         self.note_sizes()
 
@@ -763,9 +766,7 @@ class LiveUnits:
         index = unit.index
         needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
         if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
-            # A gather in flight would write to freed memory.
-            self._agreement.wait_for_event(unit.wait_for_unshard, f"releasing unit {unit.name!r}")
-            unit.reshard(self._comm_streams)
+            self._transitions[index].reshard()
         elif unit.users == 0 and unit.state is UnitState.UNSHARDED and not unit.persistent:
             # Without the guard, code outside of the unit's modules could use a weight unnoticed, and backward would
             # not gather the unit for it.

@@ -13,9 +13,11 @@ from zeropp.offload.storage_tiers import Memory
 from zeropp.offload.tier_choice import Tiers
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.dtypes import ComputedWith, DtypeOptions
+from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
-from zeropp.params.unit import FlatBuffer, Unit, WeightPaths
+from zeropp.params.parameter_swap import Generation
+from zeropp.params.unit import Unit
 from zeropp.partition.levels import BufferLayout, HopSpec, Mode, Placement, build_layout, dense_strides
 from zeropp.partition.units import UnitSpec
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
@@ -157,12 +159,14 @@ class BufferMaker:
         dtypes: dtype settings of the engine.
         tiers: storage tiers of all parts; `Tiers.divided` changes them for buffers that are partly stepped on the
             device.
+        generation: number of changes that outdate the prepared work of the engine's units.
     """
 
     def __init__(self, mode: Mode, encoding: Encoding, dtypes: DtypeOptions, comm: Comm, tiers: Tiers) -> None:
         self.mode = mode
         self.dtypes = dtypes
         self.tiers = tiers
+        self.generation = Generation()
         self._comm = comm
         self._encoding = encoding
 
@@ -181,7 +185,7 @@ class BufferMaker:
                 tiers = self.tiers.divided(own.device_numel, memory) if own.key.trainable else self.tiers
                 named = [parameters[slot.name] for slot in own.layout.slots]
                 buffers.append(self._make(unit.spec.name, unit.placement, own.key, named, own.layout, tiers))
-            units.append(Unit(index, unit.spec.name, buffers, hooked=not unit.spec.persistent))
+            units.append(Unit(index, unit.spec.name, buffers, self.generation, hooked=not unit.spec.persistent))
         return units
 
     def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:
@@ -227,12 +231,12 @@ class BufferMaker:
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
             )
-            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes, tiers)
+            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes, tiers, self.generation)
         gradient = None
         if key.trainable:
             travels = gradient_paths(self._comm, placement, layout, key, encoding, device)
             gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels, tiers)
-        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient, tiers)
+        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient, tiers, self.generation)
 
 
 def _is_coded(key: BufferKey, encoding: Encoding) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from zeropp.offload.storage_tiers import StoredTensor
 from zeropp.offload.tier_choice import Tiers
-from zeropp.params.unit import FlatBuffer, WeightPaths
+from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
+from zeropp.params.parameter_swap import Generation
 from zeropp.partition.levels import BufferLayout, Fragment
 from zeropp.wire.paths import CodedGatherPath
 from zeropp_kernels import message_layout
@@ -43,9 +44,10 @@ class CodedBuffer(FlatBuffer):
         paths: WeightPaths,
         codes: CodedGatherPath,
         tiers: Tiers,
+        generation: Generation,
     ) -> None:
         # Coded buffers have no gradient. When a parameter becomes trained, `Trainability` moves it to a plain buffer.
-        super().__init__(unit, parameters, layout, main_dtype, device, paths, None, tiers)
+        super().__init__(unit, parameters, layout, main_dtype, device, paths, None, tiers, generation)
         self.codes = codes
         self.codec = codes.codec
         # ``shard.numel()`` counts bytes of codes and scales, so the number of weights is stored here.

@@ -39,12 +39,14 @@ __all__ = [
     "ShownWeights",
     "WeightReader",
     "guard",
+    "guarded_class",
     "handler_of",
     "is_guarded",
     "is_managed",
     "make_readable",
     "make_unreadable",
     "nothing",
+    "own_class",
     "own_dtype",
     "register",
     "set_class",
@@ -264,15 +266,19 @@ def is_managed(parameter: torch.Tensor) -> bool:
 def guard(parameters: Iterable[nn.Parameter]) -> None:
     """Change the class of each parameter to its guarded subclass."""
     for parameter in parameters:
-        # Change the class and keep the object, so that optimizers, tied modules and hooks keep their references. Python
-        # allows this because the subclass adds nothing to the memory layout.
-        parameter.__class__ = _guarded(type(parameter))
+        parameter.__class__ = guarded_class(type(parameter))
 
 
 def unguard(parameters: Iterable[nn.Parameter]) -> None:
     """Change the class of each parameter back to its own class."""
     for parameter in parameters:
-        parameter.__class__ = getattr(type(parameter), "_zeropp_own_class", type(parameter))
+        parameter.__class__ = own_class(parameter)
+
+
+def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class of a parameter while it is not guarded."""
+    cls: type[nn.Parameter] = getattr(type(parameter), "_zeropp_own_class", type(parameter))
+    return cls
 
 
 def is_guarded(parameter: torch.Tensor) -> bool:
@@ -289,7 +295,12 @@ def set_class(tensor: Tensor, cls: type[Tensor]) -> None:
     tensor.__class__ = cls
 
 
-def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+def guarded_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the guarded subclass of a class of parameters; a guarded class itself.
+
+    Guarding changes the class and keeps the object, so that optimizers, tied modules and hooks keep their references.
+    Python allows this because the subclass adds nothing to the memory layout.
+    """
     if hasattr(cls, "_zeropp_own_class"):
         return cls
     # Make one subclass per class, so that parameters of one type still have one type.

@@ -430,6 +430,10 @@ class BufferLayout:
         # as_strided counts from the start of the storage, so ``whole`` must begin where its storage begins.
         return [whole.as_strided(slot.shape, slot.strides, slot.offset) for slot in self.slots]
 
+    def gap_views(self, whole: Tensor) -> list[Tensor]:
+        """Return one view for each gap between parameters in a buffer of [numel] elements."""
+        return [whole[start:stop] for start, stop in self.gaps]
+
     def slice_range(self, index: int, level: int) -> tuple[int, int]:
         """Return the range [start, stop) of slice ``index`` when the buffer is divided into ``level`` slices."""
         size = self.numel // level

@@ -11,9 +11,10 @@ from torch import nn
 
 from zeropp.config import Config, ConfigSource
 from zeropp.offload.storage_tiers import PLACES, Place, StoredTensor
-from zeropp.offload.tier_choice import Tiers
+from zeropp.offload.tier_choice import ALL, Tiers
 from zeropp.params.buffer_maker import BufferOutline, NoGroups, UnitOutline, weight_paths
-from zeropp.params.unit import TERMS, make_wire_copy
+from zeropp.params.flat_buffer import make_wire_copy
+from zeropp.params.unit import TERMS
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import (
     CommunicatorMemory,
@@ -42,6 +43,7 @@ class UnitMemory:
         message: bytes of the first hop's messages that reduce the unit's gradients, the largest of the path.
         held: bytes of gradients that are summed over the micro-batches of an accumulation window.
         arriving: bytes of reduced gradients before they are copied to host memory.
+        gradient: bytes of reduced gradients on the device, from their reduction to ``zero_grad()``.
     """
 
     name: str
@@ -50,6 +52,7 @@ class UnitMemory:
     message: int
     held: int
     arriving: int = 0
+    gradient: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class MemoryPlan:
     Attributes:
         terms: bytes on the device at all times, by term. Optimizer states are not included. The terms are
             ``main_weights`` (shards of trainable parameters in the main dtype),
-            ``gradients`` (shards of the same size),
+            ``gradients`` (shards of the same size, of weights that the host steps; see :attr:`gradients` for others),
             ``gradient_norms`` (one number per 256 gradient elements, and a flag for non-finite values),
             ``frozen_weights`` (shards in their own dtype, or quantized),
             ``wire_weights`` (copies for gathers if main weights are offloaded, in the compute dtype or quantized),
@@ -104,8 +107,16 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes owned on the device between steps, without optimizer states."""
+        """Bytes owned on the device between steps, after ``zero_grad()``, without optimizer states."""
         return sum(self.terms.values())
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of reduced gradients on the device: each unit's from its first reduction to ``zero_grad()``.
+
+        With gradients that the host steps, they are among ``terms`` or ``host`` at all times.
+        """
+        return sum(unit.gradient for unit in self.units)
 
     @property
     def held_gradients(self) -> int:
@@ -162,11 +173,14 @@ class MemoryPlan:
         # A CPU device and its host share one memory, so ``update`` adds the values of terms that are in both.
         if self.on_host:
             terms.update(self.terms)
-            terms.update({"optimizer_states": self.device_states, "largest_unit": self.largest_unit})
+            others = {"gradients": self.gradients, "optimizer_states": self.device_states}
+            terms.update({**others, "largest_unit": self.largest_unit})
         return terms
 
     def __str__(self) -> str:
-        rows = [*self.terms.items(), ("total between steps", self.total), ("largest unit, gathered", self.largest_unit)]
+        rows = [*self.terms.items(), ("total between steps", self.total)]
+        rows += [("gradients in a step", self.gradients)] * (self.gradients > 0)
+        rows.append(("largest unit, gathered", self.largest_unit))
         # Nonzero only with offload.
         rows += [("new weights, at most", self.new_weights)] * (self.new_weights > 0)
         for place, terms in (("host", self.host), ("disk", self.disk)):
@@ -290,7 +304,7 @@ class _Tally:
 
     def add_unit(self, unit: UnitOutline) -> UnitMemory:
         """Add one unit's bytes, and return what it needs during passes."""
-        gathered = message = held = arriving = 0
+        gathered = message = held = arriving = gradient = 0
         # The unit's own levels: a persistent unit is cached whole in every stage.
         own = unit.placement.mode
         encoding = self._encoding
@@ -310,13 +324,16 @@ class _Tally:
                 message += encoding.message_nbytes(path, numel, key.wire_dtype)
                 device["feedback"] += encoding.feedback_nbytes(path, numel)
                 # The sum is computed on the device as a whole, and then copied to the host through staging buffers.
+                nbytes = buffer.shard * key.main_dtype.itemsize
                 if not tiers.gradients.serves(self._device):
-                    arriving += buffer.shard * key.main_dtype.itemsize
+                    arriving += nbytes
+                elif tiers.device_numel == ALL:
+                    gradient += nbytes
             self._add(self._rows(unit, buffer, tiers))
             # hpZ's secondary shard.
             if own.cached is not None and own.cached > 1:
                 device["secondary_weights"] += encoding.secondary_nbytes(numel, own, key.dtype, trainable=key.trainable)
-        return UnitMemory(unit.spec.name, own.cached == 1, gathered, message, held, arriving)
+        return UnitMemory(unit.spec.name, own.cached == 1, gathered, message, held, arriving, gradient)
 
     def _add(self, rows: Iterable[tuple[str, StoredTensor]]) -> None:
         for term, row in rows:
@@ -329,7 +346,8 @@ class _Tally:
         key, piece = buffer.key, buffer.shard
         coded = None if key.trainable else self._encoding.frozen
         tier = tiers.main_tier(key.trainable)
-        if key.trainable:
+        # Gradients that the device steps have memory only for a part of each step: see [Note: memory of gradients].
+        if key.trainable and not (tiers.gradients.serves(self._device) and tiers.device_numel == ALL):
             yield "gradients", tiers.gradients.allocate_tensor(piece, key.main_dtype)
         # Quantized frozen weights are stored as codes only.
         main = tier.allocate_tensor(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)

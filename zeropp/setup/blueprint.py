@@ -17,7 +17,7 @@ from zeropp.engine.engine_state import EngineOptions
 from zeropp.offload.tier_choice import Staging, TierOptions, choose_staging, divide_steps
 from zeropp.params.buffer_maker import BufferKey, BufferOutline, UnitOutline, buffer_layouts
 from zeropp.params.dtypes import ComputedWith, DtypeOptions, computed_with
-from zeropp.params.gradient import LossScaling
+from zeropp.params.loss_scale import LossScaling
 from zeropp.partition.levels import BufferLayout, Mode, Placement
 from zeropp.partition.units import form_units
 from zeropp.setup.choices import (

@@ -38,8 +38,8 @@ from zeropp.engine.rehearsal import rehearse, require_room_on_all
 from zeropp.offload.tier_choice import Tiers, open_tiers
 from zeropp.params.buffer_maker import BufferMaker, UnitOutline
 from zeropp.params.dtypes import DTYPES, keeps_float32
-from zeropp.params.gradient import LossScale
 from zeropp.params.guard import is_managed, own_dtype, register
+from zeropp.params.loss_scale import LossScale
 from zeropp.params.sharded_build import ShardedBuild, piece_of
 from zeropp.params.unit import Unit
 from zeropp.partition.levels import dense_strides

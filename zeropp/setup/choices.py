@@ -14,7 +14,7 @@ from zeropp.offload.tier_choice import Offload, TierOptions
 from zeropp.offload.transfer import IoOptions
 from zeropp.order.prefetch import Limits
 from zeropp.params.dtypes import DTYPES, ComputedWith, DtypeOptions
-from zeropp.params.gradient import LossScaling
+from zeropp.params.loss_scale import LossScaling
 from zeropp.partition.levels import Mode, build_chain
 from zeropp.partition.units import UnitOptions
 from zeropp.wire.codecs import BlockCodec, dtype_name

@@ -13,7 +13,8 @@ from zeropp.comm.process_groups import Members
 from zeropp.config import Config
 from zeropp.config.base import notify_once, warn_user
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.unit import FlatBuffer, Unit
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import Unit
 
 __all__ = ["warn_if_alone", "warn_of_ineffective"]
 

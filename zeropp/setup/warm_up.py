@@ -7,16 +7,15 @@ through every path of a training step here, over hops that send nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.hops import Hop
+from zeropp.comm.hops import Hop, TrafficKey
 from zeropp.offload.tier_choice import at_device
 from zeropp.params.buffer_maker import BufferKey, NoGroups, gradient_paths, weight_paths
+from zeropp.params.flat_buffer import WeightPaths
 from zeropp.params.gradient import Gradient
-from zeropp.params.unit import WeightPaths
 from zeropp.partition.levels import Placement, build_layout
 from zeropp.setup.blueprint import Blueprint
 from zeropp.wire.paths import GatherPath
@@ -48,14 +47,14 @@ def warm_up(blueprint: Blueprint) -> None:
 class _SilentHop(Hop):
     """A hop without communication, which returns copies of this rank's own part in the shapes of a real hop."""
 
-    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
+    def all_gather(self, out: Tensor, own: Tensor, key: TrafficKey) -> None:
         # Copy the own message to all places: the decoder must read valid messages, and uninitialized memory is none.
-        out.view(self.size, -1).copy_(piece.clone().view(1, -1).expand(self.size, -1))
+        out.view(self.size, -1).copy_(own.clone().view(1, -1).expand(self.size, -1))
 
-    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor:
+    def all_to_all(self, message: Tensor, key: TrafficKey, *, apart: bool = True) -> Tensor:
         return message.clone().view(self.size, -1)
 
-    def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
+    def reduce_scatter(self, message: Tensor, key: TrafficKey) -> Tensor:
         return message.view(self.size, -1)[0].clone()
 
 
@@ -122,7 +121,6 @@ def _reduce(gradient: Gradient, *, hold: bool) -> None:
     message = gradient.pack(1.0, hold=hold)
     if message is not None:
         work = gradient.prepare_reduce(message, 1.0, hold=hold)
-        for _ in chain.from_iterable(work.parts):
-            pass
-        if work.then is not None:
-            work.then()
+        for _, calls in work.steps:
+            for call in calls:
+                call()

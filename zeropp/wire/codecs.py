@@ -224,11 +224,21 @@ class PlainCodec:
 
         Padding and missing gradients become zeros.
         """
-        pack_(layout.views(messages), gradients)
+        self.pack_parts_(layout.views(messages), layout.gap_views(messages), gradients)
+
+    def pack_parts_(self, parts: Sequence[Tensor], gaps: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Copy gradients as :meth:`pack_` does, with views of the messages that the caller has made.
+
+        Args:
+            parts: one view for each parameter.
+            gaps: one view for each gap between parameters.
+            gradients: one tensor for each parameter; None stands for zeros.
+        """
+        pack_(parts, gradients)
         # ``empty`` returns uninitialized memory, which may hold NaN. Padding is summed and counts in norms, so it must
         # be zero.
-        for start, stop in layout.gaps:
-            messages[start:stop].zero_()
+        if gaps:
+            torch._foreach_zero_(gaps)
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
         """Copy plain messages into ``out``, cast to its dtype."""
@@ -539,7 +549,7 @@ def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: 
     for gradient, slot in zip(gradients, layout.slots, strict=True):
         if gradient is None:
             gradient = torch.zeros(slot.numel, dtype=dtype, device=device)
-        elif gradient.dtype != dtype or not _lies_as(gradient, slot):
+        elif gradient.dtype != dtype or (gradient.stride() != slot.strides and not _lies_as(gradient, slot)):
             # The kernels read elements in memory order. If strides differed from the parameter's, elements would be
             # added to the wrong elements of other ranks' gradients.
             there = torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device=device)

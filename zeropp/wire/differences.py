@@ -59,7 +59,7 @@ class Delta4:
 
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """Quantize ``values - base`` as one message; the base is not changed."""
-        # The owner updates its own base by decoding its own message, in `DifferencePath._end`, with the kernel that the
+        # The owner updates its own base by decoding its own message, in `DifferencePath.end`, with the kernel that the
         # other ranks use. So the bases of all ranks stay equal to the bit.
         kernels.delta_encode_(values, base, message, update=False)
 
@@ -184,7 +184,8 @@ class DifferencePath(GatherPath):
         """Return the name of the difference codec, for the ledger."""
         return self.codec.name
 
-    def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
+    def begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
+        """Encode the differences of this rank's slice. Return the views before the first and after each hop."""
         # Main weights in host memory or on NVMe are copied to the device before this call.
         assert isinstance(own, Tensor)
         # Allocate only when this work runs on its comm stream: the size of lossless messages is agreed on just before.
@@ -193,5 +194,6 @@ class DifferencePath(GatherPath):
         self.codec.encode_(views[0], own, places[0])
         return views
 
-    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+    def end(self, whole: Tensor, places: list[Tensor]) -> None:
+        """Add the differences of all ranks to the cached weights."""
         self.codec.decode_(whole, places[-1], count=self.count)

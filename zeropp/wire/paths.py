@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zeropp.comm.hops import Hop
-from zeropp.comm.streams import BUS, used_here
+from zeropp.comm.hops import Hop, TrafficKey
+from zeropp.comm.streams import BUS, Stage, used_here
 from zeropp.partition.levels import BufferLayout, HopSpec, Placement
 from zeropp.wire.codecs import Codec, Feedback, Messages, PlainCodec, Report, dtype_name
 from zeropp_kernels import BlockTable
 
-__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "StoredShard"]
+__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "Reduction", "StoredShard"]
 
 
 def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
@@ -110,44 +111,77 @@ class GatherPath:
             views.append(whole[start:stop])
         return views
 
-    def gather(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> Iterator[None]:
-        """Gather a result from every rank's slice at ``outer``. Yields before each further class of links.
+    def stages(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> list[Stage]:
+        """Return the stages of a gather from every rank's slice at ``outer``, one for each entry of ``links``.
+
+        The stages may run again, with the same tensors, once the last one has run.
 
         Args:
             own: this rank's slice at ``outer``.
             places: views of the result, from :meth:`places`.
             unit: name of the unit for the ledger.
         """
-        views = self._begin(own, places)
-        for number, (_, hops) in enumerate(self._segments):
-            if number or self._stored:
-                yield
-                # Messages were allocated on the previous comm stream, so the allocator must be told of this one. The
-                # result belongs to the caller, who keeps it alive. See [Note: memory on several streams].
-                if views[-1] is not places[-1]:
-                    used_here(views[-1])
-            for index in hops:
-                self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name(views[index]))
-        self._end(views[-1], places)
+        gather = _Gather(self, own, places, unit)
+        # With an own slice that is copied from host memory, that copy is the first stage.
+        runs = [(), *(hops for _, hops in self._segments)] if self._stored else [hops for _, hops in self._segments]
+        last = len(runs) - 1
+        return [partial(gather.run, number == 0, hops, number == last) for number, hops in enumerate(runs)]
 
     def gather_at_once(self, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> None:
         """Gather without stopping between classes of links, on the current stream."""
-        for _ in self.gather(own, places, unit):
-            pass
+        for stage in self.stages(own, places, unit):
+            stage()
 
     def codec_name(self, travels: Tensor) -> str:
         """Return the codec's name for the ledger, given the tensor that is sent."""
         # Not ``self.dtype``: a state dict gathers main weights over a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
-    def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
+    def begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
         """Copy this rank's slice to its place. Return the views of the data before the first and after each hop."""
         # The cast from main weights to the compute dtype happens here, so that hops carry the compute dtype.
         _put(places[0], own)
         return places
 
-    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+    def end(self, whole: Tensor, places: list[Tensor]) -> None:
         """Turn the data after the last hop into the result. Plain values need no further step."""
+
+
+class _Gather:
+    """One gather with its tensors, which may run many times.
+
+    Args:
+        path: path of the gather.
+        own: this rank's slice.
+        places: views of the result.
+        unit: name of the unit for the ledger.
+    """
+
+    __slots__ = ("_hops", "_own", "_path", "_places", "_views")
+
+    def __init__(self, path: GatherPath, own: Tensor | StoredShard, places: list[Tensor], unit: str) -> None:
+        self._path = path
+        self._own = own
+        self._places = places
+        self._hops = [(hop, hop.gather_key(unit, path.codec_name(places[-1]))) for hop in path.hops]
+        self._views: list[Tensor] = []
+
+    def run(self, first: bool, hops: Sequence[int], last: bool) -> None:
+        """Run the stage with these hops, on its comm stream."""
+        path = self._path
+        if first:
+            self._views = path.begin(self._own, self._places)
+        views = self._views
+        # Messages were allocated on the previous comm stream, so the allocator must be told of this one. The result
+        # belongs to the caller, who keeps it alive. See [Note: memory on several streams].
+        if not first and views[-1] is not self._places[-1]:
+            used_here(views[-1])
+        for index in hops:
+            hop, key = self._hops[index]
+            hop.all_gather(views[index + 1], views[index], key)
+        if last:
+            self._views = []  # frees the memory of messages
+            path.end(views[-1], self._places)
 
 
 class CodedGatherPath(GatherPath):
@@ -209,7 +243,8 @@ class CodedGatherPath(GatherPath):
         # Messages that are decoded at the end live in temporary memory of their own, allocated in ``_begin``.
         return [whole] if self.decodes else self._views(whole)
 
-    def _begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
+    def begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
+        """Encode this rank's slice, or copy its messages. Return the views before the first and after each hop."""
         # Allocated here, on the comm stream, so that gathers waiting in the queue hold no message memory.
         views = self._views(self._messages(places[0].numel(), places[0].device)) if self.decodes else places
         if self.coded:
@@ -219,7 +254,8 @@ class CodedGatherPath(GatherPath):
             self.codec.encode_(views[0], own)
         return views
 
-    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+    def end(self, whole: Tensor, places: list[Tensor]) -> None:
+        """Decode the messages after the last hop into the result, if the path decodes."""
         if self.decodes:
             # Decode this rank's own slice, too, so that this rank uses the same rounded values as the others.
             self.codec.decode_(whole, places[0], count=self.count)
@@ -296,6 +332,7 @@ class ReducePath:
         links: classes of links that the reduction uses, in order: one comm stream each.
         codec: codec of the first hop's messages.
         count: number of messages that the first hop sends, one per rank.
+        hops_by_link: for each entry of ``links``, the indices of the hops over it.
     """
 
     def __init__(self, placement: Placement, outer: int, hops: Sequence[ReduceHop], dtype: torch.dtype) -> None:
@@ -305,8 +342,9 @@ class ReducePath:
         # Without hops nothing is sent, so quantizing would lose accuracy and save no bytes.
         self.codec = hops[0].codec if hops else PlainCodec(dtype)
         self.count = hops[0].size if hops else 1
-        self._segments = _segments([hop.spec for hop in hops])
-        self.links = [link for link, _ in self._segments]
+        segments = _segments([hop.spec for hop in hops])
+        self.links = [link for link, _ in segments]
+        self.hops_by_link = [numbers for _, numbers in segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Return memory for the first hop's messages of a slice of [numel] elements."""
@@ -342,7 +380,7 @@ class ReducePath:
         feedback = self.hops[0].feedback if self.hops else None
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
-    def reduce(
+    def reduction(
         self,
         message: Tensor,
         numel: int,
@@ -352,8 +390,9 @@ class ReducePath:
         accumulate: Callable[[], bool],
         unit: str,
         report: Report | None = None,
-    ) -> Iterator[None]:
-        """Sum all ranks' slices: ``out = scale * sum``, or ``out +=``. Yields before each further class of links.
+        again: bool = False,
+    ) -> Reduction:
+        """Return a sum of all ranks' slices: ``out = scale * sum``, or ``out +=``.
 
         Args:
             message: this rank's slice at the path's first level, encoded; the caller keeps it alive to the end.
@@ -363,15 +402,75 @@ class ReducePath:
             accumulate: called just before the last sum: returns True to add to ``out``.
             unit: name of the unit for the ledger.
             report: statistics to compute of the new ``out``; None for none.
+            again: True to keep ``message`` for further runs.
         """
-        if not self.hops:
+        return Reduction(self, message, numel, out, scale, accumulate, unit, report, again)
+
+
+class Reduction:
+    """One reduction with its tensors, which may run many times, one run after another.
+
+    The other arguments are as for :meth:`ReducePath.reduction`.
+
+    Attributes:
+        scale: factor on the sum. It may be set before each run.
+    """
+
+    __slots__ = (
+        "_accumulate", "_again", "_first", "_hops", "_message", "_out", "_path", "_report", "_scale", "scale",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        path: ReducePath,
+        message: Tensor,
+        numel: int,
+        out: Tensor,
+        scale: float,
+        accumulate: Callable[[], bool],
+        unit: str,
+        report: Report | None,
+        again: bool,
+    ) -> None:
+        self.scale = scale
+        self._path = path
+        self._first: Tensor | None = message
+        self._again = again
+        self._out = out
+        self._accumulate = accumulate
+        self._report = report
+        # Each hop, its key for the ledger, and the elements of its sum.
+        self._hops: list[tuple[ReduceHop, TrafficKey, int]] = []
+        for hop in path.hops:
+            numel //= hop.size
+            self._hops.append((hop, hop.transport.reduce_key(unit, hop.name), numel))
+        # State between the stages of one run: the message of the next hop, and the factor on the last sum.
+        self._message: Tensor | None = None
+        self._scale = 1.0
+
+    def stages(self) -> list[Stage]:
+        """Return the stages, one for each entry of the path's ``links``."""
+        return [partial(self.run, hops) for hops in self._path.hops_by_link]
+
+    def run(self, hops: Sequence[int]) -> None:
+        """Run the stage with these hops, on its comm stream."""
+        first = not hops or hops[0] == 0
+        message = self._first if first else self._message
+        assert message is not None  # of the caller, or of the stage before
+        if not hops:
             # One rank, or equal levels: the only message is this rank's own.
-            self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate(), report=report)
-        for number, hop in enumerate(self.hops):
-            if number and hop.spec.link != self.hops[number - 1].spec.link:
-                yield
-                # The message was allocated below on the previous comm stream. See [Note: memory on several streams].
-                used_here(message)
+            self._sum(self._path.codec, [message], self.scale)
+            return
+        if first:
+            scale = self.scale
+            if not self._again:
+                self._first = None  # or this object would keep it alive until the sum is complete
+        else:
+            scale = self._scale
+            # The message was allocated on the previous comm stream. See [Note: memory on several streams].
+            used_here(message)
+        for number in hops:
+            hop, key, numel = self._hops[number]
             # The backend sums plain values in the wire dtype, as FSDP2 always does. A backend cannot sum quantized
             # codes.
             if hop.by_backend:
@@ -379,22 +478,25 @@ class ReducePath:
                 if room != 1.0:
                     message.mul_(room)
                     scale /= room
-                parts: Tensor | list[Tensor] = [hop.transport.reduce_scatter(message, unit, hop.name)]
+                parts: Tensor | list[Tensor] = [hop.transport.reduce_scatter(message, key)]
             else:
-                parts = hop.transport.all_to_all(message, unit, hop.name, apart=hop.codec.apart)
-            numel //= hop.size
-            if number + 1 == len(self.hops):
-                # Call ``accumulate`` only now: since this reduction was queued, an earlier one may have filled the
-                # buffer.
-                hop.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate(), report=report)
-            else:
-                # The partial sum is encoded again, and in float16 it may overflow although the mean does not. So scale
-                # it by a power of two, and divide the last scale by it. FSDP2 divides float16 gradients by about
-                # sqrt(world) before and after.
-                headroom = hop.codec.headroom(len(parts))
-                scale /= headroom
-                following = self.hops[number + 1]
-                message = following.empty(numel, parts[0].device)
-                following.encode_sum_(hop.codec, parts, numel, message, scale=headroom, dtype=out.dtype)
-            # A paused generator keeps its local variables, and the next comm stream may resume it much later.
-            del parts
+                parts = hop.transport.all_to_all(message, key, apart=hop.codec.apart)
+            if number + 1 == len(self._hops):
+                self._message = None
+                self._sum(hop.codec, parts, scale)
+                return
+            # The partial sum is encoded again, and in float16 it may overflow although the mean does not. So scale it
+            # by a power of two, and divide the last scale by it. FSDP2 divides float16 gradients by about sqrt(world)
+            # before and after.
+            headroom = hop.codec.headroom(len(parts))
+            scale /= headroom
+            following = self._hops[number + 1][0]
+            message = following.empty(numel, parts[0].device)
+            following.encode_sum_(hop.codec, parts, numel, message, scale=headroom, dtype=self._out.dtype)
+        # The object lives longer than this stage, and the next comm stream may run the next stage much later.
+        self._message = message
+        self._scale = scale
+
+    def _sum(self, codec: Codec, parts: Messages, scale: float) -> None:
+        # Call ``accumulate`` only now: since this reduction was queued, an earlier one may have filled the buffer.
+        codec.decode_sum_(parts, self._out, scale=scale, accumulate=self._accumulate(), report=self._report)

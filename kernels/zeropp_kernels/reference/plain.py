@@ -27,6 +27,9 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> N
         sources: n tensors of the same shapes, or None for zeros.
     """
     # One call for all tensors, because with many small tensors a call costs more than the copy.
+    if len(destinations) == len(sources) > 0 and not any([source is None for source in sources]):
+        torch._foreach_copy_(list(destinations), list(sources))  # type: ignore[arg-type]  # none is missing
+        return
     present = [(d, s) for d, s in zip(destinations, sources, strict=True) if s is not None]
     if present:
         torch._foreach_copy_([d for d, _ in present], [s for _, s in present])

@@ -102,7 +102,7 @@ def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, 
 def check(folder: Path, layers: int, slack: int, timeout: float = 60) -> None:
     """Check bytes read and peak memory of each rank.
 
-    Expected memory: main weights and gradients of a share in float32, plus slack and two units in bf16.
+    Expected memory: main weights of a share in float32, plus slack and two units in bf16.
 
     Args:
         folder: folder for the files.
@@ -111,7 +111,7 @@ def check(folder: Path, layers: int, slack: int, timeout: float = 60) -> None:
         timeout: seconds for the ranks.
     """
     nbytes = fills(folder, layers, _WIDTH, max(layers // 3, 1))
-    share, slack = 2 * (2 * nbytes // WORLD), slack + 2 * (2 * _WIDTH * _WIDTH)
+    share, slack = 2 * nbytes // WORLD, slack + 2 * (2 * _WIDTH * _WIDTH)
     for read, most, right in run_ranks(WORLD, loads, folder, layers, _WIDTH, slack, timeout=timeout):
         assert right and nbytes / WORLD <= read <= 1.02 * nbytes / WORLD
         assert 0.9 * share < most <= share + slack, (most, share, slack)

@@ -273,9 +273,9 @@ def test_whole_main_weights_in_the_compute_dtype_are_there_once(freeze: bool) ->
         assert terms["persistent_weights"] == 0
     halves = nn.Sequential(*(nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2)))
     halves[0].requires_grad_(False)
-    terms = zeropp.plan.memory(halves, make_config(stage=0), 4).terms
+    plan = zeropp.plan.memory(halves, make_config(stage=0), 4)
     # Only the trainable layer has a bf16 copy for computing. The copy has half of the bytes of the float32 gradient.
-    assert terms["persistent_weights"] == terms["frozen_weights"] == terms["gradients"] // 2
+    assert plan.terms["persistent_weights"] == plan.terms["frozen_weights"] == plan.gradients // 2
 
 
 def originals() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 
 import zeropp
 from tests.support.branching_models import Routed, make_config
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 
 @pytest.mark.parametrize("fails", [1, 3, 6])

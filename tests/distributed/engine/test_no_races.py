@@ -19,8 +19,8 @@ from tests.support.text_models import Block
 from zeropp.comm import streams
 from zeropp.comm.hops import Comm, Hop
 from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
-from zeropp.params.unit import FlatBuffer
 from zeropp.wire import paths
 from zeropp.wire.codecs import PlainCodec
 from zeropp.wire.paths import GatherPath
@@ -31,7 +31,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "reduce hop": (Hop, "all_to_all"),
     "step sync": (Comm, "sum"),
     "agreement": (Comm, "all_gather_ints"),
-    "gather copy": (GatherPath, "_begin"),
+    "gather copy": (GatherPath, "begin"),
     "queueing a refresh": (FlatBuffer, "refresh"),
     "gradient copy": (Gradient, "pack"),
     "gradient sum": (PlainCodec, "decode_sum_"),

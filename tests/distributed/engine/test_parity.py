@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.support.parity import (
 from tests.support.rank_pool import run_ranks, some, spread
 from tests.support.setting_pairs import SETTINGS, SMALL_PERSIST, TOPOLOGIES, pairwise
 from tests.support.small_models import MODELS
-from zeropp.wire.paths import ReducePath
+from zeropp.params.gradient import Gradient, ReduceWork
 
 
 def recipe_of(case: Sequence[str], **more: Any) -> tuple[Recipe, int, int]:
@@ -94,16 +95,13 @@ def test_one_process_without_process_group() -> None:
 
 def train_unevenly_scaled(recipe: Recipe, factor: float) -> Trained:
     """Train with gradients that are multiplied by ``factor``, an error that the comparison must detect."""
-    original = ReducePath.reduce
+    original = Gradient.prepare_reduce
 
-    def reduce(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> Iterator[None]:
-        return original(self, *args, scale=scale * factor, **kwargs)
+    def prepare(self: Gradient, message: Tensor, scale: float, **kwargs: Any) -> ReduceWork:
+        return original(self, message, scale * factor, **kwargs)
 
-    ReducePath.reduce = reduce  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Gradient, "prepare_reduce", prepare):
         return train_zero(recipe)
-    finally:
-        ReducePath.reduce = original  # type: ignore[method-assign]
 
 
 @pytest.mark.every(2)

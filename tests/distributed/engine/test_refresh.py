@@ -17,7 +17,7 @@ from tests.support.branching_models import Block, apart, make_config
 from tests.support.parity import assert_close
 from tests.support.rank_pool import RankFailure, run_ranks, some, spread
 from zeropp.order.refresh import Refresh
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 KEPT: dict[str, dict[str, object]] = {
     "hpz": {"zero_hpz_partition_size": 2},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import zeropp
 from tests.support.branching_models import Routed, make_config
 from tests.support.rank_pool import run_ranks
-from zeropp.comm.hops import Hop
+from zeropp.comm.hops import Hop, TrafficKey
 
 SLOW = 0.6  # seconds, more than the delays of ranks on a busy machine
 
@@ -37,7 +38,8 @@ def waited(kind: str, method: str, settings: dict[str, object], steps: int) -> d
 
     def slow(self: Hop, first: object, *args: object, **kwargs: object) -> object:
         nonlocal slept
-        if "blocks.2" in args and self.kind == kind and not slept:
+        keys = [each for each in args if isinstance(each, TrafficKey)]
+        if [key.unit for key in keys] == ["blocks.2"] and self.kind == kind and not slept:
             slept += 1
             time.sleep(SLOW)
         return usual(self, first, *args, **kwargs)
@@ -86,10 +88,18 @@ def profiled() -> set[str]:
         optimizer.zero_grad()
         model(torch.ones(3, 8)).sum().backward()
         optimizer.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    usual = Hop.all_gather
+
+    def slow(self: Hop, *args: Any) -> None:
+        time.sleep(0.03)
+        usual(self, *args)
+
+    # The model waits, and has a range for it, only if values are not there yet.
+    slowed = mock.patch.object(Hop, "all_gather", slow)
+    with slowed, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(3, 8)).sum().backward()
         optimizer.step()
-    optimizer.engine.wait_for_refresh()
+        optimizer.engine.wait_for_refresh()
     return {event.key for event in profile.key_averages() if event.key.startswith("zeropp::")}
 
 

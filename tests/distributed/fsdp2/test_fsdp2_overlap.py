@@ -21,7 +21,7 @@ from tests.support.fsdp2_models import PLAIN, buffers, gradients, hooks, sharded
 from tests.support.fsdp2_reference import tokens
 from tests.support.rank_pool import run_ranks
 from zeropp import fsdp2
-from zeropp.comm.hops import Hop
+from zeropp.comm.hops import Hop, TrafficKey
 from zeropp.comm.process_groups import CollectiveError
 from zeropp.fsdp2.shards import parameter_groups
 from zeropp.wire import paths
@@ -170,10 +170,10 @@ def third_in_line() -> list[bool]:
     cross: Any = comms[0].route.hops[1]
     send = cross.all_to_all
 
-    def held(message: Tensor, unit: str, *args: Any, **options: Any) -> list[Tensor]:
-        if unit == "blocks.0":
+    def held(message: Tensor, key: TrafficKey, **options: Any) -> list[Tensor]:
+        if key.unit == "blocks.0":
             seen.append(queued.wait(0.5))
-        return send(message, unit, *args, **options)
+        return send(message, key, **options)
 
     cross.all_to_all = held
     outs = [torch.empty(SIZE) for _ in comms]

@@ -19,7 +19,7 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 from tests.support.staged_worlds import over
 from tests.support.tensor_memory import storages
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 KEPT: list[object] = []  # weak references to parameters and buffers, which must exist as long as the parameters
 

@@ -22,7 +22,7 @@ from tests.support.small_models import MODELS
 from tests.support.states_off_device import BF16, Place, StateType, made, rows, told, train
 from zeropp.offload.parked import Parked
 from zeropp.optimizer.host_step import HostStep
-from zeropp.params.unit import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 # Kinds that OpenRLHF and open-instruct keep off the device while they generate experience.
 ASLEEP = [StateType.optim_states, StateType.contiguous_grad_buffer, StateType.hp_params]

@@ -21,7 +21,7 @@ from tests.support.offload_pairs import host_apart
 from tests.support.rank_pool import RankFailure, run_ranks
 from zeropp import checkpoint
 from zeropp.config import load_config
-from zeropp.params.gradient import LossScale
+from zeropp.params.loss_scale import LossScale
 from zeropp.setup.choices import choose_loss_scaling
 
 LR, CLIP = 0.05, 0.5

@@ -33,7 +33,7 @@ def left_over() -> tuple[str, bool]:
         try:
             backward(optimizer, step)
             alone = step == 2 and dist.get_rank() == 1
-            with mock.patch.object(gradient, "has_unsent", lambda: True) if alone else contextlib.nullcontext():
+            with mock.patch.object(gradient, "has_stray", lambda: True) if alone else contextlib.nullcontext():
                 optimizer.step()
         except RuntimeError as raised:
             return f"step {step}: {raised}", not all(map(torch.equal, before, numbers(optimizer)))
@@ -287,7 +287,7 @@ def saves_after_a_loss(how: str) -> str:
         if how == "interrupted":
             raise KeyboardInterrupt
         agreement.hang_timeout = 2.0  # seconds; the sum never arrives, so a short wait is enough
-        agreement.wait_for_event(lambda seconds: False, "waiting for the sum of norms and flags")
+        agreement.wait_for_event(lambda seconds: False, agreement.watching("waiting for the sum of norms and flags"))
         return []
 
     PendingSum.read_sum = in_vain  # type: ignore[method-assign]

@@ -92,7 +92,8 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     train(model, optimizer, 0)
     optimizer.engine.wait_for_refresh()
     optimizer.engine.release_prefetched()
-    return owned_bytes(optimizer), plan.terms
+    # Gradients stay until zero_grad().
+    return owned_bytes(optimizer), {**plan.terms, "gradients": plan.gradients}
 
 
 @pytest.mark.every(8)

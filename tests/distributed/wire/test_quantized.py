@@ -245,7 +245,8 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
         optimizer.step()
     optimizer.engine.wait_for_refresh()
     optimizer.engine.release_prefetched()
-    return owned_bytes(optimizer), plan.terms
+    # Gradients stay until zero_grad().
+    return owned_bytes(optimizer), {**plan.terms, "gradients": plan.gradients}
 
 
 OWNED: list[dict[str, object]] = [

@@ -100,7 +100,7 @@ def test_defaults_are_the_known_ones() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_owns_it(stage: int) -> None:
-    """The engine runs on one rank, and bytes are counted after a step."""
+    """The engine runs on one rank, and bytes are counted after a step, before its gradients are dropped."""
     model = GPT(GPTConfig(layers=3, d_model=256, heads=4))
     total, numel = counted(model), max(counted(block) for block in model.blocks)
     settings = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
@@ -108,7 +108,6 @@ def test_an_engine_owns_it(stage: int) -> None:
     tokens = torch.randint(256, (1, 8))
     model(tokens, tokens).backward()
     optimizer.step()
-    optimizer.zero_grad()
     optimizer.engine.wait_for_refresh()
     states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1)
     owned = sum(owned_bytes(optimizer).values()) + states

@@ -1,0 +1,352 @@
+"""Units prepare their work once, and prepare it again after each event that changes it.
+
+Each case trains until all work is prepared and each unit has one gradient hook. Then an event follows, and more steps.
+The bits must be those of a training that prepares nothing. For each event, a test removes the code that notices it, and
+sees other bits or an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeropp
+from tests.support.branching_models import make_config
+from tests.support.rank_pool import run_ranks
+from tests.support.unprepared import unprepared
+from zeropp.engine.hooks import _gradient_ready
+from zeropp.order import reductions
+from zeropp.order.reductions import Reductions
+from zeropp.params.gradient import Gradient, ReduceWork
+from zeropp.params.parameter_swap import Generation
+
+WIDTH, UNITS = 8, 3
+
+
+class Pair(nn.Module):
+    """Two layers, which may run in either order, or only one of them. The order changes which gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, turned: bool, alone: bool) -> Tensor:
+        layers = [self.two, self.one] if turned else [self.one, self.two]
+        for layer in layers[:1] if alone else layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Pairs(nn.Module):
+    """Units of two layers. The attributes are settings of the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(UNITS))
+        self.turned = self.alone = self.again = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            run = functools.partial(checkpoint, block, use_reentrant=False) if self.again else block
+            x = run(x, self.turned, self.alone)
+        return x
+
+
+class Training:
+    """A training of one rank, with losses and whole weights to compare."""
+
+    def __init__(self, **settings: object) -> None:
+        torch.manual_seed(0)
+        self.model = Pairs()
+        if settings.pop("frozen", False):
+            self.model.blocks[1].two.requires_grad_(False)
+        config = make_config(bf16={"enabled": True}, gradient_clipping=0.5, reuse=0, **settings)
+        adam = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = zeropp.ZeroOptimizer(adam, self.model, config)
+        self.draw = torch.Generator().manual_seed(dist.get_rank())
+        self.seen: list[Tensor] = []
+
+    def backward(self) -> None:
+        loss = self.model(torch.randn(2, WIDTH, generator=self.draw)).square().mean()
+        self.optimizer.backward(loss)
+        self.seen.append(loss.detach().clone())
+
+    def steps(self, number: int = 4) -> None:
+        for _ in range(number):
+            for _ in range(self.optimizer.engine.accumulation.steps):
+                self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def result(self) -> list[Tensor]:
+        return [*self.seen, *zeropp.full_state(self.model).values()]
+
+
+def turned(t: Training) -> None:
+    """Change the order of the gradients for some steps."""
+    t.model.turned = True
+    t.steps()
+    t.model.turned = False
+
+
+def alone(t: Training) -> None:
+    """Leave one layer of each unit without a gradient."""
+    t.model.alone = True
+    t.steps()
+    t.model.alone = False
+
+
+def alone_turned(t: Training) -> None:
+    """Leave the layer whose gradient comes last without a gradient, once."""
+    t.model.alone = t.model.turned = True
+    t.steps(1)
+    t.model.alone = t.model.turned = False
+
+
+def recomputed(t: Training) -> None:
+    t.model.again = True
+    t.steps()
+    t.model.again = False
+
+
+def frozen(t: Training) -> None:
+    """Freeze the parameters whose gradients come last, and train them again later."""
+    for trained in (False, True):
+        for block in t.model.blocks:
+            block.one.requires_grad_(trained)
+        t.steps()
+
+
+def unfrozen(t: Training) -> None:
+    t.model.blocks[1].two.requires_grad_(True)
+    t.steps()
+
+
+def replaced(t: Training) -> None:
+    """Set ``.data`` of all tensors of the group, which moves the main weights to other memory."""
+    with torch.no_grad():
+        for each in t.optimizer.param_groups[0]["params"]:
+            each.data = each.data * 0.5
+
+
+def kept(t: Training) -> None:
+    """Keep the gradients of a step over ``zero_grad()``; they keep their values, as in plain torch."""
+    t.backward()
+    gradients = [each.grad for each in t.optimizer.param_groups[0]["params"]]
+    before = [None if each is None else each.as_subclass(Tensor).clone() for each in gradients]
+    t.optimizer.step()
+    after_step = [None if each is None else each.as_subclass(Tensor).clone() for each in gradients]
+    t.optimizer.zero_grad()
+    t.steps(2)
+    assert any(each is not None for each in before)
+    for each, wanted in zip(gradients, after_step, strict=True):
+        if each is not None and wanted is not None and each.numel() > 2:  # not a marker
+            assert torch.equal(each.as_subclass(Tensor), wanted), "zero_grad() has freed a gradient that the user keeps"
+
+
+def evaluated(t: Training) -> None:
+    with torch.no_grad():
+        t.model.alone = True
+        t.model(torch.ones(2, WIDTH))
+        t.model.alone = False
+
+
+def saved_and_loaded(t: Training) -> None:
+    state = {name: value.clone() for name, value in t.model.state_dict().items()}
+    t.steps(1)
+    t.model.load_state_dict(state)
+
+
+def averaged(t: Training) -> None:
+    average = zeropp.ema(t.model, decay=0.5)
+    t.steps(1)
+    average.update()
+    with average.applied(), torch.no_grad():
+        t.seen.append(t.model(torch.ones(2, WIDTH)).detach().clone())
+
+
+def failed(t: Training) -> None:
+    """Let a backward fail half-way; its gradients are dropped."""
+    handle = t.model.blocks[1].one.register_full_backward_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        t.backward()
+    handle.remove()
+    t.optimizer.zero_grad(now=True)
+
+
+def penalized(t: Training) -> None:
+    """Run ``torch.autograd.grad`` through the model, which accumulates nothing."""
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    (gradient,) = torch.autograd.grad(t.model(x).sum(), x)
+    t.seen.append(gradient.clone())
+
+
+EVENTS: dict[str, tuple[Callable[[Training], None], dict[str, object]]] = {
+    "gradients in another order": (turned, {}),
+    "no gradient of some": (alone, {}),
+    "no gradient of the last": (alone_turned, {}),
+    "no gradient of the last, accumulated": (alone_turned, {"gradient_accumulation_steps": 2}),
+    "in another order, deferred": (turned, {"gradient_accumulation_steps": 2, "defer_cross_reduction": True}),
+    "recomputed": (recomputed, {}),
+    "frozen": (frozen, {}),
+    "unfrozen": (unfrozen, {"frozen": True}),
+    "weights replaced": (replaced, {}),
+    "weights replaced, quantized": (replaced, {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
+    "gradients kept": (kept, {}),
+    "evaluated": (evaluated, {}),
+    "loaded": (saved_and_loaded, {}),
+    "averaged": (averaged, {}),
+    "failed": (failed, {}),
+    "penalized": (penalized, {}),
+}
+
+
+def trained(name: str, fault: str = "") -> list[Tensor]:
+    """Train around an event, and return losses and weights."""
+    event, settings = EVENTS[name]
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        t = Training(**settings)
+        t.steps()
+        event(t)
+        t.steps()
+        return t.result()
+
+
+def pair_of_runs(name: str) -> list[int]:
+    """Return the positions of results that differ between a training with prepared work and one without."""
+    own = trained(name)
+    with unprepared():
+        other = trained(name)
+    return [place for place, (a, b) in enumerate(zip(own, other, strict=True)) if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_prepared_work_changes_no_bit(name: str) -> None:
+    assert run_ranks(2, pair_of_runs, name) == [[]] * 2
+
+
+def _old_shard() -> Any:
+    """Return a patch that takes prepared reductions for right after the shard has moved."""
+    prepare = Gradient.prepare_reduce
+
+    def old(self: Gradient, *args: Any, last: ReduceWork | None = None, **kwargs: Any) -> ReduceWork:
+        if last is not None:
+            last.shard = self.shard
+        return prepare(self, *args, last=last, **kwargs)
+
+    return mock.patch.object(Gradient, "prepare_reduce", old)
+
+
+# Faults: each removes the code that notices some event.
+FAULTS: dict[str, Callable[[], Any]] = {
+    "no new generation": lambda: mock.patch.object(Generation, "advance", lambda generation: None),
+    "one hook for all": lambda: mock.patch.object(reductions._UnitHooks, "all_arrived", lambda hooks: True),
+    "gradients without a hook do not count": lambda: mock.patch.object(
+        reductions._UnitHooks, "arrived", lambda hooks: []
+    ),
+    "the old shard": _old_shard,
+}
+SHOWN = [
+    ("no new generation", "unfrozen"),
+    ("no new generation", "weights replaced"),
+    ("one hook for all", "gradients in another order"),
+    ("gradients without a hook do not count", "no gradient of the last"),
+    ("the old shard", "gradients kept"),
+]
+
+
+def with_fault(fault: str, name: str) -> bool:
+    """Return True if a training with a fault differs from one without, raises an error, or sends gradients late."""
+    send = Reductions.send_unsent
+    late: list[int] = []
+
+    def noted(self: Reductions, index: int) -> None:
+        late.append(index)
+        send(self, index)
+
+    with mock.patch.object(Reductions, "send_unsent", noted):
+        own = trained(name)
+        usual = len(late)
+        try:
+            other = trained(name, fault)
+        except (RuntimeError, AssertionError):
+            return True
+    return len(late) > 2 * usual or any(not torch.equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+@pytest.mark.parametrize(("fault", "name"), SHOWN)
+def test_each_event_must_be_noticed(fault: str, name: str) -> None:
+    assert any(run_ranks(2, with_fault, fault, name))
+
+
+def hooks_called() -> tuple[int, int]:
+    """Return the calls of gradient hooks in the first backward and in the fifth."""
+    counts = []
+    with mock.patch("zeropp.engine.hooks._gradient_ready", side_effect=_gradient_ready) as hook:
+        t = Training()
+        for _ in range(5):
+            hook.reset_mock()
+            t.steps(1)
+            counts.append(hook.call_count)
+    return counts[0], counts[-1]
+
+
+def test_one_hook_a_unit() -> None:
+    assert run_ranks(2, hooks_called) == [(4 * UNITS, UNITS)] * 2
+
+
+def gradient_bytes() -> list[int]:
+    """Return the bytes of gradient shards through two steps, the second one with ``set_to_none=False``."""
+    t = Training()
+    found = []
+
+    def look() -> None:
+        found.append(sum(g.shard.untyped_storage().nbytes() for g in t.optimizer.engine.gradients))
+
+    for to_none in (True, False):
+        look()
+        t.backward()
+        look()
+        t.optimizer.step()
+        look()
+        t.optimizer.zero_grad(set_to_none=to_none)
+        look()
+    return found
+
+
+def test_gradients_have_memory_from_a_reduction_to_zero_grad() -> None:
+    plan = zeropp.plan.memory(Pairs(), make_config(bf16={"enabled": True}), 2)
+    whole = plan.gradients
+    assert whole > 0 and run_ranks(2, gradient_bytes) == [[0, whole, whole, 0, 0, whole, whole, whole]] * 2
+
+
+def sizes_allocated() -> list[list[int]]:
+    """Return the sizes to which storages are resized in each of six steps, in order."""
+    t = Training()
+    resize = torch.UntypedStorage.resize_
+    steps = []
+    for _ in range(6):
+        sizes: list[int] = []
+
+        def noted(storage: torch.UntypedStorage, nbytes: int, sizes: list[int] = sizes) -> Any:
+            sizes.append(nbytes)
+            return resize(storage, nbytes)
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", noted):
+            t.steps(1)
+        steps.append(sizes)
+    return steps
+
+
+def test_memory_is_allocated_in_the_same_order_every_step() -> None:
+    for steps in run_ranks(2, sizes_allocated):
+        assert steps[-1] and steps[-1] == steps[-2] == steps[-3]
