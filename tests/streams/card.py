@@ -383,11 +383,15 @@ def _cuda(card: Card) -> dict[str, Any]:
         finally:
             card.clocks.stream = before
 
+    def set_stream(stream: _Stream) -> None:
+        card.clocks.stream = stream.timeline
+
     return {
         "Stream": make_stream,
         "Event": lambda enable_timing=False: _Event(card, enable_timing),
         "current_stream": lambda device=None: streams_of[card.clocks.stream.number],
         "stream": enter,
+        "set_stream": set_stream,
         "device": lambda device: contextlib.nullcontext(),
         "is_available": lambda: True,
         "device_count": lambda: 1,

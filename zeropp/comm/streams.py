@@ -492,44 +492,72 @@ class CudaStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # An index, because torch takes several times as long to look up the current stream of a torch.device.
+        self._index = device.index
         # The stream has high priority, as in FSDP2, so that the small kernels around a collective are not queued behind
         # the model's large kernels.
         self.stream = torch.cuda.Stream(device, priority=-1)
         # Queued work may write to memory that was allocated on the caller's stream. That memory becomes free when the
         # engine is dropped, so wait for the queued work first.
         self._finish = when_dropped(self, self.stream.synchronize)
+        # Recorded again at each call: a stream waits for the last recording before its wait, and later ones do not
+        # matter. `run` and `free` have one each, because a `LaunchedStream` calls them from two threads.
+        self._issued = torch.cuda.Event()
+        self._read = torch.cuda.Event()
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Launch ``works`` on this stream, behind all work that the caller's stream has been given so far."""
+        caller = torch.cuda.current_stream(self._index)
         # The caller's earlier kernels may write tensors that this work reads, such as a packed message or stepped
         # weights.
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            if after is not None:
-                after.wait(threading.TIMEOUT_MAX)  # this stream waits for the event; the host goes on
-            for work in works:
-                work()
-            # The event is recorded on this stream after the work, so it also covers all work queued on this stream
-            # before.
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return _CudaEvent(event, self._device)
+        self._issued.record(caller)
+        self.stream.wait_event(self._issued)
+        self._call(works, caller, after=after)
+        # The event is recorded on this stream after the work, so it also covers all work queued on this stream before.
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return _CudaEvent(event, self._index)
 
     def allocate(self, work: Callable[[], None]) -> None:
         """Call ``work`` with this stream as the current stream, so that its allocations belong to this stream."""
         # Allocating writes nothing to the memory, so no wait is needed. See [Note: memory on several streams].
-        with torch.cuda.stream(self.stream):
-            work()
+        self._call((work,), torch.cuda.current_stream(self._index))
 
     def free(self, work: Callable[[], None]) -> None:
         """Call ``work``, which frees memory, on this stream, after this stream waits for the caller's stream."""
         # The allocator reuses the memory only for later work of this stream. This stream waits for the caller's stream,
         # so that work starts after the model's kernels have read the memory. ``run`` is not used here because nobody
         # needs an event for the end, and recording an event costs the host some microseconds.
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream):
-            work()
+        caller = torch.cuda.current_stream(self._index)
+        self._read.record(caller)
+        self.stream.wait_event(self._read)
+        self._call((work,), caller)
+
+    def _call(
+        self, works: Sequence[Callable[[], object]], caller: torch.cuda.Stream, after: Event | None = None
+    ) -> None:
+        """Call functions without gradients, with this stream as the current one, after this stream waits for ``after``.
+
+        Args:
+            works: the functions.
+            caller: the current stream of the device, which becomes current again.
+            after: event to wait for; None for no wait.
+        """
+        # Not ``with torch.cuda.stream``, which costs the host several times as much as these calls.
+        graded = torch.is_grad_enabled()
+        current = torch.cuda.current_device()
+        set_grad_enabled(False)
+        torch.cuda.set_stream(self.stream)  # makes the stream's device the current device, too
+        try:
+            if after is not None:
+                after.wait(threading.TIMEOUT_MAX)  # this stream waits for the event; the host goes on
+            for work in works:
+                work()
+        finally:
+            torch.cuda.set_stream(caller)
+            if current != self._index:
+                torch.cuda.set_device(current)
+            set_grad_enabled(graded)
 
     def abandon(self) -> None:
         """Make :meth:`close` and the finalizer of this object not wait for the stream."""
@@ -542,23 +570,23 @@ class CudaStream:
 
 
 class _CudaEvent:
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_event", "_index")
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, index: int) -> None:
         self._event = event
-        self._device = device
+        self._index = index
 
     def wait(self, timeout: float) -> bool:
         # Only the stream waits, so ``timeout`` is not used here. If the event never comes, the monitor in
         # zeropp.comm.watch notices.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._index).wait_event(self._event)
         return True
 
     def done(self) -> bool:
         # A query initializes CUDA on the current device, which need not be the model's device.
-        if torch.cuda.current_device() == self._device.index:
+        if torch.cuda.current_device() == self._index:
             return bool(self._event.query())
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._index):
             return bool(self._event.query())
 
 
@@ -574,7 +602,7 @@ class LaunchedStream:
     """
 
     def __init__(self, thread: Stream, device: torch.device) -> None:
-        self._device = device
+        self._index = device.index
         self._cuda = CudaStream(device)
         self._thread = thread
 
@@ -584,20 +612,21 @@ class LaunchedStream:
         # now, and not for what the caller issues before the thread launches it.
         issued = torch.cuda.Event()
         done = torch.cuda.Event()
-        issued.record(torch.cuda.current_stream(self._device))
-        launched = self._thread.run(partial(self._launch, works, after, _CudaEvent(issued, self._device), done))
-        return _LaunchedEvent(launched, _CudaEvent(done, self._device))
+        issued.record(torch.cuda.current_stream(self._index))
+        launched = self._thread.run(partial(self._launch, works, after, _CudaEvent(issued, self._index), done))
+        return _LaunchedEvent(launched, _CudaEvent(done, self._index))
 
     def _launch(
         self, works: Sequence[Callable[[], object]], after: Event | None, issued: Event, done: torch.cuda.Event
     ) -> None:
-        # Make the comm stream the current stream of this thread. A new thread starts with device 0 and its default
-        # stream, usually the model's stream. Then ``CudaStream.run`` would make the comm stream wait for all work that
-        # the model's stream has by the time of the launch, including that stream's waits for other comm streams.
-        with torch.cuda.device(self._device), torch.cuda.stream(self._cuda.stream):
-            if after is not None:
-                after.wait(threading.TIMEOUT_MAX)  # may block this thread, which has nothing else to do
-            self._cuda.run(*works, partial(done.record, self._cuda.stream), after=issued)
+        # Make the comm stream the current stream of this thread, which launches nothing else. A new thread starts with
+        # device 0 and its default stream, usually the model's stream. Then ``CudaStream.run`` would make the comm
+        # stream wait for all work that the model's stream has by the time of the launch, including that stream's waits
+        # for other comm streams.
+        torch.cuda.set_stream(self._cuda.stream)
+        if after is not None:
+            after.wait(threading.TIMEOUT_MAX)  # may block this thread, which has nothing else to do
+        self._cuda.run(*works, partial(done.record, self._cuda.stream), after=issued)
 
     def allocate(self, work: Callable[[], None]) -> None:
         """Call ``work`` with the CUDA stream as the current stream; see :meth:`CudaStream.allocate`."""

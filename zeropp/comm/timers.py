@@ -159,7 +159,7 @@ class StreamStalls:
     """
 
     def __init__(self, device: torch.device, tell: Tell) -> None:
-        self._device = device
+        self._index = device.index
         self._tell = tell
         self._open: deque[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = deque()
         # Events of reported waits, which are recorded again: making an event costs the host more than recording it.
@@ -173,7 +173,7 @@ class StreamStalls:
         """Record an event on the current stream."""
         # The host only queues a wait, and the stream stands still, so the time between the stream's events is measured.
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._index))
         return event
 
     def add(self, unit: str, kind: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:

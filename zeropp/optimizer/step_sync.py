@@ -35,7 +35,7 @@ from zeropp.comm.agreement import SETTINGS, Agreement
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
-from zeropp.wire.codecs import Report
+from zeropp.wire.codecs import total_of
 from zeropp_kernels.reference import squared_norm
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "rounded",
     "square_over",
 ]
-
 
 _log = logging.getLogger("zeropp")
 
@@ -194,6 +193,7 @@ class StepSync:
         gradients = self._arrived()
         for gradient in gradients:
             gradient.measure()
+            gradient.report.measure_flag(gradient.shard)
         # Send NaN instead of a flag: NaN survives sum and addition, and 0 changes nothing. So the host need not branch.
         bad = total_of([gradient.report for gradient in gradients], self.engine.device)[1]
         flag = torch.where(bad == 0, 0.0, torch.nan)
@@ -460,15 +460,12 @@ class StepSync:
 
     def _exchange(self) -> list[float]:
         edited = self._measure_stale()
-        values = self._add_up(edited)
+        values = self._read(self._sum(edited))
         if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] % _MISSED == 0:
-            # The squares of large finite values overflow float32. All ranks see this in the sum and repeat it in
-            # float64.
-            values = self._add_up(edited, exact=True)
+            # Squares of large finite values overflow float32, and reports may have no flag of Inf and NaN yet. All
+            # ranks see this in the sum and repeat it, in float64 and with all flags.
+            values = self._read(self._sum(edited, exact=True))
         return values
-
-    def _add_up(self, edited: Tensor, *, exact: bool = False) -> list[float]:
-        return self._read(self._sum(edited, exact=exact))
 
     def _sum(self, edited: Tensor, *, exact: bool = False, late: bool = False) -> Tensor:
         self._vector = self._assemble(edited, exact, late)
@@ -490,9 +487,9 @@ class StepSync:
         early = _EARLY * self._edited_early
         if not stale:
             return torch.full((1,), early, dtype=torch.float64, device=self.engine.device)
+        reports = [gradient.report for gradient in stale]
         # A raised version proves an edit. Without one, look for scaling only, which GradScaler does unseen.
         edited = any(gradient.edited for gradient in stale)
-        reports = [gradient.report for gradient in stale]
         before = total_of(reports, self.engine.device)[0]
         for gradient in stale:
             gradient.measure()
@@ -504,6 +501,10 @@ class StepSync:
         """Return float64 [2]: this rank's part of the squared norm, and its number of non-finite shards."""
         # Replicas hold the same sums, so only the first replica contributes.
         gradients = [gradient for gradient in self._arrived() if gradient.placement.replica == 0]
+        # Without flags, a sum that is not finite is repeated with exact=True. A sum that is read late is not repeated.
+        if exact or self.defers_read:
+            for gradient in gradients:
+                gradient.report.measure_flag(gradient.shard)
         found = total_of([gradient.report for gradient in gradients], self.engine.device)
         if exact and gradients:
             found[0] = square_over([gradient.shard for gradient in gradients], self.engine.device)
@@ -589,17 +590,6 @@ class StepSync:
         """Return, for each unit, a mask of the parameters that any rank has used."""
         flags = iter([value > 0 for value in values[self._used :]])
         return [list(islice(flags, len(own))) for own in self.engine.pending.used]
-
-
-def total_of(reports: Sequence[Report], device: torch.device) -> Tensor:
-    """Return float64 [2]: the sum of squares over gradient shards, and the number of non-finite shards."""
-    zero = torch.zeros(1, dtype=torch.float64, device=device)
-    squares = [report.squares[None] for report in reports if report.squares is not None]
-    blocks = [report.norms for report in reports if report.squares is None]
-    # Concatenate first, so that the number of kernel launches does not depend on the number of units.
-    measured = torch.cat(blocks).sum(dtype=torch.float64)[None] if blocks else zero
-    flags = torch.cat([report.flag for report in reports]).sum().to(torch.float64)[None] if reports else zero
-    return torch.cat([torch.cat([*squares, measured]).sum()[None], flags])
 
 
 # Sums that are copied from the device to the host.

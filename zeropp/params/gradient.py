@@ -373,7 +373,7 @@ class Gradient:
         used_here(total)
         assert self._ring is not None
         self._clear_padding(total)
-        self.report.flag.zero_()
+        self.report.reset()
         # Store whole blocks at a time, so that the report has the same bits as one of the whole shard.
         most = self._ring.nbytes // self.dtype.itemsize // BLOCK * BLOCK
         for start in range(0, total.numel(), most):
@@ -385,7 +385,6 @@ class Gradient:
                 self.report.send_part(part, staged, start, accumulate=self.arrived)
                 issued_here(self.device).wait(threading.TIMEOUT_MAX)
                 self.row.write(start, staged).wait(threading.TIMEOUT_MAX)
-        self.report.add_up()
 
     def _add_to_held(self, message: Tensor, scale: float, *, hold: bool) -> Iterator[None]:
         """Reduce messages into ``held``; unless ``hold`` is set, then reduce ``held`` into the shard."""

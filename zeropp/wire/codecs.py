@@ -33,6 +33,7 @@ __all__ = [
     "dtype_name",
     "report_nbytes",
     "summed_by_kernels",
+    "total_of",
 ]
 
 Messages = Tensor | Sequence[Tensor]
@@ -581,8 +582,9 @@ class Report:
     Attributes:
         norms: [numel / 256], one value per block, float32 (float64 for a float64 shard). A kernel writes sums of
             squares; `measure` writes their square roots.
+        rooted: True if ``norms`` are square roots.
         flag: int32 [1], 1 if any value is Inf or NaN, else 0.
-        squares: float64 scalar, squared norm of the whole shard, if torch operations measured it; None if a kernel did.
+        has_flag: True if ``flag`` describes the shard. `measure` does not set the flag; `measure_flag` does.
     """
 
     def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
@@ -590,8 +592,8 @@ class Report:
         device = shard.device if device is None else device
         self.norms = torch.zeros(shard.numel() // BLOCK, dtype=_measured_in(shard.dtype), device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self.squares: Tensor | None = None
-        self._rooted = False  # True if ``norms`` are square roots, written by ``measure_part``
+        self.rooted = False
+        self.has_flag = True
 
     @property
     def nbytes(self) -> int:
@@ -600,49 +602,55 @@ class Report:
 
     def outputs(self) -> dict[str, Tensor]:
         """Return the arguments that make one summing kernel write this report. Resets the report first."""
-        self.squares = None
-        # A kernel sets the flag for Inf or NaN, but never clears it.
-        self.flag.zero_()
+        self.reset()
         return {"norms": self.norms, "flag": self.flag}
+
+    def reset(self) -> None:
+        """Clear the flag before kernels write the report: a kernel sets it for Inf or NaN, but never clears it."""
+        self.rooted = False
+        self.has_flag = True
+        self.flag.zero_()
 
     def measure(self, values: Tensor) -> None:
         """Measure a whole shard with torch operations, part by part.
 
         A shard in other memory than the report's device is copied to the device one part at a time.
         """
-        self.flag.zero_()
         for start in range(0, values.numel(), _AT_ONCE):
             self.measure_part(values[start : start + _AT_ONCE].to(self.norms.device), start)
-        self.add_up()
 
     def measure_part(self, values: Tensor, start: int) -> None:
-        """Measure a part of a shard with torch operations.
-
-        The caller zeroes ``flag`` before the first part, and calls `add_up` after the last part.
+        """Measure a part of a shard with torch operations. The flag is left to `measure_flag`.
 
         Args:
             values: whole blocks of 256 elements, on the report's device.
             start: first element of the part in the shard.
         """
-        # One norm per block, and a float64 sum of the squared norms in `add_up`. This is faster than float64
+        # One norm per block here, and a float64 sum over all blocks in the step. This is faster than float64
         # throughout, within 1e-8 of it, and does not depend on how the shard is cut into parts.
         norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
         torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=norms.dtype, out=norms)
-        self._rooted = True
-        # Test the minimum and the maximum: Inf and NaN always show there. The sum of squares would not do, because it
-        # also overflows float32 for large finite values. The flag stays on the device, so the host does not wait.
-        self.flag |= torch.stack(torch.aminmax(values)).isfinite().all().logical_not()
+        self.rooted = True
+        self.has_flag = False
 
-    def add_up(self) -> None:
-        """Compute ``squares`` from ``norms`` after all parts are measured; None if a kernel measured them."""
-        self.squares = self.norms.to(torch.float64).square().sum() if self._rooted else None
-        self._rooted = False
+    def measure_flag(self, values: Tensor) -> None:
+        """Set the flag with torch operations, unless it is set; the host does not wait.
+
+        Norms alone cannot tell, because they also overflow for large finite values. But finite norms prove that all
+        values are finite, so this second pass over the shard is needed only where the sum of squares is not finite.
+
+        Args:
+            values: the whole shard, in any memory.
+        """
+        if not self.has_flag:
+            # Inf and NaN always show in the minimum or the maximum.
+            self.flag.copy_(torch.stack(torch.aminmax(values)).isfinite().all().logical_not())
+            self.has_flag = True
 
     def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
         """Copy a part of a gradient sum to a host staging buffer, and measure the values that end up there.
 
-        The caller zeroes ``flag`` before the first part, and calls `add_up` after the last part. The host must wait for
-        the device before it reads ``staged``.
+        The caller calls `reset` before the first part. The host must wait for the device before it reads ``staged``.
 
         Args:
             values: [numel] on the device, whole blocks; may be overwritten.
@@ -660,6 +668,19 @@ class Report:
             values.add_(staged.to(values.device))
         self.measure_part(values, start)
         staged.copy_(values)
+
+
+def total_of(reports: Sequence[Report], device: torch.device) -> Tensor:
+    """Return float64 [2]: the sum of squares over gradient shards, and the number of shards flagged as non-finite."""
+    # Concatenate first, so that the number of kernel launches does not depend on the number of units.
+    found = torch.zeros(2, dtype=torch.float64, device=device)
+    if blocks := [report.norms for report in reports if not report.rooted]:
+        found[0] += torch.cat(blocks).sum(dtype=torch.float64)
+    if roots := [report.norms for report in reports if report.rooted]:
+        found[0] += torch.linalg.vector_norm(torch.cat(roots), dtype=torch.float64).square()
+    if flags := [report.flag for report in reports if report.has_flag]:
+        found[1] += torch.cat(flags).sum()
+    return found
 
 
 def report_nbytes(numel: int, dtype: torch.dtype) -> int:
