@@ -25,7 +25,9 @@ from .wire import (
 )
 
 __all__ = [
+    "ALIGNMENT",
     "FLOATS",
+    "LARGEST",
     "Memory",
     "check_bits",
     "check_blocks",
@@ -39,14 +41,15 @@ __all__ = [
     "check_starts",
     "check_stats",
     "check_table",
+    "fits",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Messages are the second axis of launch grids, where CUDA allows at most 65535 programs.
 _MOST_MESSAGES = 65535
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
 # Bytes: messages and states must start at a multiple of this, because codes are stored 128 bits at a time.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 # For map(), which reads an attribute of a hundred tensors without running Python code for each.
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
@@ -97,8 +100,8 @@ def check_scale(scale: float, device_scale: Tensor | None = None) -> None:
         if device_scale.numel() != 1:
             raise ValueError(f"scale has {device_scale.numel()} elements; expected a number, or a tensor of one")
     # Written as "not <=" so that NaN fails, too.
-    if not abs(scale) <= _LARGEST:
-        raise ValueError(f"scale is {scale}; expected a number that float32 can hold, at most {_LARGEST:.7g}")
+    if not abs(scale) <= LARGEST:
+        raise ValueError(f"scale is {scale}; expected a number that float32 can hold, at most {LARGEST:.7g}")
 
 
 def check_blocks(name: str, numel: int, count: int) -> None:
@@ -204,6 +207,12 @@ def _check_each(tensors: Sequence[Tensor]) -> None:
             )
 
 
+def fits(tensors: Sequence[Tensor], numels: list[int], offsets: list[int], room: int) -> bool:
+    """Return True if tensors have the sizes of a table, and the table's last tensor ends in ``room`` elements."""
+    # Offsets ascend, so only the last tensor can end beyond the buffer.
+    return list(map(Tensor.numel, tensors)) == numels and (not numels or offsets[-1] + numels[-1] <= room)
+
+
 def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
     """Raise unless ``norms`` is float32 [ceil(numel / 256)] or None, and ``flag`` is int32 [1] or None."""
     if norms is not None:
@@ -300,10 +309,10 @@ class Memory:
         """
         for name in self.aligned:
             tensor = self.tensors[name]
-            if tensor is not None and tensor.data_ptr() % _ALIGNMENT:
+            if tensor is not None and tensor.data_ptr() % ALIGNMENT:
                 raise ValueError(
-                    f"{name} starts at an address that is {tensor.data_ptr() % _ALIGNMENT} more than a multiple of "
-                    f"{_ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {_ALIGNMENT}"
+                    f"{name} starts at an address that is {tensor.data_ptr() % ALIGNMENT} more than a multiple of "
+                    f"{ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {ALIGNMENT}"
                 )
         if self.pinned:
             tensor = self.tensors[self.pinned]
@@ -315,12 +324,11 @@ class Memory:
     def _check_sizes(self, host: Tensor) -> None:
         # Checked here, not in check_table, because a fake table has no values to read.
         _, numels, offsets = host.tolist()
-        if list(map(Tensor.numel, self.many)) != numels:
-            for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
-                if tensor.numel() != numel:
-                    raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
-        # Offsets ascend, so only the last tensor can end beyond the buffer.
-        if numels and offsets[-1] + numels[-1] > self.room:
-            raise ValueError(
-                f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {self.room}"
-            )
+        if fits(self.many, numels, offsets, self.room):
+            return
+        for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
+            if tensor.numel() != numel:
+                raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
+        raise ValueError(
+            f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {self.room}"
+        )

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,17 @@ from .checks import (
 from .version import __version__
 from .wire import message_layout
 
-__all__ = ["NAMESPACE"]
+__all__ = ["GPU_WAYS", "NAMESPACE"]
 
 NAMESPACE = "zeropp"
+# Functions that run an operation on a GPU, by its name: the one that is registered, which uses prepared launches, and
+# the one that checks everything and launches through Triton.
+GPU_WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
+# Prepared launches of an operation that are kept. With more, all are dropped: a program whose sizes change at every
+# call would fill the memory.
+_MOST_PREPARED = 4096
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
 _requires_grad = attrgetter("requires_grad")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 # host and entries are marked as written, because both change when addresses are sent again. Otherwise torch.compile
@@ -220,6 +229,87 @@ def _refuse_gradients(written: _Written, arguments: Sequence[object]) -> None:
             raise ValueError(f"{name}[{index}] requires grad and would be overwritten; call under torch.no_grad()")
 
 
+def _signature(declared: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[object, ...]]:
+    """Return a function of an operation's arguments that returns all that decides whether and how they are launched.
+
+    Left out are values that each call checks or passes on: addresses, values of the scale, and sizes in a table.
+    """
+    of_tensors = ("Tensor", "Optional[Tensor]")
+    tensors = [place for place, each in enumerate(declared) if str(each.type) in of_tensors]
+    lists = [place for place, each in enumerate(declared) if str(each.type) == "List[Tensor]"]
+    others = [place for place, each in enumerate(declared) if place not in (*tensors, *lists) and each.name != "scale"]
+
+    def signature(arguments: Sequence[Any]) -> tuple[object, ...]:
+        found = [arguments[place] for place in others]
+        for place in tensors:
+            each = arguments[place]
+            found += (None,) if each is None else (each.dtype, each.shape, each.device, each.is_contiguous())
+        for place in lists:
+            given = arguments[place]
+            whole = all(map(Tensor.is_contiguous, given)) or tuple((each.shape, each.stride()) for each in given)
+            found += (len(given), frozenset(map(_dtype, given)), frozenset(map(_device, given)), whole)
+        return tuple(found)
+
+    return signature
+
+
+def _on_gpu(
+    name: str,
+    declared: Sequence[Any],
+    written: _Written,
+    checked: Callable[[Sequence[object]], tuple[Memory, torch.device]],
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the two functions of :data:`GPU_WAYS` for an operation with these arguments, outputs and checks."""
+    names, signature = [each.name for each in declared], _signature(declared)
+    launches: dict[tuple[object, ...], Callable[[Sequence[object]], bool]] = {}
+
+    @functools.cache
+    def device_side() -> tuple[Callable[..., Any], Any]:
+        folder = importlib.import_module(f"{__package__}.device")
+        return getattr(folder, name), importlib.import_module(f"{__package__}.device.prepared")
+
+    def through_triton(arguments: Sequence[object]) -> Callable[[Sequence[object]], bool] | None:
+        memory, device = checked(arguments)
+        launch, prepared = device_side()
+        # Triton launches on the current device, which may be another one than that of the arguments.
+        with torch.cuda.device(device), torch.no_grad():
+            if not prepared.preparable():
+                launch(*arguments)
+                return None
+            apart = [_copy_of(each) for each in arguments]
+            return prepared.prepare(launch(*apart), apart, names, memory, device)  # type: ignore[no-any-return]
+
+    def count(arguments: Sequence[object]) -> None:
+        # Kernels write without torch's knowledge. The new version lets autograd detect saved tensors that were
+        # overwritten.
+        torch.autograd.graph.increment_version(_outputs(written, arguments))
+
+    def general(*arguments: object) -> None:
+        through_triton(arguments)
+        count(arguments)
+
+    def fast(*arguments: object) -> None:
+        _refuse_gradients(written, arguments)
+        key = signature(arguments)
+        ready = launches.get(key)
+        if ready is None or not ready(arguments):
+            made = through_triton(arguments)
+            if made is not None:
+                if len(launches) >= _MOST_PREPARED:
+                    launches.clear()
+                launches[key] = made
+        count(arguments)
+
+    return fast, general
+
+
+def _copy_of(argument: object) -> object:
+    """Return another object for the same tensor or float, so that an argument given twice is two objects."""
+    if isinstance(argument, Tensor):
+        return argument.detach()
+    return argument * 1.0 if isinstance(argument, float) else argument
+
+
 def _define(library: torch.library.Library, name: str, schema: str, check: Callable[..., Memory]) -> None:
     """Define the operation ``name``, which :mod:`.reference` and :mod:`.device` implement under the same name."""
 
@@ -231,17 +321,13 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         (each.name, place) for place, each in enumerate(declared) if each.alias_info and each.alias_info.is_write
     ]
 
-    def checked(arguments: Sequence[object]) -> torch.device:
+    def checked(arguments: Sequence[object]) -> tuple[Memory, torch.device]:
         _refuse_gradients(written, arguments)
         memory = check(*arguments)
         device = memory.check()
         # check_data is a separate step, because it reads addresses and values, which fake tensors do not have.
         memory.check_data(device)
-        return device
-
-    @functools.cache
-    def fast() -> Callable[..., None]:
-        return getattr(importlib.import_module(f"{__package__}.device"), name)  # type: ignore[no-any-return]
+        return memory, device
 
     def on_cpu(*arguments: object) -> None:
         checked(arguments)
@@ -250,20 +336,13 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
             # The function is looked up at each call, so that a benchmark can replace it with a kernel.
             getattr(reference, name)(*arguments)
 
-    def on_gpu(*arguments: object) -> None:
-        # Triton launches on the current device, which may be another one than that of the arguments.
-        with torch.cuda.device(checked(arguments)), torch.no_grad():
-            fast()(*arguments)
-        # Kernels write without torch's knowledge. The new version lets autograd detect saved tensors that were
-        # overwritten.
-        torch.autograd.graph.increment_version(_outputs(written, arguments))
-
     def fake(*arguments: object) -> None:
         _refuse_gradients(written, arguments)
         check(*arguments).check()
 
+    GPU_WAYS[name] = _on_gpu(name, declared, written, checked)
     library.impl(name, on_cpu, "CPU")
-    library.impl(name, on_gpu, "CUDA")
+    library.impl(name, GPU_WAYS[name][0], "CUDA")
     # This implementation is called for every tensor that the two others do not take: other devices, sparse and
     # quantized tensors.
     library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")

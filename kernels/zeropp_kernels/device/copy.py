@@ -11,7 +11,7 @@ from torch import Tensor
 from ..table import locate
 from ..wire import BLOCK, blocks_of, ceil_div
 from .blocks import load_pair, loop_end, store_pair
-from .launch import ROWS, launched
+from .launch import ROWS, Launch, launch, launched
 from .places import load_blocks, store_blocks, triton_dtype
 from .stats import report
 
@@ -132,34 +132,36 @@ def _launch(
     flag: Tensor | None,
     device_scale: Tensor | None,
     **constants: bool,
-) -> None:
+) -> Launch | None:
     """Launch the first of ``kernels``, or the second if ``flat`` is in pinned host memory."""
     blocks = blocks_of(flat.numel())
     if blocks == 0:
-        return
+        return None
     # Addresses are sent on the current stream, before the kernel that reads them.
     locate(tensors, host, entries)
     tiles, pinned = ceil_div(blocks, _TILE), is_pinned(flat, entries)
-    kernel = kernels[pinned]
-    kernel[(min(tiles, _PINNED_PROGRAMS) if pinned else tiles,)](
+    return launch(
+        kernels[pinned], (min(tiles, _PINNED_PROGRAMS) if pinned else tiles,),
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, device_scale, norms, flag,
-        DTYPE=triton_dtype(tensors), TILE=_TILE, **constants, **kernel.options,
+        DTYPE=triton_dtype(tensors), TILE=_TILE, **constants,
     )  # fmt: skip
 
 
 def gather_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
     norms: Tensor | None, flag: Tensor | None, accumulate: bool, device_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Launch | None:  # fmt: skip
     """Copy tensors into a flat buffer with a Triton kernel, with the arguments of :func:`zeropp_kernels.gather_`."""
     kernels = gather_kernel, gather_pinned_kernel
-    _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag, device_scale, ACCUMULATE=accumulate)
+    return _launch(
+        kernels, tensors, host, entries, owners, flat, scale, norms, flag, device_scale, ACCUMULATE=accumulate
+    )
 
 
 def scatter_(
     flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Launch | None:  # fmt: skip
     """Copy a flat buffer into tensors with a Triton kernel, with the arguments of :func:`zeropp_kernels.scatter_`."""
     kernels = scatter_kernel, scatter_pinned_kernel
-    _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag, device_scale)
+    return _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag, device_scale)

@@ -21,7 +21,7 @@ from .blocks import (
     value_pair,
     whole,
 )
-from .launch import ROWS, launched
+from .launch import ROWS, Launch, launch, launched
 
 __all__ = ["delta_apply_", "delta_encode_"]
 
@@ -85,25 +85,27 @@ def delta_apply_kernel(
     _advance(target, lower, upper, lower_value, upper_value, left, TILE)
 
 
-def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> None:
+def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> Launch | None:
     """Encode ``shard - reference`` with a Triton kernel, with the arguments of :func:`zeropp_kernels.delta_encode_`."""
     layout = message_layout(shard.numel(), 4)
     if layout.groups == 0:
-        return
+        return None
     # The grid covers slots, not groups, because the zeros after the last scale may need a tile of their own.
-    delta_encode_kernel[(ceil_div(layout.slots, ROWS),)](
+    return launch(
+        delta_encode_kernel, (ceil_div(layout.slots, ROWS),),
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
-        UPDATE=update, TILE=ROWS, **delta_encode_kernel.options,
+        UPDATE=update, TILE=ROWS,
     )  # fmt: skip
 
 
-def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
+def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> Launch | None:
     """Add decoded differences with a Triton kernel, with the arguments of :func:`zeropp_kernels.delta_apply_`."""
     layout = message_layout(reference.numel() // count, 4)
     if layout.groups == 0:
-        return
+        return None
     # The grid covers groups, because decoding reads no slots after the last group.
-    delta_apply_kernel[ceil_div(layout.groups, ROWS), count](
+    return launch(
+        delta_apply_kernel, (ceil_div(layout.groups, ROWS), count),
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
-        TILE=ROWS, **delta_apply_kernel.options,
+        TILE=ROWS,
     )  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-__all__ = ["INTERPRETED", "ROWS", "launch_options", "launched"]
+__all__ = ["INTERPRETED", "ROWS", "Launch", "launch", "launch_options", "launched"]
 
 # True if kernels run in Triton's interpreter. Read once at import, because Triton decides it when a kernel is
 # decorated.
@@ -59,3 +59,29 @@ def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None
         return kernel
 
     return decorate
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, from which :mod:`.prepared` derives later ones.
+
+    Attributes:
+        kernel: kernel from :func:`launched`.
+        compiled: what Triton returned for the launch: the compiled kernel, or None under the interpreter.
+        grid: numbers of programs by axis.
+        arguments: arguments of the kernel that are no constants, in the order of its parameters.
+        constants: the other arguments, by name.
+        after: function of the operation's arguments that does the work which follows the kernel; None for none.
+    """
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    arguments: Sequence[object]
+    constants: dict[str, object]
+    after: Callable[..., None] | None = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> Launch:
+    """Launch a kernel through Triton, and return the launch."""
+    compiled = kernel[grid](*arguments, **constants, **kernel.options)
+    return Launch(kernel, compiled, grid, arguments, constants)

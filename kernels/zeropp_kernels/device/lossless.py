@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..wire import BLOCK, SECTION, lossless_layout
 from .blocks import bfloat16_bits, whole
-from .launch import INTERPRETED, launched
+from .launch import INTERPRETED, Launch, launch, launched
 
 __all__ = ["TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
 
@@ -294,43 +294,55 @@ def lossless_decode_kernel(
     tl.store(target + at + 64, bits, mask=in_upper)
 
 
-def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> None:
-    """Count escapes with a Triton kernel, with the arguments of :func:`zeropp_kernels.lossless_count_`."""
-    layout = lossless_layout(values.numel(), 0, 0)
-    if layout.sections == 0:
-        starts.zero_()
-        return
-    lossless_count_kernel[(triton.cdiv(layout.sections, TILE),)](
-        values, reference, layout.numel, layout.blocks, starts,
-        EVEN=layout.numel % BLOCK == 0, TILE=TILE, **lossless_count_kernel.options,
-    )  # fmt: skip
+def _add_up(values: Tensor, reference: Tensor, starts: Tensor) -> None:
+    """Replace the counts of both rows of ``starts`` by their running sums."""
     # One cumsum_ per row, because for a [2, n] tensor torch uses only one thread block per row.
     for row in starts:
         row.cumsum_(0)
 
 
+def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> Launch | None:
+    """Count escapes with a Triton kernel, with the arguments of :func:`zeropp_kernels.lossless_count_`."""
+    layout = lossless_layout(values.numel(), 0, 0)
+    if layout.sections == 0:
+        starts.zero_()
+        return None
+    done = launch(
+        lossless_count_kernel, (triton.cdiv(layout.sections, TILE),),
+        values, reference, layout.numel, layout.blocks, starts,
+        EVEN=layout.numel % BLOCK == 0, TILE=TILE,
+    )  # fmt: skip
+    _add_up(values, reference, starts)
+    return done._replace(after=_add_up)
+
+
 def lossless_encode_(
     values: Tensor, reference: Tensor, starts: Tensor, message: Tensor, room8: int, room16: int
-) -> None:
+) -> Launch | None:
     """Encode values, rounded to bfloat16, with a Triton kernel; see :func:`zeropp_kernels.lossless_encode_`."""
     layout = lossless_layout(values.numel(), room8, room16)
     if layout.sections == 0:
         # Without sections no program would run to clear the message.
         message.zero_()
-        return
-    lossless_encode_kernel[(triton.cdiv(layout.sections, TILE),)](
+        return None
+    return launch(
+        lossless_encode_kernel, (triton.cdiv(layout.sections, TILE),),
         values, reference, layout.numel, layout.blocks, starts, message, layout.nbytes,
         layout.room8_offset, layout.room16_offset, room8, room16,
-        EVEN=layout.numel % BLOCK == 0, TILE=TILE, **lossless_encode_kernel.options,
+        EVEN=layout.numel % BLOCK == 0, TILE=TILE,
     )  # fmt: skip
 
 
-def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int) -> None:
+def lossless_decode_(
+    messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int
+) -> Launch | None:
     """Decode lossless messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.lossless_decode_`."""
     layout = lossless_layout(out.numel() // count, room8, room16)
-    if layout.sections:
-        lossless_decode_kernel[(triton.cdiv(layout.sections, TILE), count)](
-            messages, reference, out, layout.numel, layout.nbytes, layout.blocks,
-            layout.room8_offset, layout.room16_offset, room8, room16,
-            EVEN=layout.numel % BLOCK == 0, TILE=TILE, **lossless_decode_kernel.options,
-        )  # fmt: skip
+    if layout.sections == 0:
+        return None
+    return launch(
+        lossless_decode_kernel, (triton.cdiv(layout.sections, TILE), count),
+        messages, reference, out, layout.numel, layout.nbytes, layout.blocks,
+        layout.room8_offset, layout.room16_offset, room8, room16,
+        EVEN=layout.numel % BLOCK == 0, TILE=TILE,
+    )  # fmt: skip

@@ -23,7 +23,7 @@ from .blocks import (
     whole,
 )
 from .feedback import keep_error, load_error
-from .launch import ROWS, launched
+from .launch import ROWS, Launch, launch, launched
 from .places import load_blocks, triton_dtype
 from .reduce import sum_pair
 
@@ -143,42 +143,43 @@ def _launch(
     beta: float,
     reset: bool,
     **constants: object,
-) -> None:
+) -> Launch | None:
     """Launch an encoding kernel; ``source`` are its first arguments, the others are the same for all kernels."""
     layout = message_layout(numel, bits)
     kept = state_layout(numel, bits)
     tile = ROWS * 128 // layout.group
     if layout.slots == 0 or count == 0:
-        return
+        return None
     # The grid covers slots, not groups, because the zeros after the last scale are part of the message.
-    kernel[ceil_div(layout.slots, tile), count](
+    return launch(
+        kernel, (ceil_div(layout.slots, tile), count),
         # Without a state, the kernel still needs a pointer that it never reads. messages is uint8 and aligned like a
         # state, so Triton does not compile another variant for it.
         *source, messages, state if state is not None else messages,
         layout.groups, layout.slots, layout.nbytes, layout.scales_offset, kept.nbytes, kept.scales_offset,
         # 1 - beta is computed in float64 and rounded once, as torch does with a Python number.
         beta, 1.0 - beta, int(reset),
-        BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants, **kernel.options,
+        BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants,
     )  # fmt: skip
 
 
 def quantize_(
     x: Tensor, messages: Tensor, count: int, bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool
-) -> None:
+) -> Launch | None:
     """Encode a flat buffer with a Triton kernel, with the arguments of :func:`zeropp_kernels.quantize_`."""
     numel = x.numel() // count
-    _launch(quantize_kernel, (x, numel), messages, numel, count, bits, rotate, state, beta, reset)
+    return _launch(quantize_kernel, (x, numel), messages, numel, count, bits, rotate, state, beta, reset)
 
 
 def quantize_tensors_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, messages: Tensor, count: int,
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
-) -> None:  # fmt: skip
+) -> Launch | None:  # fmt: skip
     """Encode tensors with a Triton kernel, with the arguments of :func:`zeropp_kernels.quantize_tensors_`."""
     # Addresses are sent on the current stream, before the kernel that reads them.
     locate(tensors, host, entries)
     source = (entries, len(tensors), owners, numel // count)
-    _launch(
+    return _launch(
         quantize_tensors_kernel, source, messages, numel // count, count, bits, rotate, state, beta, reset,
         DTYPE=triton_dtype(tensors),
     )  # fmt: skip
@@ -187,13 +188,13 @@ def quantize_tensors_(
 def reduce_quantize_(
     sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool, device_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Launch | None:  # fmt: skip
     """Sum and encode messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.reduce_quantize_`."""
     source = message_layout(numel, source_bits)
     # Elements of one outgoing message. Each source has out_count times as many.
     part = numel // out_count
     arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, device_scale, part)
-    _launch(
+    return _launch(
         reduce_quantize_kernel, arguments, messages, part, out_count, bits, rotate, state, beta, reset,
         SOURCE_BITS=source_bits, SOURCE_K=source.group // 128,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from .blocks import (
     widen,
     within,
 )
-from .launch import ROWS, launched
+from .launch import ROWS, Launch, launch, launched
 from .stats import report
 
 __all__ = ["SUM_TILE", "dequantize_", "reduce_", "sum_", "sum_pair"]
@@ -262,44 +262,47 @@ def sum_kernel(
     store_pair(target, lower, upper, left, TILE, 2)
 
 
-def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
+def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> Launch | None:
     """Decode messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.dequantize_`."""
     layout = message_layout(out.numel() // count, bits)
     # The grid covers groups, because decoding reads no slots after the last group.
     if layout.groups == 0:
-        return
+        return None
     tile = ROWS * 128 // layout.group
-    dequantize_kernel[ceil_div(layout.groups, tile), count](
+    return launch(
+        dequantize_kernel, (ceil_div(layout.groups, tile), count),
         messages, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
-        BITS=bits, ROTATE=rotate, TILE=tile, **dequantize_kernel.options,
+        BITS=bits, ROTATE=rotate, TILE=tile,
     )  # fmt: skip
 
 
 def reduce_(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Launch | None:  # fmt: skip
     """Decode and sum messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.reduce_`."""
     layout = message_layout(out.numel(), bits)
     if layout.groups == 0:
-        return
+        return None
     tile = ROWS * 128 // layout.group
-    reduce_kernel[(ceil_div(layout.groups, tile),)](
+    return launch(
+        reduce_kernel, (ceil_div(layout.groups, tile),),
         messages, count, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, TILE=tile, **reduce_kernel.options,
+        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, TILE=tile,
     )  # fmt: skip
 
 
 def sum_(
     messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
     flag: Tensor | None, device_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Launch | None:  # fmt: skip
     """Sum plain messages with a Triton kernel, with the arguments of :func:`zeropp_kernels.sum_`."""
     numel = out.numel()
     blocks = blocks_of(numel)
     if blocks == 0:
-        return
-    sum_kernel[(ceil_div(blocks, SUM_TILE),)](
+        return None
+    return launch(
+        sum_kernel, (ceil_div(blocks, SUM_TILE),),
         messages, count, out, numel, blocks, scale, device_scale, norms, flag,
-        ACCUMULATE=accumulate, TILE=SUM_TILE, **sum_kernel.options,
+        ACCUMULATE=accumulate, TILE=SUM_TILE,
     )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Prepared launches: later calls of the same sizes pass addresses to a compiled kernel, without Triton's own launch.
+
+At every launch, Triton binds the arguments, looks for the compiled kernel of their types and alignments, and calls its
+launcher. A prepared launch keeps the compiled kernel and all arguments that follow from the sizes, and calls the
+launcher with new addresses and numbers.
+
+A prepared launch does nothing and returns False, and the call goes through Triton, where
+
+- Triton has another driver, or another device is current, than when it was prepared;
+- a knob of ``triton.knobs.runtime`` or ``triton.knobs.compilation`` was set in this process since then, or a hook is
+  registered for launches or for this kernel;
+- a pointer whose alignment the compiler used is not a multiple of 16;
+- an argument would be refused for its value: a scale, tensors of other sizes than their table, pageable memory.
+
+It does not see changes of environment variables, and of constants that kernels read as globals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from ..checks import ALIGNMENT, LARGEST, Memory, fits
+from ..table import locate
+from .launch import INTERPRETED, Launch
+
+__all__ = ["Prepared", "preparable", "prepare"]
+
+# Function of an operation's arguments that launches and returns True, or does nothing and returns False.
+Prepared = Callable[[Sequence[Any]], bool]
+
+# In these versions, compiled kernels have `run(grid x, y, z, stream, function, packed metadata, launch metadata, enter
+# hook, exit hook, *arguments)`, which takes all arguments of the kernel, constants included, and pointers as integers.
+_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+
+
+def preparable() -> bool:
+    """Return True if launches can be prepared with this version of Triton, outside of its interpreter."""
+    return not INTERPRETED and ".".join(triton.__version__.split(".")[:2]) in _VERSIONS
+
+
+def _knobs() -> tuple[dict[str, object], dict[str, object]]:
+    """Return the knobs on which Triton's choice of a compiled kernel depends, without those that nobody has set."""
+    return dict(vars(knobs.runtime)), dict(vars(knobs.compilation))
+
+
+def _sources(done: Launch, given: Sequence[object]) -> dict[int, int]:
+    """Return {place in the kernel's arguments: place in ``given``} of the arguments that were passed on unchanged."""
+    places = {id(each): place for place, each in enumerate(given) if isinstance(each, (Tensor, float))}
+    return {slot: places[id(each)] for slot, each in enumerate(done.arguments) if id(each) in places}
+
+
+def prepare(
+    done: Launch | None, given: Sequence[Any], names: Sequence[str], memory: Memory, device: torch.device
+) -> Prepared | None:
+    """Return a prepared launch for calls with the same sizes; None if there can be none.
+
+    Args:
+        done: the launch of a call that Triton has made.
+        given: arguments of that call. All its tensors and floats must be different objects.
+        names: names of these arguments.
+        memory: requirements on their memory.
+        device: device of the call.
+    """
+    if done is None or not isinstance(done.compiled, CompiledKernel):
+        return None
+    if done.compiled.metadata.target.backend != "cuda":
+        return None  # AMD's launcher has not been compared
+    kernel, compiled = done.kernel, done.compiled
+    values = [*done.arguments, *(done.constants[name] for name in kernel.arg_names[len(done.arguments) :])]
+    pointers, numbers, host_memory = [], [], []
+    for slot, place in _sources(done, given).items():
+        if isinstance(given[place], float):
+            numbers.append((slot, place))
+        elif names[place] == memory.pinned and given[place].device != device:
+            # Triton asks CUDA for the device's address of host memory.
+            host_memory.append((slot, place))
+        else:
+            told = kernel.arg_names[slot] not in kernel.untold or names[place] in memory.aligned
+            pointers.append((slot, place, ALIGNMENT - 1 if told else 0))
+    if any(given[place].data_ptr() & mask for _, place, mask in pointers):
+        return None
+    grid = (*done.grid, 1, 1)[:3]
+    scale = names.index("scale") if "scale" in names else None
+    table = [names.index(name) for name in ("tensors", "host", "entries")] if memory.host is not None else []
+    return _prepared(
+        kernel.pre_run_hooks, compiled, grid, values, pointers, numbers, host_memory, scale, table, memory.room,
+        done.after,
+    )  # fmt: skip
+
+
+def _prepared(
+    hooks: list[object], compiled: CompiledKernel, grid: tuple[int, ...], values: list[object],
+    pointers: list[tuple[int, int, int]], numbers: list[tuple[int, int]], host_memory: list[tuple[int, int]],
+    scale: int | None, table: list[int], room: int, after: Callable[..., None] | None,
+) -> Prepared:  # fmt: skip
+    active, settings = driver.active, _knobs()
+    of_runtime, of_compilation = settings
+    current_device, current_stream = active.get_current_device, active.get_current_stream
+    device = current_device()
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch_again(arguments: Sequence[Any]) -> bool:
+        if (
+            driver.active is not active
+            or current_device() != device
+            or vars(knobs.runtime) != of_runtime
+            or vars(knobs.compilation) != of_compilation
+            or enter.calls
+            or leave.calls
+            or hooks
+        ):
+            return False
+        # Not <=, so that NaN is refused, too.
+        if scale is not None and not abs(arguments[scale]) <= LARGEST:
+            return False
+        passed, bits = values.copy(), 0
+        for slot, place, mask in pointers:
+            passed[slot] = address = arguments[place].data_ptr()
+            bits |= address & mask
+        if bits:
+            return False
+        for slot, place in numbers:
+            passed[slot] = arguments[place]
+        for slot, place in host_memory:
+            passed[slot] = tensor = arguments[place]
+            if not tensor.is_pinned():
+                return False
+        if table:
+            tensors, host, entries = [arguments[place] for place in table]
+            addresses, numels, offsets = host.tolist()
+            if not fits(tensors, numels, offsets, room):
+                return False
+            if list(map(Tensor.data_ptr, tensors)) != addresses:
+                with torch.no_grad():
+                    locate(tensors, host, entries)
+        run(*grid, current_stream(device), function, metadata, None, None, None, *passed)
+        if after is not None:
+            with torch.no_grad():
+                after(*arguments)
+        return True
+
+    return launch_again
