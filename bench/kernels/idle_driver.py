@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -14,7 +14,7 @@ from triton.runtime import driver
 
 from zeropp_kernels.dispatch import GPU_WAYS, NAMESPACE
 
-__all__ = ["STREAM", "IdleDriver", "idle_card"]
+__all__ = ["STREAM", "WAYS", "IdleDriver", "idle_card"]
 
 STREAM = 7777  # handle of the current stream
 
@@ -55,22 +55,33 @@ class IdleDriver:
         return GPUTarget("cuda", 90, 32)
 
 
+# Implementations that :func:`idle_card` can give to an operation, by name.
+WAYS: dict[str, Callable[[str], Callable[..., None]]] = {
+    "torch": lambda name: _nothing,
+    "general": lambda name: GPU_WAYS[name][1],
+    "prepared": lambda name: GPU_WAYS[name][0],
+}
+
+
 @contextmanager
-def idle_card(way: int, idle: Any) -> Iterator[None]:
-    """Context in which operations on CPU tensors take the code path of a GPU with this driver.
+def idle_card(way: str, idle: IdleDriver | None = None) -> Iterator[None]:
+    """Context in which operations on CPU tensors take the code path of a GPU with the driver ``idle``.
 
     Args:
-        way: 0 for calls with prepared launches, 1 for calls through Triton: a place in ``GPU_WAYS``.
-        idle: the driver.
+        way: implementation that the operations get, a name in ``WAYS``.
+        idle: the driver; by default one that launches nothing.
     """
-    library = torch.library.Library(NAMESPACE, "IMPL")
-    before = driver.active if driver._active is not None else None
+    key = "CUDA" if torch.cuda.is_available() else "CPU"
+    library, before = torch.library.Library(NAMESPACE, "IMPL"), driver._active
     with ExitStack() as undo:
+        # Later registrations take precedence. Destroying the library brings the earlier ones back.
         undo.callback(library._destroy)
         undo.callback(setattr, driver, "_active", before)
-        driver.set_active(idle)
+        driver.set_active(IdleDriver() if idle is None else idle)
         # CPU tensors have no CUDA device to select.
         undo.enter_context(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
-        for name, ways in GPU_WAYS.items():
-            library.impl(name, ways[way], "CPU", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*other operators may also be overridden")
+            for name in GPU_WAYS:
+                library.impl(name, WAYS[way](name), key, allow_override=True)
         yield

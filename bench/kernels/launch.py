@@ -1,34 +1,35 @@
-"""Host time of one call of an operation, on buffers so small that the kernel's own time does not matter.
+"""Host time of one call of an operation.
 
     python -m bench.kernels.launch
 
-Column "call" is the time of a whole call. On a GPU the call only queues the kernel. On a CPU the call also computes, in
-plain torch, on a few elements. Column "ours" is the time with Triton's launcher replaced by a function that does
-nothing. It contains torch's dispatcher, the argument checks and the computation of launch parameters. On a CPU, "ours"
-runs the same code as on a GPU except for the selection of the device. On a GPU, "call" minus "ours" is the launcher.
+Column "call" is the time of a whole call on buffers so small that the kernel's own time does not matter. On a GPU the
+call only queues the kernel. On a CPU it also computes, in plain torch, on a few elements.
+
+The other columns have operations of 1 MiB and a Triton driver that launches nothing (``idle_driver.py``), so they are
+the same on a machine without a GPU. The launch itself, in CUDA and in Triton's C code, is not in them.
+
+- "torch": torch's dispatcher alone, with an implementation that does nothing.
+- "general": all checks, and Triton's own launch.
+- "prepared": the checks that each call needs, and the launch of a compiled kernel with addresses.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 import zeropp_kernels
 from bench.common.machine import describe, machine
+from bench.kernels.idle_driver import WAYS, idle_card
 from bench.kernels.operations import OPERATIONS, Run
-from zeropp_kernels import block_table, message_layout, reference
+from zeropp_kernels import block_table, message_layout
 
-NUMEL = 3072
+NUMEL, NUMEL_OF_1_MIB = 3072, 1 << 19
 TENSORS = (1, 12, 100, 1000)
 MICROSECONDS = 1e6
 
@@ -55,26 +56,10 @@ def many(device: str, tensors: int) -> dict[str, Run]:
     return {f"{run.__name__} of {tensors} tensors": run for run in (quantize, gather, scatter)}
 
 
-@contextmanager
-def no_launcher(device: str) -> Iterator[None]:
-    """Context that disables kernel launches; on a CPU, operations take the code path of a GPU up to the launch."""
-    from zeropp_kernels import device as triton_side
-
-    def nothing(self: object, grid: object) -> Any:
-        return lambda *arguments, **options: None
-
-    kernel = type(triton_side.copy.gather_kernel)
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(kernel, "__getitem__", nothing))
-        if device == "cpu":
-            for name in triton_side.__all__:
-                patches.enter_context(mock.patch.object(reference, name, getattr(triton_side, name)))
-        yield
-
-
 def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
-    """Return the median over rounds of the mean time of a call, in microseconds."""
-    run()  # the first call compiles the kernels
+    """Return the least of the rounds' mean times of a call, in microseconds."""
+    run()  # the first call compiles the kernels, the second one is the first with a prepared launch
+    run()
     taken = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -83,7 +68,7 @@ def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
         taken.append((time.perf_counter() - begin) / calls)
         if device == "cuda":
             torch.cuda.synchronize()
-    return MICROSECONDS * statistics.median(taken)
+    return MICROSECONDS * min(taken)
 
 
 def main() -> None:
@@ -95,17 +80,22 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     print(describe(machine(device)))
-    print(f"host time of a call, {NUMEL} elements on {device}, median of {given.rounds} x {given.calls}")
-    runs = {operation.name: operation.make(NUMEL, device).ours for operation in OPERATIONS}
+    print(f"host time of a call on {device}, least of {given.rounds} means of {given.calls}")
+    runs, large = (
+        {operation.name: operation.make(numel, device).ours for operation in OPERATIONS}
+        for numel in (NUMEL, NUMEL_OF_1_MIB)
+    )
     for tensors in TENSORS:
         runs |= many(device, tensors)
+        large |= many(device, tensors)
     found = {name: {"call": microseconds(device, run, given.calls, given.rounds)} for name, run in runs.items()}
-    with no_launcher(device):
-        for name, run in runs.items():
-            found[name]["ours"] = microseconds(device, run, given.calls, given.rounds)
-    print(f"{'':<34} {'call':>8} {'ours':>8} us")
+    for column in WAYS:
+        with idle_card(column):
+            for name, run in large.items():
+                found[name][column] = microseconds(device, run, given.calls, given.rounds)
+    print(f"{'':<34}" + "".join(f" {column:>8}" for column in ("call", *WAYS)) + " us")
     for name, taken in found.items():
-        print(f"{name:<34} {taken['call']:8.1f} {taken['ours']:8.1f}")
+        print(f"{name:<34}" + "".join(f" {each:8.1f}" for each in taken.values()))
     if given.json is not None:
         given.json.write_text(json.dumps(found) + "\n")
 

@@ -47,7 +47,6 @@ GPU_WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
 # call would fill the memory.
 _MOST_PREPARED = 4096
 _dtype = attrgetter("dtype")
-_device = attrgetter("device")
 _requires_grad = attrgetter("requires_grad")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 # host and entries are marked as written, because both change when addresses are sent again. Otherwise torch.compile
@@ -246,8 +245,10 @@ def _signature(declared: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[objec
             found += (None,) if each is None else (each.dtype, each.shape, each.device, each.is_contiguous())
         for place in lists:
             given = arguments[place]
+            # Only CPU and CUDA tensors come here, so a number names the device: -1 for the CPU. Numbers take half as
+            # long to read and to hash as devices.
             whole = all(map(Tensor.is_contiguous, given)) or tuple((each.shape, each.stride()) for each in given)
-            found += (len(given), frozenset(map(_dtype, given)), frozenset(map(_device, given)), whole)
+            found += (len(given), frozenset(map(_dtype, given)), frozenset(map(Tensor.get_device, given)), whole)
         return tuple(found)
 
     return signature
@@ -262,6 +263,8 @@ def _on_gpu(
     """Return the two functions of :data:`GPU_WAYS` for an operation with these arguments, outputs and checks."""
     names, signature = [each.name for each in declared], _signature(declared)
     launches: dict[tuple[object, ...], Callable[[Sequence[object]], bool]] = {}
+    # torch leaves out the last arguments if they are equal to their defaults.
+    defaults = tuple(each.default_value for each in declared)
 
     @functools.cache
     def device_side() -> tuple[Callable[..., Any], Any]:
@@ -285,10 +288,13 @@ def _on_gpu(
         torch.autograd.graph.increment_version(_outputs(written, arguments))
 
     def general(*arguments: object) -> None:
+        arguments += defaults[len(arguments) :]
         through_triton(arguments)
         count(arguments)
 
     def fast(*arguments: object) -> None:
+        if len(arguments) < len(defaults):
+            arguments += defaults[len(arguments) :]
         _refuse_gradients(written, arguments)
         key = signature(arguments)
         ready = launches.get(key)

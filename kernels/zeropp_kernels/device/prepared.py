@@ -46,11 +46,6 @@ def preparable() -> bool:
     return not INTERPRETED and ".".join(triton.__version__.split(".")[:2]) in _VERSIONS
 
 
-def _knobs() -> tuple[dict[str, object], dict[str, object]]:
-    """Return the knobs on which Triton's choice of a compiled kernel depends, without those that nobody has set."""
-    return dict(vars(knobs.runtime)), dict(vars(knobs.compilation))
-
-
 def _sources(done: Launch, given: Sequence[object]) -> dict[int, int]:
     """Return {place in the kernel's arguments: place in ``given``} of the arguments that were passed on unchanged."""
     places = {id(each): place for place, each in enumerate(given) if isinstance(each, (Tensor, float))}
@@ -101,8 +96,10 @@ def _prepared(
     pointers: list[tuple[int, int, int]], numbers: list[tuple[int, int]], host_memory: list[tuple[int, int]],
     scale: int | None, table: list[int], room: int, after: Callable[..., None] | None,
 ) -> Prepared:  # fmt: skip
-    active, settings = driver.active, _knobs()
-    of_runtime, of_compilation = settings
+    active = driver.active
+    # The knobs that were set in this process. Triton's choice of a compiled kernel depends on some of them.
+    runtime, compilation = vars(knobs.runtime), vars(knobs.compilation)
+    runtime_before, compilation_before = runtime.copy(), compilation.copy()
     current_device, current_stream = active.get_current_device, active.get_current_stream
     device = current_device()
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -112,8 +109,8 @@ def _prepared(
         if (
             driver.active is not active
             or current_device() != device
-            or vars(knobs.runtime) != of_runtime
-            or vars(knobs.compilation) != of_compilation
+            or runtime != runtime_before
+            or compilation != compilation_before
             or enter.calls
             or leave.calls
             or hooks
