@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from . import reference
 from .checks import (
@@ -203,29 +204,35 @@ def _unsupported(name: str, *arguments: object) -> None:
 _Written = Sequence[tuple[str, int]]
 
 
-def _outputs(written: _Written, arguments: Sequence[object]) -> list[Tensor]:
+def _outputs(written: _Written, arguments: Sequence[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for _, place in written:
         given = arguments[place]
-        if isinstance(given, Tensor):
-            found.append(given)
-        elif isinstance(given, list):
+        # Tested in this order because isinstance(given, Tensor) is slow where given is no tensor.
+        if isinstance(given, list):
             found += given
+        elif given is not None:
+            found.append(given)
     return found
 
 
-def _refuse_gradients(written: _Written, arguments: Sequence[object]) -> None:
+def _refuse_gradients(written: _Written, arguments: Sequence[Any]) -> None:
     """Raise ValueError if an output requires grad: autograd would not notice that a kernel has overwritten it."""
     if not torch.is_grad_enabled():
         return
     for name, place in written:
         given = arguments[place]
-        if isinstance(given, Tensor):
-            if given.requires_grad:
-                raise ValueError(f"{name} requires grad and would be overwritten; call under torch.no_grad()")
-        elif isinstance(given, list) and any(map(_requires_grad, given)):
-            index = [tensor.requires_grad for tensor in given].index(True)
-            raise ValueError(f"{name}[{index}] requires grad and would be overwritten; call under torch.no_grad()")
+        if isinstance(given, list):
+            if any(map(_requires_grad, given)):
+                index = [tensor.requires_grad for tensor in given].index(True)
+                raise ValueError(f"{name}[{index}] requires grad and would be overwritten; call under torch.no_grad()")
+        elif given is not None and given.requires_grad:
+            raise ValueError(f"{name} requires grad and would be overwritten; call under torch.no_grad()")
+
+
+def _common(values: list[Any]) -> object:
+    """Return the value that all have, or all values if they differ or there are none."""
+    return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
 
 
 def _signature(declared: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[object, ...]]:
@@ -240,15 +247,17 @@ def _signature(declared: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[objec
 
     def signature(arguments: Sequence[Any]) -> tuple[object, ...]:
         found = [arguments[place] for place in others]
+        # Only CPU and CUDA tensors come here, so a number names the device: -1 for the CPU. Numbers take half as long
+        # to read and to compare as devices.
         for place in tensors:
             each = arguments[place]
-            found += (None,) if each is None else (each.dtype, each.shape, each.device, each.is_contiguous())
+            found += (None,) if each is None else (each.dtype, each.shape, each.get_device(), each.is_contiguous())
         for place in lists:
             given = arguments[place]
-            # Only CPU and CUDA tensors come here, so a number names the device: -1 for the CPU. Numbers take half as
-            # long to read and to hash as devices.
+            dtypes, devices = list(map(_dtype, given)), list(map(Tensor.get_device, given))
             whole = all(map(Tensor.is_contiguous, given)) or tuple((each.shape, each.stride()) for each in given)
-            found += (len(given), frozenset(map(_dtype, given)), frozenset(map(Tensor.get_device, given)), whole)
+            # The number of tensors is that of the columns of the table.
+            found += (_common(dtypes), _common(devices), whole)
         return tuple(found)
 
     return signature
@@ -282,20 +291,19 @@ def _on_gpu(
             apart = [_copy_of(each) for each in arguments]
             return prepared.prepare(launch(*apart), apart, names, memory, device)  # type: ignore[no-any-return]
 
-    def count(arguments: Sequence[object]) -> None:
-        # Kernels write without torch's knowledge. The new version lets autograd detect saved tensors that were
-        # overwritten.
-        torch.autograd.graph.increment_version(_outputs(written, arguments))
-
     def general(*arguments: object) -> None:
         arguments += defaults[len(arguments) :]
         through_triton(arguments)
-        count(arguments)
+        # Kernels write without torch's knowledge. The new version lets autograd detect saved tensors that were
+        # overwritten.
+        increment_version(_outputs(written, arguments))
 
     def fast(*arguments: object) -> None:
         if len(arguments) < len(defaults):
             arguments += defaults[len(arguments) :]
-        _refuse_gradients(written, arguments)
+        outputs = _outputs(written, arguments)
+        if torch.is_grad_enabled() and any(map(_requires_grad, outputs)):
+            _refuse_gradients(written, arguments)
         key = signature(arguments)
         ready = launches.get(key)
         if ready is None or not ready(arguments):
@@ -304,7 +312,7 @@ def _on_gpu(
                 if len(launches) >= _MOST_PREPARED:
                     launches.clear()
                 launches[key] = made
-        count(arguments)
+        increment_version(outputs)
 
     return fast, general
 

@@ -47,6 +47,8 @@ RETIRED = {
     "settled": "waited for",
     "settles": "waits",
 }
+# Files that need a retired word because another package has a name with it.
+NAMED_BY_OTHERS = {("kernels/zeropp_kernels/device/prepared.py", "driver")}
 # Modules that zeropp/order may not import, because the order of collectives must not depend on them. `refresh` is an
 # exception for threading: it waits for an event on a comm stream without a time limit.
 NO_ORDER = {
@@ -649,8 +651,9 @@ def words(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_retired_words_stay_away() -> None:
     """docs/concepts.md has one word for each thing, and code must not use a second one."""
-    found = [(path, line, word) for path in SOURCES for line, word in words(path) if word in RETIRED]
-    assert [f"{short(path)}:{line} {word}: say {RETIRED[word]}" for path, line, word in found] == []
+    found = [(short(path), line, word) for path in SOURCES for line, word in words(path) if word in RETIRED]
+    found = [(path, line, word) for path, line, word in found if (path, word) not in NAMED_BY_OTHERS]
+    assert [f"{path}:{line} {word}: say {RETIRED[word]}" for path, line, word in found] == []
 
 
 def test_every_argument_is_annotated() -> None:

@@ -70,7 +70,8 @@ class Launch(NamedTuple):
         grid: numbers of programs by axis.
         arguments: arguments of the kernel that are no constants, in the order of its parameters.
         constants: the other arguments, by name.
-        after: function of the operation's arguments that does the work which follows the kernel; None for none.
+        after: function of the operation's arguments that does the work which follows the kernel; None for none. It may
+            be called in grad mode, so it must not compute with tensors that can require grad.
     """
 
     kernel: Any

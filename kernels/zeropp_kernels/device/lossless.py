@@ -297,7 +297,7 @@ def lossless_decode_kernel(
 def _add_up(values: Tensor, reference: Tensor, starts: Tensor) -> None:
     """Replace the counts of both rows of ``starts`` by their running sums."""
     # One cumsum_ per row, because for a [2, n] tensor torch uses only one thread block per row.
-    for row in starts:
+    for row in starts.unbind():
         row.cumsum_(0)
 
 

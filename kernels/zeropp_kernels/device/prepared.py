@@ -52,6 +52,22 @@ def _sources(done: Launch, given: Sequence[object]) -> dict[int, int]:
     return {slot: places[id(each)] for slot, each in enumerate(done.arguments) if id(each) in places}
 
 
+def _repeatable(done: Launch, scale: object, sources: dict[int, int]) -> bool:
+    """Return True if a launch differs from later ones only in its ``sources``, and nothing observes it."""
+    runtime = knobs.runtime
+    return (
+        isinstance(done.compiled, CompiledKernel)
+        # AMD's launcher has not been compared.
+        and done.compiled.metadata.target.backend == "cuda"
+        # This hook may choose another kernel at every launch.
+        and runtime.add_stages_inspection_hook is None
+        and all(hasattr(hook, "calls") for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+        # Arguments computed from a tensor or from the scale would stay as they were at this launch.
+        and all(slot in sources for slot, each in enumerate(done.arguments) if isinstance(each, Tensor))
+        and (scale is None or any(each is scale for each in done.arguments))
+    )
+
+
 def prepare(
     done: Launch | None, given: Sequence[Any], names: Sequence[str], memory: Memory, device: torch.device
 ) -> Prepared | None:
@@ -64,37 +80,34 @@ def prepare(
         memory: requirements on their memory.
         device: device of the call.
     """
-    if done is None or not isinstance(done.compiled, CompiledKernel):
+    scale = names.index("scale") if "scale" in names else None
+    sources = {} if done is None else _sources(done, given)
+    if done is None or not _repeatable(done, None if scale is None else given[scale], sources):
         return None
-    if done.compiled.metadata.target.backend != "cuda":
-        return None  # AMD's launcher has not been compared
-    kernel, compiled = done.kernel, done.compiled
+    kernel = done.kernel
     values = [*done.arguments, *(done.constants[name] for name in kernel.arg_names[len(done.arguments) :])]
     pointers, numbers, host_memory = [], [], []
-    for slot, place in _sources(done, given).items():
+    for slot, place in sources.items():
+        values[slot] = None  # keeps no tensor alive
         if isinstance(given[place], float):
             numbers.append((slot, place))
         elif names[place] == memory.pinned and given[place].device != device:
             # Triton asks CUDA for the device's address of host memory.
             host_memory.append((slot, place))
         else:
-            told = kernel.arg_names[slot] not in kernel.untold or names[place] in memory.aligned
+            # No kernel has an argument that must be aligned among its untold ones.
+            told = kernel.arg_names[slot] not in kernel.untold
             pointers.append((slot, place, ALIGNMENT - 1 if told else 0))
     if any(given[place].data_ptr() & mask for _, place, mask in pointers):
         return None
-    grid = (*done.grid, 1, 1)[:3]
-    scale = names.index("scale") if "scale" in names else None
     table = [names.index(name) for name in ("tensors", "host", "entries")] if memory.host is not None else []
-    return _prepared(
-        kernel.pre_run_hooks, compiled, grid, values, pointers, numbers, host_memory, scale, table, memory.room,
-        done.after,
-    )  # fmt: skip
+    grid = (*done.grid, 1, 1)[:3]
+    return _prepared(done, grid, values, pointers, numbers, host_memory, scale, table, memory.room)
 
 
 def _prepared(
-    hooks: list[object], compiled: CompiledKernel, grid: tuple[int, ...], values: list[object],
-    pointers: list[tuple[int, int, int]], numbers: list[tuple[int, int]], host_memory: list[tuple[int, int]],
-    scale: int | None, table: list[int], room: int, after: Callable[..., None] | None,
+    done: Launch, grid: tuple[int, ...], values: list[object], pointers: list[tuple[int, int, int]],
+    numbers: list[tuple[int, int]], host_memory: list[tuple[int, int]], scale: int | None, table: list[int], room: int,
 ) -> Prepared:  # fmt: skip
     active = driver.active
     # The knobs that were set in this process. Triton's choice of a compiled kernel depends on some of them.
@@ -102,8 +115,10 @@ def _prepared(
     runtime_before, compilation_before = runtime.copy(), compilation.copy()
     current_device, current_stream = active.get_current_device, active.get_current_stream
     device = current_device()
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    enter, leave, hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, done.kernel.pre_run_hooks
+    # compiled is kept, because it unloads its function when it is deleted.
+    compiled, after = done.compiled, done.after
+    run = compiled.run
 
     def launch_again(arguments: Sequence[Any]) -> bool:
         if (
@@ -132,17 +147,16 @@ def _prepared(
             if not tensor.is_pinned():
                 return False
         if table:
-            tensors, host, entries = [arguments[place] for place in table]
+            tensors, host, entries = (arguments[place] for place in table)
             addresses, numels, offsets = host.tolist()
             if not fits(tensors, numels, offsets, room):
                 return False
             if list(map(Tensor.data_ptr, tensors)) != addresses:
                 with torch.no_grad():
                     locate(tensors, host, entries)
-        run(*grid, current_stream(device), function, metadata, None, None, None, *passed)
+        run(*grid, current_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *passed)
         if after is not None:
-            with torch.no_grad():
-                after(*arguments)
+            after(*arguments)
         return True
 
     return launch_again
