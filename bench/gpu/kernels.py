@@ -57,7 +57,12 @@ def _row(found: dict) -> Row:
 
 def _read_launch(ended: Ended) -> Outcome:
     found, outcome = _read_json(ended, "launch.json")
-    named = {"call": "host time of a call", "ours": "host time, no launcher"}
+    named = {
+        "call": "host time of a call",
+        "torch": "host time, dispatcher alone",
+        "general": "host time, general, no launch",
+        "prepared": "host time, prepared, no launch",
+    }
     rows = [
         {"operation": name, "by": named[which], "us": f"{taken:.1f}"}
         for name, times in found.items()
@@ -95,8 +100,9 @@ PART = Part(
     notes=(
         "GB/s of bytes that must move; percent of a copy in that run; target: of the copy, on a GPU at 256 MiB and "
         "more. By hand in torch, the results have the same bits, which is checked. Host time: of queueing a call on "
-        "buffers too small to matter; the difference to no launcher is Triton's launcher. Bus: bfloat16 values between "
-        "device and host memory; what arrives is checked.",
+        "buffers too small to matter; without a launch: torch's dispatcher alone, all checks and Triton's own code "
+        "(general), and later calls of the same sizes (prepared). Bus: bfloat16 values between device and host memory; "
+        "what arrives is checked.",
     ),
     needs=("pytest", "pytest_benchmark"),
 )

@@ -14,9 +14,7 @@ from triton.runtime import driver
 
 from zeropp_kernels.dispatch import GPU_WAYS, NAMESPACE
 
-__all__ = ["STREAM", "WAYS", "IdleDriver", "idle_card"]
-
-STREAM = 7777  # handle of the current stream
+__all__ = ["WAYS", "IdleDriver", "idle_card"]
 
 
 def _nothing(*arguments: object) -> None:
@@ -29,14 +27,18 @@ class IdleDriver:
     Attributes:
         launched: function that is called with the arguments of each launch.
         device: number of the current device.
+        stream: handle of the current stream.
+        unloaded: handles of modules that Triton has unloaded.
     """
 
     def __init__(self, launched: Callable[..., None] = _nothing) -> None:
-        self.launched, self.device, self.loaded = launched, 0, 0
+        # Triton keeps compiled kernels by device, so this is none of a real card's numbers.
+        self.launched, self.device, self.stream, self.loaded = launched, 1 << 20, 7777, 0
+        self.unloaded: list[int] = []
         self.launcher_cls = lambda source, metadata: self.launched
         self.utils = SimpleNamespace(
             load_binary=self._load,
-            unload_module=lambda module: None,
+            unload_module=self.unloaded.append,
             get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
         )
 
@@ -49,13 +51,13 @@ class IdleDriver:
         return self.device
 
     def get_current_stream(self, device: int) -> int:
-        return STREAM
+        return self.stream
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
 
-# Implementations that :func:`idle_card` can give to an operation, by name.
+# Functions from the name of an operation to an implementation.
 WAYS: dict[str, Callable[[str], Callable[..., None]]] = {
     "torch": lambda name: _nothing,
     "general": lambda name: GPU_WAYS[name][1],
@@ -64,11 +66,11 @@ WAYS: dict[str, Callable[[str], Callable[..., None]]] = {
 
 
 @contextmanager
-def idle_card(way: str, idle: IdleDriver | None = None) -> Iterator[None]:
+def idle_card(way: Callable[[str], Callable[..., None]], idle: IdleDriver | None = None) -> Iterator[None]:
     """Context in which operations on CPU tensors take the code path of a GPU with the driver ``idle``.
 
     Args:
-        way: implementation that the operations get, a name in ``WAYS``.
+        way: function from the name of an operation to the implementation that it gets.
         idle: the driver; by default one that launches nothing.
     """
     key = "CUDA" if torch.cuda.is_available() else "CPU"
@@ -83,5 +85,5 @@ def idle_card(way: str, idle: IdleDriver | None = None) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*other operators may also be overridden")
             for name in GPU_WAYS:
-                library.impl(name, WAYS[way](name), key, allow_override=True)
+                library.impl(name, way(name), key, allow_override=True)
         yield

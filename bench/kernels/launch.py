@@ -56,43 +56,48 @@ def many(device: str, tensors: int) -> dict[str, Run]:
     return {f"{run.__name__} of {tensors} tensors": run for run in (quantize, gather, scatter)}
 
 
-def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
-    """Return the least of the rounds' mean times of a call, in microseconds."""
+def microseconds(device: str, run: Run, calls: int) -> float:
+    """Return the mean time of a call in microseconds."""
     run()  # the first call compiles the kernels, the second one is the first with a prepared launch
     run()
-    taken = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            run()
-        taken.append((time.perf_counter() - begin) / calls)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return MICROSECONDS * min(taken)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    taken = (time.perf_counter() - begin) / calls
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return MICROSECONDS * taken
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=int, default=100, help="calls per round")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write microseconds by operation to this file")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     print(describe(machine(device)))
     print(f"host time of a call on {device}, least of {given.rounds} means of {given.calls}")
-    runs, large = (
+    small, large = (
         {operation.name: operation.make(numel, device).ours for operation in OPERATIONS}
         for numel in (NUMEL, NUMEL_OF_1_MIB)
     )
     for tensors in TENSORS:
-        runs |= many(device, tensors)
+        small |= many(device, tensors)
         large |= many(device, tensors)
-    found = {name: {"call": microseconds(device, run, given.calls, given.rounds)} for name, run in runs.items()}
-    for column in WAYS:
-        with idle_card(column):
-            for name, run in large.items():
-                found[name][column] = microseconds(device, run, given.calls, given.rounds)
+    found = {name: dict.fromkeys(("call", *WAYS), float("inf")) for name in small}
+
+    def measure(column: str, runs: dict[str, Run]) -> None:
+        for name, run in runs.items():
+            found[name][column] = min(found[name][column], microseconds(device, run, given.calls))
+
+    # The columns take turns, because the speed of a machine changes within seconds.
+    for _ in range(given.rounds):
+        measure("call", small)
+        for column, way in WAYS.items():
+            with idle_card(way):
+                measure(column, large)
     print(f"{'':<34}" + "".join(f" {column:>8}" for column in ("call", *WAYS)) + " us")
     for name, taken in found.items():
         print(f"{name:<34}" + "".join(f" {each:8.1f}" for each in taken.values()))

@@ -14,7 +14,6 @@ from bench.common.machine import machine
 from bench.kernels import launch, report
 from bench.kernels.operations import OPERATIONS, Operation
 from tests.kernels.operations import NAMES
-from zeropp_kernels import reference
 
 NUMEL = 6144
 
@@ -65,40 +64,29 @@ def test_every_operation_is_timed() -> None:
     assert timed >= set(NAMES)
 
 
-def test_host_time_apart_from_the_launcher(
+def test_host_time_by_column(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each operation is timed twice, the second time without launching its kernel. Then the launcher is restored."""
+    """Each operation is timed once per column and round. Then the operations run their kernels again."""
     pytest.importorskip("triton", reason="Triton comes for Linux only")
     ran = []
-    monkeypatch.setattr(launch, "microseconds", lambda device, run, calls, rounds: ran.append(run) or 1.5)
-    monkeypatch.setattr("sys.argv", ["launch.py", "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(launch, "microseconds", lambda device, run, calls: ran.append(run) or 1.5)
+    monkeypatch.setattr("sys.argv", ["launch.py", "--rounds", "2", "--json", str(tmp_path / "found.json")])
     launch.main()
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(ran) == 2 * len(found) and {*BY_NAME, "scatter of 100 tensors"} < found.keys()
-    assert all(times == {"call": 1.5, "ours": 1.5} for times in found.values())
+    assert len(ran) == 2 * 4 * len(found) and {*BY_NAME, "scatter of 100 tensors"} < found.keys()
+    assert all(times == {"call": 1.5, "torch": 1.5, "general": 1.5, "prepared": 1.5} for times in found.values())
     assert f"Triton {machine('cpu')['triton']}" in capsys.readouterr().out.splitlines()[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, run in launch.many(device, 3).items():
         outputs = run()
         for output in outputs:
             output.fill_(77)
-        with launch.no_launcher(device):
+        with launch.idle_card(launch.WAYS["torch"]):
             run()
         assert all((output == 77).all() for output in outputs), f"{name} ran its kernel"
         run()
         assert not any((output == 77).all() for output in outputs)
-
-
-def test_only_the_launcher_is_replaced_on_a_card() -> None:
-    """On a GPU the reference operations are not replaced, because no call reaches them."""
-    pytest.importorskip("triton", reason="Triton comes for Linux only")
-    before = {name: getattr(reference, name) for name in NAMES}
-    with launch.no_launcher("cuda"):
-        assert {name: getattr(reference, name) for name in NAMES} == before
-    with launch.no_launcher("cpu"):
-        assert all(getattr(reference, name) is not operation for name, operation in before.items())
-    assert {name: getattr(reference, name) for name in NAMES} == before
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
