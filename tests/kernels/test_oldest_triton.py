@@ -66,6 +66,13 @@ def test_some_settings_on_sm_90(oldest: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("rows", ["agree", "events"])
+def test_prepared_launches(oldest: Path, rows: str) -> None:
+    """Prepared launches pass the arguments that Triton would pass, and are not repeated where Triton must launch."""
+    assert " 0 wrong" in run_under(oldest, "-m", "tests.kernels.prepared", rows, interpret="0")
+
+
+@pytest.mark.timeout(600)
 def test_bits_under_the_interpreter(oldest: Path) -> None:
     """Under the interpreter, results of every operation equal the plain reference's at one length."""
     chosen = "((257 or odd) and dtype1) or 257-8-4 or (misaligned and source1)"

@@ -1,0 +1,376 @@
+"""Events after which a prepared launch must not be repeated, and the checks that notice them, each removed once."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from tests.kernels.prepared import HOST, Card, Case, Ways, cards, case_of, difference, moved, outcome, without_hooks
+from tests.kernels.prepared_mutations import MUTATIONS
+from zeropp_kernels import device, dispatch
+from zeropp_kernels.device import prepared
+
+__all__ = ["events", "mutations"]
+
+OTHER_CARD = torch.device("cuda", 1)
+
+
+@dataclass
+class Scene:
+    """All that an event can change.
+
+    Attributes:
+        card: the driver.
+        arguments: arguments of the call after the event.
+        first: arguments of the calls before it, which prepare a launch.
+        undo: takes back what the event has changed.
+    """
+
+    card: Card
+    arguments: list[Any]
+    first: list[Any]
+    undo: ExitStack = field(default_factory=ExitStack)
+
+    def patch(self, place: Any, name: str, value: object) -> None:
+        self.undo.enter_context(mock.patch.object(place, name, value))
+
+    def move(self, tensor: Tensor, place: torch.device) -> None:
+        self.card.elsewhere[tensor.data_ptr()] = place
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event between two calls.
+
+    Attributes:
+        operation: name of the operation that is called.
+        change: function that makes the event happen.
+        changes: arguments of the operation's sample call that are replaced, by name.
+        host: positions of the arguments in pinned host memory.
+        before: True if the event happens before the first calls.
+        repeated: True if the prepared launch must be repeated, with what has changed.
+    """
+
+    operation: str
+    change: Callable[[Scene], object]
+    changes: dict[str, object] = field(default_factory=dict)
+    host: tuple[int, ...] = ()
+    before: bool = False
+    repeated: bool = False
+
+    def case(self) -> Case:
+        return case_of(self.operation, self.host, **self.changes)
+
+
+def put(place: int, value: Callable[[Any], object]) -> Callable[[Scene], None]:
+    """Return an event that replaces an argument by a function of it."""
+
+    def change(scene: Scene) -> None:
+        scene.arguments[place] = value(scene.arguments[place])
+
+    return change
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor[:1], tensor])[1:]
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(2)[::2]
+
+
+def requiring_grad(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_()
+
+
+def first_in_list(change: Callable[[Tensor], Tensor]) -> Callable[[Any], object]:
+    return lambda tensors: [change(tensors[0]), *tensors[1:]]
+
+
+def other_driver(scene: Scene) -> None:
+    other = Card()
+    other.stream = 8888
+    scene.patch(triton.runtime.driver, "_active", other)
+
+
+def hooked(name: str) -> Callable[[Scene], None]:
+    def change(scene: Scene) -> None:
+        chain, hook = getattr(knobs.runtime, name), lambda about: None
+        chain.add(hook)
+        scene.undo.callback(chain.remove, hook)
+
+    return change
+
+
+def hooked_kernel(scene: Scene) -> None:
+    kernel = device.reduce.dequantize_kernel
+    kernel.add_pre_run_hook(lambda *arguments, **options: None)
+    scene.undo.callback(kernel.pre_run_hooks.clear)
+
+
+def knob(group: str, name: str, value: object) -> Callable[[Scene], None]:
+    def change(scene: Scene) -> None:
+        knobs_of = getattr(knobs, group)
+        scene.undo.enter_context(knobs_of.scope())
+        setattr(knobs_of, name, value)
+
+    return change
+
+
+def other_table(row: int, values: list[int]) -> Callable[[Scene], None]:
+    """Return an event that replaces a row of the table: 1 for sizes, 2 for offsets."""
+    return lambda scene: scene.arguments[1][row].copy_(torch.tensor(values))
+
+
+def for_amd(scene: Scene) -> None:
+    """Make compiled kernels say that they are for an AMD GPU."""
+    made = CompiledKernel.__init__
+
+    def init(self: CompiledKernel, *arguments: object) -> None:
+        made(self, *arguments)
+        self.metadata = self.metadata._replace(target=GPUTarget("hip", "gfx942", 64))
+
+    scene.patch(CompiledKernel, "__init__", init)
+    recompiled(scene)
+
+
+def recompiled(scene: Scene) -> None:
+    """Make Triton forget the kernel of dequantize_, so that the next call compiles it or reads it from the disk."""
+    kernel = device.reduce.dequantize_kernel
+    kernel.device_caches.clear()
+    scene.undo.callback(kernel.device_caches.clear)
+
+
+def never_compiled(scene: Scene) -> None:
+    """Have a hook tell Triton to compile nothing, and to launch nothing."""
+    recompiled(scene)
+    scene.patch(knobs.runtime, "jit_cache_hook", lambda **about: True)
+
+
+def other_launch(operation: str, change: Callable[[list[Any]], None]) -> Callable[[Scene], None]:
+    """Return an event that has an operation launch its kernel with arguments that it computes."""
+    implementation = getattr(device, operation)
+
+    def launch(*arguments: object) -> object:
+        given = list(arguments)
+        change(given)
+        return implementation(*given)
+
+    return lambda scene: scene.patch(device, operation, launch)
+
+
+def computed_tensor(arguments: list[Any]) -> None:
+    arguments[1] = arguments[1][:]
+
+
+def computed_scale(arguments: list[Any]) -> None:
+    arguments[3] = arguments[3] / 2
+
+
+def captured(scene: Scene) -> None:
+    """Let a CUDA graph be captured, in which no addresses may be sent."""
+    scene.patch(Tensor, "is_cuda", property(lambda tensor: True))
+    scene.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def nothing(scene: Scene) -> None:
+    """Change only the addresses."""
+
+
+def in_place(scene: Scene) -> None:
+    """Decode into the reference in the first calls."""
+    scene.first[2] = scene.first[1]
+
+
+_FP16 = torch.float16
+EVENTS: dict[str, Event] = {
+    "new addresses": Event("dequantize_", nothing, repeated=True),
+    "new addresses of a count": Event("lossless_count_", nothing, repeated=True),
+    "moved tensors": Event("gather_", nothing, repeated=True),
+    "an argument given twice": Event("lossless_decode_", in_place, before=True, repeated=True),
+    "another current stream": Event(
+        "dequantize_", lambda scene: scene.patch(scene.card, "stream", 8888), repeated=True
+    ),
+    "another scale": Event("sum_", put(3, lambda scale: 0.25), repeated=True),
+    "another driver": Event("dequantize_", other_driver),
+    "another current device": Event("dequantize_", lambda scene: scene.patch(scene.card, "device", 1)),
+    "a hook before launches": Event("dequantize_", hooked("launch_enter_hook")),
+    "a hook after launches": Event("dequantize_", hooked("launch_exit_hook")),
+    "a hook of the kernel": Event("dequantize_", hooked_kernel),
+    "a knob of the runtime": Event("dequantize_", knob("runtime", "debug", True)),
+    "a knob of the compilation": Event("dequantize_", knob("compilation", "instrumentation_mode", "")),
+    "a misaligned pointer": Event("delta_encode_", put(2, misaligned)),
+    "a misaligned pointer that need not be aligned": Event("lossless_count_", put(0, misaligned)),
+    "NaN as scale": Event("sum_", put(3, lambda scale: float("nan"))),
+    "infinity as scale": Event("sum_", put(3, lambda scale: float("inf"))),
+    "other sizes in the table": Event("gather_", other_table(1, [99, 300])),
+    "an end beyond the buffer": Event("gather_", other_table(2, [0, 512])),
+    "moved tensors in a graph": Event("gather_", captured),
+    "pageable memory": Event(
+        "gather_", lambda scene: scene.patch(Tensor, "is_pinned", lambda tensor: False), host=(4,)
+    ),
+    "an output that requires grad": Event("dequantize_", put(1, requiring_grad)),
+    "outputs that require grad": Event("scatter_", put(1, first_in_list(requiring_grad))),
+    "another dtype": Event("dequantize_", put(1, lambda out: out.to(_FP16))),
+    "another shape": Event("delta_apply_", put(1, lambda out: out[:-1].clone())),
+    "another shape with the same bytes": Event("dequantize_", put(1, lambda out: out.view(2, -1))),
+    "gaps": Event("dequantize_", put(1, with_gaps)),
+    "another card": Event("dequantize_", lambda scene: scene.move(scene.arguments[1], OTHER_CARD)),
+    "another number": Event("dequantize_", put(4, lambda rotate: True)),
+    "another dtype of all tensors": Event("gather_", put(0, lambda tensors: [each.to(_FP16) for each in tensors])),
+    "another dtype of a tensor": Event("gather_", put(0, first_in_list(lambda tensor: tensor.to(_FP16)))),
+    "another card of a tensor": Event("gather_", lambda scene: scene.move(scene.arguments[0][1], OTHER_CARD)),
+    "a tensor in host memory": Event("gather_", lambda scene: scene.move(scene.arguments[0][0], HOST)),
+    "gaps in a tensor": Event("gather_", put(0, first_in_list(with_gaps))),
+    "a tensor less": Event("gather_", put(0, lambda tensors: tensors[:1])),
+    "a Triton that is not known": Event(
+        "dequantize_", lambda scene: scene.patch(triton, "__version__", "3.10.0"), before=True
+    ),
+    "the interpreter": Event("dequantize_", lambda scene: scene.patch(prepared, "INTERPRETED", True), before=True),
+    "an AMD GPU": Event("dequantize_", for_amd, before=True),
+    "no compilation": Event("dequantize_", never_compiled, before=True),
+    "a hook on the stages of the compiler": Event(
+        "dequantize_",
+        lambda scene: scene.patch(knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
+        before=True,
+    ),
+    "a hook that is no chain": Event(
+        "dequantize_", lambda scene: scene.patch(knobs.runtime, "launch_exit_hook", None), before=True
+    ),
+    "a pointer that is computed": Event("dequantize_", other_launch("dequantize_", computed_tensor), before=True),
+    "a scale that is computed": Event("sum_", other_launch("sum_", computed_scale), before=True),
+    "a misaligned pointer at first": Event(
+        "lossless_count_", lambda scene: scene.first.__setitem__(0, misaligned(scene.first[0])), before=True
+    ),
+}  # fmt: skip
+
+
+def fault_of(event: Event, case: Case, ways: dict[str, Ways], card: Card) -> str:
+    """Return "" if the call after an event does what the general way does, else how it differs."""
+    fast, general = ways[case.operation]
+    card.elsewhere.clear()
+    with cards(card):
+        scene = Scene(card, moved(case, card), moved(case, card))
+        with scene.undo:
+            if event.before:
+                event.change(scene)
+            for _ in range(2):
+                outcome(fast, scene.first, card)
+            was_prepared = bool(card.taken) and not card.taken[0][-1]
+            if not event.before:
+                event.change(scene)
+            wanted, found = (outcome(way, scene.arguments, card) for way in (general, fast))
+    if not was_prepared and (event.repeated or not event.before):
+        return "no launch was prepared"
+    if not event.repeated:
+        return difference(found, wanted)
+    if found == wanted:
+        return "the launch was not repeated"
+    return difference(without_hooks(found), without_hooks(wanted))
+
+
+def aligned_rows() -> Iterator[tuple[str, Event]]:
+    """Yield an event for each argument that must be aligned: it is not."""
+    for name, (schema, check) in dispatch._operations.items():
+        names = [part.split()[-1].partition("=")[0] for part in schema.split(", ")]
+        case = case_of(name)
+        for argument in check(*case.arguments).aligned:
+            place = names.index(argument)
+            if case.arguments[place] is not None:
+                yield f"misaligned {argument} of {name}", Event(name, put(place, misaligned))
+
+
+def keeps_no_tensor(ways: dict[str, Ways], case: Case, card: Card) -> str:
+    """Return "" if the memory of a call's tensors is free afterwards."""
+    with cards(card):
+        arguments = moved(case, card)
+        storage = arguments[1].untyped_storage()
+        before = torch._C._storage_Use_Count(storage._cdata)
+        ways["dequantize_"][0](*arguments)
+        card.taken.clear()
+        gc.collect()
+        return "" if torch._C._storage_Use_Count(storage._cdata) == before else "the launch keeps a tensor"
+
+
+def keeps_the_kernel(ways: dict[str, Ways], case: Case, card: Card) -> str:
+    """Return "" if a kernel stays loaded that Triton itself has forgotten."""
+    caches = device.reduce.dequantize_kernel.device_caches
+    with cards(card):
+        caches.clear()
+        ways["dequantize_"][0](*moved(case, card))
+        gc.collect()
+        card.unloaded.clear()
+        caches.clear()
+        gc.collect()
+        return "the function of the launch is unloaded" if card.unloaded else ""
+
+
+KEPT = {"no tensor is kept": keeps_no_tensor, "the kernel is kept": keeps_the_kernel}
+
+
+@contextmanager
+def ways_with(file: str = "", old: str = "", new: str = "") -> Iterator[dict[str, Ways]]:
+    """Context with newly made ways of all operations, after a replacement in one source file of the package."""
+    folder, changed = Path(dispatch.__file__).parent, {}
+    for name, path in {"dispatch": "dispatch.py", "device.prepared": "device/prepared.py"}.items():
+        source = (folder / path).read_text()
+        if path == file:
+            assert source.count(old) == 1, f"{file} has {source.count(old)} times {old!r}; expected once"
+            source = source.replace(old, new)
+        module = types.ModuleType(f"zeropp_kernels.{name}")
+        module.__file__, module.__package__ = str(folder / path), f"zeropp_kernels.{name}".rpartition(".")[0]
+        changed[module.__name__] = module
+        with mock.patch.dict(sys.modules, changed):
+            exec(compile(source, f"<{path}>", "exec"), vars(module))
+    library = types.SimpleNamespace(define=lambda *_: None, impl=lambda *_: None)
+    with mock.patch.dict(sys.modules, changed), mock.patch.object(torch.library, "register_fake"):
+        # A second copy of the module finds the operations of the first and defines none.
+        made = changed["zeropp_kernels.dispatch"]
+        for name, given in made._operations.items():
+            made._define(library, name, *given)
+        with mock.patch.object(sys.modules[__name__], "prepared", changed["zeropp_kernels.device.prepared"]):
+            yield made.GPU_WAYS
+
+
+def events() -> Iterator[tuple[str, str]]:
+    card, decoding = Card(), case_of("dequantize_")
+    rows = {name: (event, event.case()) for name, event in (EVENTS | dict(aligned_rows())).items()}
+    for name, (event, case) in rows.items():
+        with ways_with() as ways:
+            yield name, fault_of(event, case, ways, card)
+    for name, check in KEPT.items():
+        with ways_with() as ways:
+            yield name, check(ways, decoding, card)
+
+
+def mutations() -> Iterator[tuple[str, str]]:
+    """Yield the removed checks, each with a fault if the event that it is there for is still handled."""
+    card, decoding = Card(), case_of("dequantize_")
+    cases = {name: event.case() for name, event in EVENTS.items()}
+    for name, file, old, new in MUTATIONS:
+        with ways_with(file, old, new) as ways:
+            try:
+                if name in KEPT:
+                    fault = KEPT[name](ways, decoding, card)
+                else:
+                    fault = fault_of(EVENTS[name], cases[name], ways, card)
+            except (AttributeError, IndexError, TypeError) as raised:
+                fault = repr(raised)
+        print(f"{name}: without {old.strip()!r}: {fault[:160] or 'not noticed'}")
+        yield name, "" if fault else f"is still handled without {old.strip()!r} in {file}"
+    for name in {**EVENTS, **KEPT}.keys() - {name for name, *_ in MUTATIONS}:
+        yield name, "no removed check shows that this event is noticed"
