@@ -329,10 +329,13 @@ def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
 
 def can_skip_on_device(engine: Engine, optimizer: Optimizer) -> bool:
     """Return True if the device can skip a step of the optimizer so that neither weights nor states change."""
-    # Only Adam's and AdamW's step qualifies. If fused SGD skips its first step, its momentum buffers stay uninitialized
-    # but count as valid.
-    adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
-    return adam and takes_divisor(engine, optimizer)
+    # If fused SGD skips its first step, its momentum buffers stay uninitialized but count as valid.
+    return _is_adam(optimizer) and takes_divisor(engine, optimizer)
+
+
+def _is_adam(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's step is that of torch's Adam, which is AdamW's, too."""
+    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
 
 
 @contextlib.contextmanager
@@ -358,16 +361,20 @@ def clipping(
         yield
         return
     # torch's fused optimizers read these two attributes, which GradScaler normally sets.
-    none = torch.zeros((), dtype=torch.float32, device=norm.device)
-    optimizer.found_inf = none if skip_flag is None else skip_flag  # type: ignore[attr-defined]
+    read: dict[str, Tensor] = {}
+    if skip_flag is not None:
+        read["found_inf"] = skip_flag
+    elif not _is_adam(optimizer):  # which works without, and then saves an operation for each parameter on a CPU
+        read["found_inf"] = torch.zeros((), dtype=torch.float32, device=norm.device)
     if max_norm > 0:
-        optimizer.grad_scale = clip_divisor(norm, max_norm)  # type: ignore[attr-defined]
+        read["grad_scale"] = clip_divisor(norm, max_norm)
+    vars(optimizer).update(read)
     try:
         yield
     finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        for name in read:
+            delattr(optimizer, name)
         if max_norm > 0:
-            del optimizer.grad_scale  # type: ignore[attr-defined]
             # The step divided gradients in place without raising their versions, so their norms must count as outdated.
             for gradient in engine.gradients:
                 gradient.mark_stale()

@@ -190,12 +190,19 @@ class StepSync:
             target: a gradient that the optimizer sees on this rank.
             source: gradient whose shard ``target`` is a view of; None for a stand-in.
         """
-        gradients = self._arrived()
+        if self.engine.comm.world == 1:
+            return  # GradScaler checks all gradients by itself
+        gradients, device = self._arrived(), self.engine.device
         for gradient in gradients:
             gradient.measure()
-            gradient.report.measure_flag(gradient.shard)
+        reports = [gradient.report for gradient in gradients]
+        total, bad = total_of(reports, device)
+        # A finite sum needs no flags. Reading it is free on a CPU; on a GPU the kernels have set the flags.
+        if device.type != "cpu" or not math.isfinite(total):
+            for gradient in gradients:
+                gradient.report.measure_flag(gradient.shard)
+            bad = total_of(reports, device)[1]
         # Send NaN instead of a flag: NaN survives sum and addition, and 0 changes nothing. So the host need not branch.
-        bad = total_of([gradient.report for gradient in gradients], self.engine.device)[1]
         flag = torch.where(bad == 0, 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)

@@ -140,6 +140,7 @@ class Gradient:
         # True if there is no hop and the shard is on the device: gradients are then added to the shard without a
         # message, on a GPU by one kernel.
         self._gathers = self._ring is None and adds_directly(paths.straight, self.shard)
+        self._plain = PlainCodec(self.dtype)
         by_kernel = self._gathers and summed_by_kernels(self.shard)
         # The parts of parameters in the shard, and the gaps between them, if the shard is whole.
         self._parts: _Parts | None = None
@@ -262,10 +263,9 @@ class Gradient:
     def _gather(self, gradients: list[Tensor | None], scale: float) -> None:
         """Add gradients to the shard on the caller's stream, without a message: there is one rank."""
         self.alloc_shard()
-        codec = PlainCodec(self.dtype)
         if self._parts is None:
             assert self._table is not None  # made in __init__ if a kernel adds gradients
-            codec.gather_(
+            self._plain.gather_(
                 gradients,
                 self.layout,
                 self._table,
@@ -275,11 +275,10 @@ class Gradient:
                 report=self.report,
             )
         elif self.arrived:
-            message = codec.empty(self.layout.numel, 1, self.device)
-            codec.pack_(message, gradients, self.layout, None, count=1, feedback=None)
-            codec.decode_sum_([message], self.shard, scale=scale, accumulate=True, report=self.report)
+            self._add(self._parts[0], gradients, scale)
+            self.report.measure(self.shard)
         else:
-            codec.pack_parts_(*self._parts, gradients)
+            self._plain.pack_parts_(*self._parts, gradients)
             if scale != 1.0:
                 self.shard.mul_(scale)
             self.report.measure(self.shard)
@@ -291,11 +290,16 @@ class Gradient:
             # Start from zeros, because nothing writes the padding and parameters without a gradient.
             self.held = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self._held_backwards += 1
-        views = self.layout.views(self.held)
-        present = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
-        if present:
-            torch._foreach_add_([view for view, _ in present], [g.to(self.dtype) for _, g in present])
+        self._add(self.layout.views(self.held), gradients)
         return self.held
+
+    def _add(self, sums: Sequence[Tensor], gradients: list[Tensor | None], scale: float = 1.0) -> None:
+        """Add ``scale`` times each gradient to its sum, which is in the main dtype; None adds nothing."""
+        present = [(each, g.to(self.dtype)) for each, g in zip(sums, gradients, strict=True) if g is not None]
+        if present:
+            values = [value for _, value in present]
+            scaled = values if scale == 1.0 else torch._foreach_mul(values, scale)
+            torch._foreach_add_([each for each, _ in present], scaled)
 
     # From messages to a sum. These stages run on the comm streams of reductions.
 
