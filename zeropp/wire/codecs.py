@@ -612,23 +612,28 @@ class Report:
         self.flag.zero_()
 
     def measure(self, values: Tensor) -> None:
-        """Measure a whole shard with torch operations, part by part.
+        """Measure a whole shard with torch operations. The flag is left to `measure_flag`.
 
         A shard in other memory than the report's device is copied to the device one part at a time.
         """
+        if values.numel() <= _AT_ONCE:
+            self._measure(values.to(self.norms.device), self.norms)
+            return
         for start in range(0, values.numel(), _AT_ONCE):
             self.measure_part(values[start : start + _AT_ONCE].to(self.norms.device), start)
 
     def measure_part(self, values: Tensor, start: int) -> None:
-        """Measure a part of a shard with torch operations. The flag is left to `measure_flag`.
+        """Measure a part of a shard as :meth:`measure` does.
 
         Args:
             values: whole blocks of 256 elements, on the report's device.
             start: first element of the part in the shard.
         """
+        self._measure(values, self.norms[start // BLOCK : (start + values.numel()) // BLOCK])
+
+    def _measure(self, values: Tensor, norms: Tensor) -> None:
         # One norm per block here, and a float64 sum over all blocks in the step. This is faster than float64
         # throughout, within 1e-8 of it, and does not depend on how the shard is cut into parts.
-        norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
         torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=norms.dtype, out=norms)
         self.rooted = True
         self.has_flag = False
