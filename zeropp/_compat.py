@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch._guards import CompileContext
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "all_gather_single",
@@ -50,11 +52,13 @@ __all__ = [
     "new_group",
     "one_intra_op_thread",
     "profiler_enabled",
+    "put_hook_back",
     "queue_end_of_backward",
     "reduce_scatter_single",
     "replays_cuda_graphs",
     "sends_from_host",
     "set_grad_enabled",
+    "set_hook_aside",
     "set_versions",
     "sharing_versions",
     "storage_id",
@@ -77,6 +81,21 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Function that sets this thread's grad mode; ``torch.set_grad_enabled`` makes a context manager for each call."""
+
+
+def set_hook_aside(parameter: nn.Parameter, handle: RemovableHandle) -> Callable[..., None]:
+    """Remove and return a post-accumulate-grad hook, for :func:`put_hook_back`."""
+    hooks: dict[int, Callable[..., None]] = parameter._post_accumulate_grad_hooks
+    return hooks.pop(handle.id)
+
+
+def put_hook_back(parameter: nn.Parameter, handle: RemovableHandle, hook: Callable[..., None]) -> None:
+    """Return a hook to its place among the hooks of a parameter, which run in the order of their registration."""
+    hooks: dict[int, Callable[..., None]] = parameter._post_accumulate_grad_hooks
+    # Numbers of handles ascend with each registration. The order is that of insertion, so all are inserted again.
+    ordered = sorted([*hooks.items(), (handle.id, hook)], key=itemgetter(0))
+    hooks.clear()
+    hooks.update(ordered)
 
 
 def storage_id(tensor: Tensor) -> int:

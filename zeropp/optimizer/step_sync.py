@@ -190,8 +190,6 @@ class StepSync:
             target: a gradient that the optimizer sees on this rank.
             source: gradient whose shard ``target`` is a view of; None for a stand-in.
         """
-        if self.engine.comm.world == 1:
-            return  # GradScaler checks all gradients by itself
         gradients, device = self._arrived(), self.engine.device
         for gradient in gradients:
             gradient.measure()

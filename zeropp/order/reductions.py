@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zeropp._compat import profiler_enabled, unguarded
+from zeropp._compat import profiler_enabled, put_hook_back, set_hook_aside, unguarded
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import DONE, CommStreams, Event, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash
@@ -223,11 +223,14 @@ class _UnitHooks:
         lacking: True if a trained parameter has no hook, because its ``requires_grad`` was False.
     """
 
-    __slots__ = ("_handles", "_last", "_patience", "_ready", "_repeats", "_trained", "lacking", "only", "parameters")
+    __slots__ = (
+        "_aside", "_handles", "_last", "_patience", "_ready", "_repeats", "_trained", "lacking", "only", "parameters",
+    )  # fmt: skip
 
     def __init__(self, ready: Callable[[int], Callable[..., None]]) -> None:
         self._ready = ready
         self._handles: dict[int, RemovableHandle] = {}
+        self._aside: dict[int, Callable[..., None]] = {}  # hooks that are not called now, by position
         self.parameters: tuple[nn.Parameter, ...] = ()
         self._trained: tuple[Tensor, ...] = ()
         self.only = -1
@@ -247,7 +250,11 @@ class _UnitHooks:
         self.lacking = False
         with unguarded():
             for position, (parameter, wanted) in enumerate(zip(self.parameters, trained, strict=True)):
-                if not wanted or position in self._handles:
+                if not wanted:
+                    continue
+                if position in self._handles:
+                    if position in self._aside:
+                        put_hook_back(parameter, self._handles[position], self._aside.pop(position))
                     continue
                 # A change of ``requires_grad`` counts from the next forward on, and may be taken back before.
                 self.lacking |= not parameter.requires_grad
@@ -265,8 +272,11 @@ class _UnitHooks:
             return
         self.only = position
         self._trained = tuple([p for p, wanted in zip(self.parameters, trained, strict=True) if wanted])
-        for other in [other for other in self._handles if other != position]:
-            self._handles.pop(other).remove()
+        # Hooks are set aside and later put back in their old places. Registered again, they would run behind hooks of
+        # the user that they ran before, and the user's edits would count for other gradients than until then.
+        for other, handle in self._handles.items():
+            if other != position and other not in self._aside:
+                self._aside[other] = set_hook_aside(self.parameters[other], handle)
 
     def all_arrived(self) -> bool:
         """Return True if every trained parameter has a ``.grad``."""
@@ -294,6 +304,7 @@ class _UnitHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._aside.clear()
 
 
 @dataclass(slots=True)

@@ -83,8 +83,8 @@ class Swap:
     def prepare(self) -> None:
         """Look up the class of each parameter while it has values and while it has none."""
         own = [own_class(parameter) for parameter in self._parameters]
-        self._to_values = tuple(zip(self._parameters, own, self._values, strict=True))
-        guarded = map(guarded_class, own)
+        guarded = [guarded_class(each) for each in own]
+        self._to_values = tuple(zip(self._parameters, own, guarded, self._values, strict=True))
         self._to_absent = tuple(zip(self._parameters, own, guarded, self.absent, strict=True))
 
     def _number(self, version: int) -> None:
@@ -100,13 +100,18 @@ class Swap:
             RuntimeError: A parameter was edited while it was released.
         """
         noted = self._noted
-        edited = False
-        for parameter, own, value in self._to_values:
+        edited = outdated = False
+        for parameter, own, guarded, value in self._to_values:
+            if parameter.__class__ is not guarded:  # set by the user, or not guarded
+                outdated |= own_class(parameter) is not own
+                own = own_class(parameter)
             # Unguard first: setting ``.data`` of a guarded parameter would count as a use of the parameter.
             parameter.__class__ = own
             edited |= parameter._version != noted
             # Setting ``.data`` keeps the parameter object and its version counter. See [Note: versions].
             parameter.data = value
+        if outdated:
+            self.prepare()
         if version != self._version:
             self._number(version)
         self._end(self._shown, edited)
@@ -118,17 +123,14 @@ class Swap:
             RuntimeError: A parameter was edited while it was unsharded.
         """
         noted = self._noted
-        edited = outdated = False
+        edited = False
         for parameter, own, guarded, absent in self._to_absent:
-            if parameter.__class__ is not own:  # set by the user, or guarded already
-                outdated = True
+            if parameter.__class__ is not own:  # set by the user, or guarded already; the next show() notes it
                 parameter.__class__ = own_class(parameter)
                 guarded = guarded_class(parameter.__class__)  # of this parameter alone
             edited |= parameter._version != noted
             parameter.data = absent
             parameter.__class__ = guarded
-        if outdated:
-            self.prepare()
         if version != self._version:
             self._number(version)
         self._end(self._hidden, edited)

@@ -84,7 +84,6 @@ class Unit:
 
     def update_trained(self) -> None:
         """Update ``has_frozen`` after the set of trained parameters has changed."""
-        self.generation.advance()
         self.has_frozen = any(buffer.gradient is None or not all(buffer.gradient.trained) for buffer in self.buffers)
 
     @property

@@ -1,14 +1,16 @@
 """Units prepare their work once, and prepare it again after each event that changes it.
 
 Each case trains until all work is prepared and each unit has one gradient hook. Then an event follows, and more steps.
-The bits must be those of a training that prepares nothing. For each event, a test removes the code that notices it, and
-sees other bits or an error.
+The bits must be those of a training that prepares nothing. Another test removes pieces of code that notice such events,
+one at a time, and sees other bits, an error, or late reductions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -25,9 +27,11 @@ from tests.support.rank_pool import run_ranks
 from tests.support.unprepared import unprepared
 from zeropp.engine.hooks import _gradient_ready
 from zeropp.order import reductions
-from zeropp.order.reductions import Reductions
+from zeropp.order.reductions import Arrivals, Reductions
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient, ReduceWork
-from zeropp.params.parameter_swap import Generation
+from zeropp.params.parameter_swap import Swap
+from zeropp.params.unit import Unit
 
 WIDTH, UNITS = 8, 3
 
@@ -52,11 +56,12 @@ class Pairs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Pair() for _ in range(UNITS))
-        self.turned = self.alone = self.again = False
+        self.turned = self.alone = self.again = self.twice = self.reentrant = self.short = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            run = functools.partial(checkpoint, block, use_reentrant=False) if self.again else block
+        for block in [each for each in self.blocks[self.short :] for _ in range(1 + self.twice)]:
+            run = functools.partial(checkpoint, block, use_reentrant=self.reentrant) if self.again else block
+            x = x.requires_grad_() if x.is_leaf and self.reentrant else x
             x = run(x, self.turned, self.alone)
         return x
 
@@ -69,7 +74,8 @@ class Training:
         self.model = Pairs()
         if settings.pop("frozen", False):
             self.model.blocks[1].two.requires_grad_(False)
-        config = make_config(bf16={"enabled": True}, gradient_clipping=0.5, reuse=0, **settings)
+        dtype: dict[str, object] = {} if "fp16" in settings else {"bf16": {"enabled": True}}
+        config = make_config(gradient_clipping=0.5, reuse=0, **dtype, **settings)
         adam = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.optimizer = zeropp.ZeroOptimizer(adam, self.model, config)
         self.draw = torch.Generator().manual_seed(dist.get_rank())
@@ -190,6 +196,66 @@ def penalized(t: Training) -> None:
     t.seen.append(gradient.clone())
 
 
+def twice(t: Training) -> None:
+    """Use each unit twice, once before the order is known and then in a known order."""
+    for number in (1, 4):
+        t.model.twice = True
+        t.steps(number)
+        t.model.twice = False
+        t.steps(2)
+
+
+def twice_in_two_backwards(t: Training) -> None:
+    """Use each unit twice, in backwards of their own inside the backward, so that each brings the same gradients."""
+    t.model.again = t.model.reentrant = True
+    t.steps(2)
+    twice(t)
+    t.model.again = t.model.reentrant = False
+
+
+def shortened(t: Training) -> None:
+    """Leave out the first unit until this is a known order, and use it again."""
+    for number in (4, 1, 1):
+        t.model.short = True
+        t.steps(number)
+        t.model.short = False
+        t.steps(1)
+
+
+def scaled(t: Training) -> None:
+    """Take steps in which the loss scale grows."""
+    before = t.optimizer.loss_scale
+    t.steps()
+    assert t.optimizer.loss_scale > before
+
+
+def hooked(t: Training) -> None:
+    """Register hooks that halve gradients. They run in the order of registration, so behind zeropp's hooks."""
+
+    def halve(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # zeropp has taken the gradient that came last in its unit
+            parameter.grad.mul_(0.5)
+
+    for parameter in t.model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    t.steps()
+    turned(t)
+
+
+class Special(nn.Parameter):
+    """A class that the user sets."""
+
+
+def reclassed(t: Training) -> None:
+    """Set the class of released parameters, and of one that is unsharded."""
+    first, second = t.model.blocks[0].one, t.model.blocks[1].one
+    first.weight.__class__ = Special
+    with first.register_forward_pre_hook(lambda *_: setattr(first.bias, "__class__", Special)):
+        t.steps(2)
+    found = [type(p)._zeropp_own_class for p in (first.weight, first.bias, second.weight)]  # type: ignore[attr-defined]
+    assert found == [Special, Special, nn.Parameter]
+
+
 EVENTS: dict[str, tuple[Callable[[Training], None], dict[str, object]]] = {
     "gradients in another order": (turned, {}),
     "no gradient of some": (alone, {}),
@@ -207,6 +273,14 @@ EVENTS: dict[str, tuple[Callable[[Training], None], dict[str, object]]] = {
     "averaged": (averaged, {}),
     "failed": (failed, {}),
     "penalized": (penalized, {}),
+    "used twice": (twice, {}),
+    "used twice, accumulated": (twice, {"gradient_accumulation_steps": 2}),
+    "used twice, in two backwards": (twice_in_two_backwards, {}),
+    "shortened": (shortened, {}),
+    "shortened, persistent": (shortened, {"persist": 10**6}),
+    "the loss scale grows": (scaled, {"fp16": {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2}}),
+    "hooks of the user": (hooked, {}),
+    "classes of the user": (reclassed, {}),
 }
 
 
@@ -246,21 +320,45 @@ def _old_shard() -> Any:
     return mock.patch.object(Gradient, "prepare_reduce", old)
 
 
-# Faults: each removes the code that notices some event.
+def _edit(owner: Any, name: str, old: str, new: str) -> Callable[[], Any]:
+    """Return a function that makes a patch of a function: its source with ``new`` in place of ``old``."""
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{name} has {source.count(old)} of {old!r}"
+    made: dict[str, Any] = {}
+    code = compile(source.replace(old, new), f"<{name} with a fault>", "exec", annotations.compiler_flag)
+    exec(code, function.__globals__, made)
+    return lambda: mock.patch.object(owner, name, made[name])
+
+
+_ADVANCE = "self.generation.advance()"
+# Faults: each removes one piece of code that notices some event.
 FAULTS: dict[str, Callable[[], Any]] = {
-    "no new generation": lambda: mock.patch.object(Generation, "advance", lambda generation: None),
-    "one hook for all": lambda: mock.patch.object(reductions._UnitHooks, "all_arrived", lambda hooks: True),
-    "gradients without a hook do not count": lambda: mock.patch.object(
-        reductions._UnitHooks, "arrived", lambda hooks: []
-    ),
-    "the old shard": _old_shard,
+    "units get other buffers": _edit(Unit, "replace", _ADVANCE, "pass"),
+    "main weights move": _edit(FlatBuffer, "move_main", _ADVANCE, "pass"),
+    "the shard moves": _old_shard,
+    "another scale": _edit(Gradient, "prepare_reduce", "last.reduction.scale = scale", "pass"),
+    "not all gradients came": _edit(Arrivals, "count", "hooks.all_arrived()", "True"),
+    "gradients came without a hook": _edit(Arrivals, "recount", "hooks.arrived()", "[]"),
+    "gradients without a hook at the end": _edit(Arrivals, "end", "self.recount(index)", "pass"),
+    "a use before the last gradient": _edit(Reductions, "before_use", "self.arrivals.recount(index)", "pass"),
+    "places of hooks": _edit(reductions, "put_hook_back", "key=itemgetter(0)", "key=lambda each: each[0] == handle.id"),
+    "a class while released": _edit(Swap, "show", "parameter.__class__ is not guarded", "False"),
+    "a class while unsharded": _edit(Swap, "hide", "parameter.__class__ is not own", "False"),
 }
 SHOWN = [
-    ("no new generation", "unfrozen"),
-    ("no new generation", "weights replaced"),
-    ("one hook for all", "gradients in another order"),
-    ("gradients without a hook do not count", "no gradient of the last"),
-    ("the old shard", "gradients kept"),
+    ("units get other buffers", "unfrozen"),
+    ("main weights move", "weights replaced"),
+    ("main weights move", "weights replaced, quantized"),
+    ("the shard moves", "gradients kept"),
+    ("another scale", "the loss scale grows"),
+    ("not all gradients came", "gradients in another order"),
+    ("gradients came without a hook", "no gradient of the last"),
+    ("gradients without a hook at the end", "no gradient of the last"),
+    ("a use before the last gradient", "no gradient of the last, accumulated"),
+    ("places of hooks", "hooks of the user"),
+    ("a class while released", "classes of the user"),
+    ("a class while unsharded", "classes of the user"),
 ]
 
 
