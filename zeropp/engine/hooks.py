@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zeropp._compat import current_graph_task, storage_id, uncompiled, will_execute
+from zeropp._compat import current_graph_task, storage_id, uncompiled, unguarded, will_execute
 from zeropp.order.known_orders import PhaseKey, Reach
 from zeropp.order.reductions import Arrivals
 from zeropp.params.unit import Unit
@@ -408,7 +408,10 @@ def _input_arrived(ref: weakref.ref[BackwardCall], gradient: Tensor) -> None:
 @uncompiled
 def _gradient_ready(ref: weakref.ref[HookHandler], index: int, position: int, parameter: Tensor) -> None:
     """Hook on a parameter, called when its gradient is in ``.grad``."""
-    if (handler := ref()) is not None:
+    with unguarded():
+        arrived = parameter.grad is not None
+    # Autograd also calls the hook of a parameter that was frozen after the forward, without a gradient.
+    if arrived and (handler := ref()) is not None:
         handler.gradient_ready(index, position)
 
 

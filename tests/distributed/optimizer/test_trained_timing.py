@@ -6,6 +6,7 @@ Graphs may still need the parameter.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import zeropp
 from tests.support.branching_models import WIDTH, make_config, share
 from tests.support.freezing_model import Tower, attempt, batch, check, train, trained, wrap
 from tests.support.rank_pool import RankFailure, run_ranks
-from tests.support.sharded_and_plain import Pair
+from tests.support.sharded_and_plain import Half, Pair
 from zeropp.params.unit import UnitState
 
 
@@ -65,6 +66,29 @@ def clipped_before() -> None:
 
 def test_unfrozen_between_clipping_and_the_step() -> None:
     run_ranks(2, clipped_before)
+
+
+def frozen_for_a_backward() -> None:
+    """Freeze a norm after forward and unfreeze it after backward, which brings no gradient to it meanwhile."""
+    pair = Pair(Tower(), make_config(reuse=0), batch=batch)
+
+    def backward(half: Half, loss: Tensor) -> None:
+        half.model.norm.requires_grad_(half.steps in (0, 1, 3, 6))
+        loss.backward()
+        half.model.norm.requires_grad_(True)
+
+    for half in pair.halves:
+        half.call = partial(backward, half)
+    for _ in range(9):
+        pair.zero_grad()
+        pair.backward()
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_during_a_backward_only(world: int) -> None:
+    run_ranks(world, frozen_for_a_backward)
 
 
 def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
