@@ -36,6 +36,16 @@ class Card:
         found: _Stream = getattr(self.here, "stream", self.default)
         return found
 
+    def set_stream(self, stream: _Stream) -> None:
+        self.here.stream, self.here.index = stream, DEVICE.index  # all streams are on one device
+
+    def current_device(self) -> int:
+        index: int = getattr(self.here, "index", 0)
+        return index
+
+    def set_device(self, index: int) -> None:
+        self.here.index = index
+
     @contextlib.contextmanager
     def stream(self, stream: _Stream) -> Iterator[None]:
         before, self.here.stream = self.current(), stream
@@ -75,7 +85,8 @@ class _Stream:
 
     def wait_event(self, event: _Event) -> None:
         assert event.place is not None, "an event was waited for before it was recorded, which waits for nothing"
-        self.given().append(event.place)
+        if event.place[0] != self.name:  # a stream's own earlier work is done before anyway
+            self.given().append(event.place)
 
     def wait_stream(self, other: _Stream) -> None:
         if other is not self:
@@ -93,8 +104,9 @@ def card() -> Iterator[Card]:
         return _Stream(made, f"comm stream {len(made.given)}")
 
     with mock.patch.multiple(
-        torch.cuda, Event=_Event, Stream=stream, current_stream=made.current, stream=made.stream, device=made.device
-    ):
+        torch.cuda, Event=_Event, Stream=stream, current_stream=made.current, set_stream=made.set_stream,
+        stream=made.stream, device=made.device, current_device=made.current_device, set_device=made.set_device,
+    ):  # fmt: skip
         yield made
 
 

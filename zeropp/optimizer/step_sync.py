@@ -194,14 +194,14 @@ class StepSync:
         for gradient in gradients:
             gradient.measure()
         reports = [gradient.report for gradient in gradients]
-        total, bad = total_of(reports, device)
+        found = total_of(reports, device)
         # A finite sum needs no flags. Reading it is free on a CPU; on a GPU the kernels have set the flags.
-        if device.type != "cpu" or not math.isfinite(total):
+        if device.type != "cpu" or not math.isfinite(found.tolist()[0]):
             for gradient in gradients:
                 gradient.report.measure_flag(gradient.shard)
-            bad = total_of(reports, device)[1]
+            found = total_of(reports, device)
         # Send NaN instead of a flag: NaN survives sum and addition, and 0 changes nothing. So the host need not branch.
-        flag = torch.where(bad == 0, 0.0, torch.nan)
+        flag = torch.where(found[1] == 0, 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)
         # GradScaler checks all shown gradients, so one NaN element is enough. If ``target`` is in host memory, the host
