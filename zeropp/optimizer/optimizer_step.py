@@ -364,7 +364,7 @@ def clipping(
     read: dict[str, Tensor] = {}
     if skip_flag is not None:
         read["found_inf"] = skip_flag
-    elif not _is_adam(optimizer):  # which works without, and then saves an operation for each parameter on a CPU
+    elif not _is_adam(optimizer):  # Adam needs no flag, and without it runs an operation less for each parameter
         read["found_inf"] = torch.zeros((), dtype=torch.float32, device=norm.device)
     if max_norm > 0:
         read["grad_scale"] = clip_divisor(norm, max_norm)

@@ -195,7 +195,8 @@ class StepSync:
             gradient.measure()
         reports = [gradient.report for gradient in gradients]
         found = total_of(reports, device)
-        # A finite sum needs no flags. Reading it is free on a CPU; on a GPU the kernels have set the flags.
+        # A finite sum needs no flags. Reading it is free on a CPU. On a GPU the host would wait, so flags are measured
+        # there, unless a kernel has set them.
         if device.type != "cpu" or not math.isfinite(found.tolist()[0]):
             for gradient in gradients:
                 gradient.report.measure_flag(gradient.shard)
