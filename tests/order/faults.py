@@ -115,6 +115,7 @@ FAULTS: dict[str, Fault] = {
     ),
     **_in(
         "reductions",
+        work_in_flight_begins_again=("None if reducer.in_flight else reducer.work", "reducer.work"),
         reductions_sent_in_vain_are_expected_again=("vain = self._doubtful.difference(fires)", "vain = set()"),
         the_first_of_two_places_is_remembered=("self._done.pop(index, None)", "pass"),
         a_unit_is_complete_that_misses_nothing=(

@@ -26,12 +26,13 @@ ENDLESS = Limits(prefetch=100, live=1000, reuse=1000)
 class _Message:
     count: int
     nbytes: int = 1
+    freed: bool = False
 
 
 @dataclass
 class _Work:
     collective: tuple[object, ...]
-    message: None = None
+    message: _Message | None = None
     read: Event | None = None
 
 
@@ -58,12 +59,14 @@ class _Gradient:
         message, self.held = _Message(self.held), 0
         return message
 
-    def prepare_reduce(self, message: _Message, scale: float, *, hold: bool, last: object) -> _Work:
+    def prepare_reduce(self, message: _Message, scale: float, *, hold: bool, last: _Work | None) -> _Work:
+        if last is not None and last.message is not None:
+            assert last.message.freed, f"the reduction of unit {self.unit} begins again while it is in flight"
         self.delivered[self.unit] += message.count
-        return _Work(("reduce", self.unit))
+        return _Work(("reduce", self.unit), message)
 
     def free_message(self, message: _Message) -> None:
-        """Do nothing: the message has no memory."""
+        message.freed = True
 
 
 @dataclass

@@ -55,6 +55,7 @@ def catching(fault: Fault) -> str | None:
 
 SEEN_AT_ONCE = [
     "no word after a failure",
+    "work in flight begins again",
     "strays are left to the boundary",
     "only one rank tells where backward may come",
     "reductions sent in vain are expected again",

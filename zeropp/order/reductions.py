@@ -65,7 +65,7 @@ class Arrivals:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._hooks: list[_UnitHooks | None] = [None] * len(units)
+        self._hooks = [_UnitHooks() for _ in units]
         self.trained: list[tuple[bool, ...]] = []
         self.counts: list[list[int]] = []
         # Number of gradients that each parameter of a unit receives in the order that is followed. None while an order
@@ -83,9 +83,8 @@ class Arrivals:
         self._never = [(0,) * len(trained) for trained in self.trained]
         self._expected = list(self._once)
         self._missing = [sum(trained) for trained in self.trained]
-        for hooks, trained in zip(self._hooks, self.trained, strict=True):
-            if hooks is not None:
-                hooks.watch_all(trained)
+        for hooks in self._hooks:
+            hooks.watch_all()
 
     def watch(
         self, index: int, parameters: Sequence[nn.Parameter], ready: Callable[[int], Callable[..., None]]
@@ -97,17 +96,12 @@ class Arrivals:
             parameters: all trainable parameters of the unit.
             ready: function that returns the hook of the parameter at a position.
         """
-        hooks = self._hooks[index]
-        if hooks is None:
-            hooks = self._hooks[index] = _UnitHooks(ready)
-        hooks.parameters = tuple(parameters)
-        hooks.watch_all([parameter.requires_grad for parameter in parameters])
+        self._hooks[index].watch(parameters, ready)
 
     def remove_hooks(self) -> None:
         """Remove all hooks."""
         for hooks in self._hooks:
-            if hooks is not None:
-                hooks.remove()
+            hooks.remove()
 
     def begin(self) -> None:
         """Begin a phase without any gradient."""
@@ -125,12 +119,9 @@ class Arrivals:
         for index, once in enumerate(self._once):
             never = self._never[index]
             expected = once if fires is None else fires.get(index, never)
-            hooks = self._hooks[index]
             # While an order is learned, each gradient must be counted when it comes.
-            if hooks is not None and hooks.only >= 0 and (fires is None or expected not in (once, never)):
+            if fires is None or expected not in (once, never):
                 self.recount(index)
-            elif hooks is not None and hooks.lacking:
-                hooks.watch_all(self.trained[index])
             self._expected[index] = expected
             counts = self.counts[index]
             # Count each parameter by itself: a second gradient of one does not replace the first of another.
@@ -152,18 +143,15 @@ class Arrivals:
             position: position of the parameter among the unit's trainable ones.
         """
         hooks = self._hooks[index]
-        if hooks is None or hooks.only < 0:
+        if hooks.only < 0:
             return self._count(index, position)
-        counts = self.counts[index]
-        # The hook stands for all gradients of the unit: see [Note: one hook a unit].
-        if self._expected[index] == self._once[index] and counts[position] == 0 and hooks.all_arrived():
-            counts[:] = self._once[index]
-            self._missing[index] = 0
-            return True
-        if counts[position] == 0:
+        # The hook stands for all gradients of the unit: see [Note: one hook a unit]. It does not if none is expected
+        # (any more), or if another one is still to come.
+        if self._missing[index] == 0 or not hooks.all_arrived():
             return self.recount(index)
-        hooks.watch_all(self.trained[index])
-        return self._count(index, position)
+        self.counts[index][:] = self._once[index]
+        self._missing[index] = 0
+        return True
 
     def _count(self, index: int, position: int) -> bool:
         counts = self.counts[index]
@@ -174,21 +162,22 @@ class Arrivals:
         self._missing[index] -= 1
         if self._missing[index] > 0:
             return False
-        hooks = self._hooks[index]
-        if hooks is not None and self._fires is not None and expected == self._once[index]:
-            hooks.note_last(position, self.trained[index])
+        if self._fires is not None and expected == self._once[index]:
+            self._hooks[index].note_last(position, self.trained[index])
         return True
 
     def recount(self, index: int) -> bool:
         """Watch all parameters of a unit again, and count the gradients that have come without a hook.
 
+        A second gradient that came without a hook is not counted.
+
         Returns:
             True if the unit has all its expected gradients now.
         """
         hooks = self._hooks[index]
-        if hooks is None or hooks.only < 0:
+        if hooks.only < 0:
             return False
-        hooks.watch_all(self.trained[index])
+        hooks.watch_all()
         counts = self.counts[index]
         complete = False
         for position in hooks.arrived():
@@ -199,7 +188,7 @@ class Arrivals:
     def end(self) -> None:
         """End a backward: count the gradients that have come without a hook and that no reduction has taken."""
         for index, hooks in enumerate(self._hooks):
-            if hooks is not None and hooks.only >= 0 and hooks.any_arrived():
+            if hooks.only >= 0 and hooks.any_arrived():
                 self.recount(index)
 
     def is_missing(self, index: int) -> bool:
@@ -218,51 +207,44 @@ class _UnitHooks:
     """The hooks on the trainable parameters of one unit.
 
     Attributes:
-        parameters: all trainable parameters of the unit, also those that are frozen at the moment.
-        only: position of the parameter whose hook stands for all; -1 if every trained parameter has one.
-        lacking: True if a trained parameter has no hook, because its ``requires_grad`` was False.
+        only: position of the parameter whose hook stands for all; -1 if every parameter has one.
     """
 
-    __slots__ = (
-        "_aside", "_handles", "_last", "_patience", "_ready", "_repeats", "_trained", "lacking", "only", "parameters",
-    )  # fmt: skip
+    __slots__ = ("_aside", "_handles", "_last", "_parameters", "_patience", "_repeats", "_trained", "only")
 
-    def __init__(self, ready: Callable[[int], Callable[..., None]]) -> None:
-        self._ready = ready
-        self._handles: dict[int, RemovableHandle] = {}
+    def __init__(self) -> None:
+        self._parameters: tuple[nn.Parameter, ...] = ()  # also those that are frozen at the moment
+        self._handles: list[RemovableHandle] = []
         self._aside: dict[int, Callable[..., None]] = {}  # hooks that are not called now, by position
-        self.parameters: tuple[nn.Parameter, ...] = ()
-        self._trained: tuple[Tensor, ...] = ()
+        self._trained: dict[int, nn.Parameter] = {}  # parameters that ``only`` stands for, by position
         self.only = -1
-        self.lacking = False
         self._last = -1  # position of the parameter whose gradient came last
         self._repeats = 0  # number of backwards in which it was the same one
         # Number of repeats until one hook is kept. It doubles whenever all hooks are registered again, because
         # registering them costs more than calling them.
         self._patience = 1
 
-    def watch_all(self, trained: Sequence[bool]) -> None:
-        """Register the hooks of all trained parameters that have none."""
-        if self.only >= 0:
-            self.only = -1
-            self._repeats = 0
-            self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        self.lacking = False
+    def watch(self, parameters: Sequence[nn.Parameter], ready: Callable[[int], Callable[..., None]]) -> None:
+        """Register hooks on the parameters that have none; see :meth:`Arrivals.watch`."""
+        self._parameters = tuple(parameters)
+        for position in range(len(self._handles), len(parameters)):
+            with unguarded():
+                # A hook on the tensor itself would run before the gradient is in .grad, where ``Gradient.pack`` takes
+                # it.
+                handle = parameters[position].register_post_accumulate_grad_hook(ready(position))
+            self._handles.append(handle)
+
+    def watch_all(self) -> None:
+        """Let the hooks of all parameters be called."""
+        if self.only < 0:
+            return
+        self.only = -1
+        self._repeats = 0
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
         with unguarded():
-            for position, (parameter, wanted) in enumerate(zip(self.parameters, trained, strict=True)):
-                if not wanted:
-                    continue
-                if position in self._handles:
-                    if position in self._aside:
-                        put_hook_back(parameter, self._handles[position], self._aside.pop(position))
-                    continue
-                # A change of ``requires_grad`` counts from the next forward on, and may be taken back before.
-                self.lacking |= not parameter.requires_grad
-                if parameter.requires_grad:
-                    # A hook on the tensor itself would run before the gradient is in .grad, where ``Gradient.pack``
-                    # takes it.
-                    hook = self._ready(position)
-                    self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)
+            for position, hook in self._aside.items():
+                put_hook_back(self._parameters[position], self._handles[position], hook)
+        self._aside.clear()
 
     def note_last(self, position: int, trained: Sequence[bool]) -> None:
         """Note the parameter whose gradient came last; keep only its hook if it was the same one before."""
@@ -271,17 +253,17 @@ class _UnitHooks:
         if self._repeats < self._patience:
             return
         self.only = position
-        self._trained = tuple([p for p, wanted in zip(self.parameters, trained, strict=True) if wanted])
+        self._trained = {at: each for at, each in enumerate(self._parameters) if trained[at]}
         # Hooks are set aside and later put back in their old places. Registered again, they would run behind hooks of
         # the user that they ran before, and the user's edits would count for other gradients than until then.
-        for other, handle in self._handles.items():
-            if other != position and other not in self._aside:
-                self._aside[other] = set_hook_aside(self.parameters[other], handle)
+        for other, handle in enumerate(self._handles):
+            if other != position:
+                self._aside[other] = set_hook_aside(self._parameters[other], handle)
 
     def all_arrived(self) -> bool:
         """Return True if every trained parameter has a ``.grad``."""
         with unguarded():
-            for parameter in self._trained:
+            for parameter in self._trained.values():
                 if parameter.grad is None:
                     return False
         return True
@@ -289,19 +271,19 @@ class _UnitHooks:
     def any_arrived(self) -> bool:
         """Return True if some trained parameter has a ``.grad``."""
         with unguarded():
-            for parameter in self._trained:
+            for parameter in self._trained.values():
                 if parameter.grad is not None:
                     return True
         return False
 
     def arrived(self) -> list[int]:
-        """Return the positions of the parameters that have a ``.grad``."""
+        """Return the positions of the trained parameters that have a ``.grad``."""
         with unguarded():
-            return [position for position, parameter in enumerate(self.parameters) if parameter.grad is not None]
+            return [position for position, parameter in self._trained.items() if parameter.grad is not None]
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._aside.clear()

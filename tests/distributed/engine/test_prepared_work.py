@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import textwrap
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,9 +21,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeropp
-from tests.support.branching_models import make_config
+from tests.support.branching_models import Routed, chain, make_config
 from tests.support.rank_pool import run_ranks
+from tests.support.source_edits import edit
 from tests.support.unprepared import unprepared
+from zeropp.comm.hops import Hop
+from zeropp.comm.streams import CommStreams
 from zeropp.engine.hooks import _gradient_ready
 from zeropp.order import reductions
 from zeropp.order.reductions import Arrivals, Reductions
@@ -320,31 +322,20 @@ def _old_shard() -> Any:
     return mock.patch.object(Gradient, "prepare_reduce", old)
 
 
-def _edit(owner: Any, name: str, old: str, new: str) -> Callable[[], Any]:
-    """Return a function that makes a patch of a function: its source with ``new`` in place of ``old``."""
-    function = getattr(owner, name)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{name} has {source.count(old)} of {old!r}"
-    made: dict[str, Any] = {}
-    code = compile(source.replace(old, new), f"<{name} with a fault>", "exec", annotations.compiler_flag)
-    exec(code, function.__globals__, made)
-    return lambda: mock.patch.object(owner, name, made[name])
-
-
 _ADVANCE = "self.generation.advance()"
 # Faults: each removes one piece of code that notices some event.
 FAULTS: dict[str, Callable[[], Any]] = {
-    "units get other buffers": _edit(Unit, "replace", _ADVANCE, "pass"),
-    "main weights move": _edit(FlatBuffer, "move_main", _ADVANCE, "pass"),
+    "units get other buffers": edit(Unit, "replace", _ADVANCE, "pass"),
+    "main weights move": edit(FlatBuffer, "move_main", _ADVANCE, "pass"),
     "the shard moves": _old_shard,
-    "another scale": _edit(Gradient, "prepare_reduce", "last.reduction.scale = scale", "pass"),
-    "not all gradients came": _edit(Arrivals, "count", "hooks.all_arrived()", "True"),
-    "gradients came without a hook": _edit(Arrivals, "recount", "hooks.arrived()", "[]"),
-    "gradients without a hook at the end": _edit(Arrivals, "end", "self.recount(index)", "pass"),
-    "a use before the last gradient": _edit(Reductions, "before_use", "self.arrivals.recount(index)", "pass"),
-    "places of hooks": _edit(reductions, "put_hook_back", "key=itemgetter(0)", "key=lambda each: each[0] == handle.id"),
-    "a class while released": _edit(Swap, "show", "parameter.__class__ is not guarded", "False"),
-    "a class while unsharded": _edit(Swap, "hide", "parameter.__class__ is not own", "False"),
+    "another scale": edit(Gradient, "prepare_reduce", "last.reduction.scale = scale", "pass"),
+    "not all gradients came": edit(Arrivals, "count", "hooks.all_arrived()", "True"),
+    "gradients came without a hook": edit(Arrivals, "recount", "hooks.arrived()", "[]"),
+    "gradients without a hook at the end": edit(Arrivals, "end", "self.recount(index)", "pass"),
+    "a use before the last gradient": edit(Reductions, "before_use", "self.arrivals.recount(index)", "pass"),
+    "places of hooks": edit(reductions, "put_hook_back", "key=itemgetter(0)", "key=lambda each: each[0] == handle.id"),
+    "a class while released": edit(Swap, "show", "parameter.__class__ is not guarded", "False"),
+    "a class while unsharded": edit(Swap, "hide", "parameter.__class__ is not own", "False"),
 }
 SHOWN = [
     ("units get other buffers", "unfrozen"),
@@ -384,6 +375,67 @@ def with_fault(fault: str, name: str) -> bool:
 @pytest.mark.parametrize(("fault", "name"), SHOWN)
 def test_each_event_must_be_noticed(fault: str, name: str) -> None:
     assert any(run_ranks(2, with_fault, fault, name))
+
+
+def gathered_again() -> tuple[int, list[Tensor]]:
+    """Train four ranks; rank 0 skips a unit that the others use twice, so that it gathers the unit twice unread.
+
+    Returns:
+        The number of gathers that began while one of the same unit was in flight, and losses and weights.
+    """
+    torch.manual_seed(0)
+    model = Routed(2)
+    settings = make_config(bf16={"enabled": True}, zero_quantized_weights=True, reuse=0, prefetch=0, hang_timeout=2)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, settings)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    gather, prepare, again, seen = Hop.all_gather, Unit.prepare_gather, 0, []
+
+    def slow(hop: Hop, *args: Any) -> None:
+        if hop.spec.link == "local":
+            time.sleep(0.02)
+        gather(hop, *args)
+
+    def noted(unit: Unit, comm_streams: CommStreams) -> Any:
+        nonlocal again
+        again += unit.gathering is not None
+        return prepare(unit, comm_streams)
+
+    with mock.patch.object(Hop, "all_gather", slow), mock.patch.object(Unit, "prepare_gather", noted):
+        for step in range(4):
+            skips = step > 1 and dist.get_rank() == 0
+            loss = model(torch.randn(2, WIDTH, generator=draw), chain(0, 0, 1)[2 * skips :]).square().mean()
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+    return again, [*seen, *zeropp.full_state(model).values()]
+
+
+def gathered_again_in_two_ways() -> tuple[int, bool]:
+    """Return the number of such gathers, and True if the bits are those without prepared work."""
+    again, own = gathered_again()
+    with unprepared():
+        _, other = gathered_again()
+    return again, all(map(torch.equal, own, other))
+
+
+def test_a_unit_gathered_again_while_its_gather_is_in_flight() -> None:
+    found = run_ranks(4, gathered_again_in_two_ways, local_world_size=2)
+    assert found[0][0] > 0 and all(same for _, same in found)
+
+
+def with_one_gather() -> str:
+    """Return the error if two gathers in flight share their prepared work."""
+    with edit(Unit, "prepare_gather", " or self.gathering is not None", "")():
+        try:
+            gathered_again()
+        except (RuntimeError, IndexError) as error:
+            return str(error)
+    return ""
+
+
+def test_gathers_in_flight_must_not_share_their_work() -> None:
+    assert all(run_ranks(4, with_one_gather, local_world_size=2))
 
 
 def hooks_called() -> tuple[int, int]:
