@@ -131,12 +131,15 @@ def show_gradients(parts: Iterable[Slice], present: Iterable[bool]) -> None:
 
 
 def edited_slices(parts: Iterable[Slice]) -> list[Slice]:
-    """Return the slices whose gradient was replaced or set to None by the user; call it inside ``unguarded()``."""
+    """Return the slices whose gradient was set, or set to None, by the user; call it inside ``unguarded()``."""
     edited = []
     for part in parts:
         found = part.parameter.grad
+        if not part.shown:
+            if found is not None:
+                edited.append(part)
         # The shown gradient is a view of the shard, so edits in place are there, unless its ``.data`` was set.
-        if found is not part.seen or found.data_ptr() != part.gradient.data_ptr():
+        elif found is not part.seen or found.data_ptr() != part.gradient.data_ptr():
             edited.append(part)
     return edited
 
@@ -428,16 +431,16 @@ class ShardedParams:
             True if the user has removed the gradients of all groups, as the markers show; equal on every rank.
         """
         pending.looks += 1
-        shown = [part for part in self.stepped if part.shown]
-        made = [part for part in self.stepped if not part.shown and part.parameter.grad is not None]
-        made = [part for part in made if part.source is not None]
         with unguarded():  # comparing addresses of gradients that refuse norms would call __torch_function__
+            edited = edited_slices(self.stepped)
+            made = [part for part in edited if not part.shown and part.source is not None]
+            shown = [part for part in edited if part.shown]
             # A parameter without a gradient may show zeros. If the user replaces them, the result is a gradient. If the
             # shown values are not zero, another rank has used the parameter, or error feedback has reached it.
-            unused = [part for part in shown if part.source is not None and not pending.used[part.unit][part.position]]
-            replaced = [part for part in edited_slices(unused) if part.parameter.grad is not None]
-            zeros = [part for part in replaced if not part.gradient.any()]
-            for part in edited_slices([*made, *shown]):
+            replaced = [part for part in shown if part.source is not None and part.parameter.grad is not None]
+            unused = [part for part in replaced if not pending.used[part.unit][part.position]]
+            zeros = [part for part in unused if not part.gradient.any()]
+            for part in made + shown:
                 part.take_edit()
             made += [part for part in zeros if part.gradient.any()]
         for part in made:
@@ -470,11 +473,10 @@ class ShardedParams:
 
     def _present(self, pending: PendingGradients) -> list[bool]:
         """Return for each slice: True if its gradient has arrived, and the user has not removed it since."""
-        present = []
-        for part in self.stepped:
-            source = part.source
-            arrived = source is not None and source.arrived
-            present.append(arrived and not (pending.removed and self._is_gone(part, pending)))
+        present = [part.source is not None and part.source.arrived for part in self.stepped]
+        if pending.removed:
+            pairs = zip(self.stepped, present, strict=True)
+            present = [arrived and not self._is_gone(part, pending) for part, arrived in pairs]
         return present
 
     def _is_gone(self, part: Slice, pending: PendingGradients) -> bool:

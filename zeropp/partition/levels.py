@@ -45,6 +45,8 @@ __all__ = [
     "ranks_per_node",
 ]
 
+# Elements that are cleared in about the time that one more operation takes.
+_CLEARED = 4096
 
 # Modes: the level of each part of a unit.
 
@@ -431,7 +433,9 @@ class BufferLayout:
         return [whole.as_strided(slot.shape, slot.strides, slot.offset) for slot in self.slots]
 
     def gap_views(self, whole: Tensor) -> list[Tensor]:
-        """Return one view for each gap between parameters in a buffer of [numel] elements."""
+        """Return views to clear before parameters are copied into a buffer of [numel] elements: they cover all gaps."""
+        if len(self.gaps) > 1 and self.numel < len(self.gaps) * _CLEARED:
+            return [whole]
         return [whole[start:stop] for start, stop in self.gaps]
 
     def slice_range(self, index: int, level: int) -> tuple[int, int]:

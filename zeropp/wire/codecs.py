@@ -232,14 +232,14 @@ class PlainCodec:
 
         Args:
             parts: one view for each parameter.
-            gaps: one view for each gap between parameters.
+            gaps: views that cover the gaps between parameters; they may cover parameters, too.
             gradients: one tensor for each parameter; None stands for zeros.
         """
-        pack_(parts, gradients)
         # ``empty`` returns uninitialized memory, which may hold NaN. Padding is summed and counts in norms, so it must
         # be zero.
         if gaps:
             torch._foreach_zero_(gaps)
+        pack_(parts, gradients)
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
         """Copy plain messages into ``out``, cast to its dtype."""
