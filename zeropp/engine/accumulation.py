@@ -238,6 +238,9 @@ class PendingGradients:
         """Note the parameters that have gradients in a backward; ``counts`` has their numbers, for each unit."""
         looks = self.looks
         for flags, numbers in zip(self.used, counts, strict=True):
+            if 0 not in numbers:
+                flags[:] = [looks] * len(flags)
+                continue
             for position, number in enumerate(numbers):
                 if number:
                     flags[position] = looks

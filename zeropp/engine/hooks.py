@@ -363,7 +363,7 @@ class BackwardCall:
 
     def is_to_come(self) -> bool:
         """Return True if the running backward will reach this call, as autograd tells for nodes behind its outputs."""
-        return any([will_execute(node) for node in self._behind])
+        return any(map(will_execute, self._behind))
 
     @uncompiled
     def __call__(self, gradient: Tensor) -> None:

@@ -25,7 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from numbers import Real
 from typing import Any
 
@@ -213,29 +213,30 @@ def step_by_chunks(
         changed: function that is called with the buffers that have new weights. If a step fails, it is also called with
             the buffers of all remaining chunks, because the failed step may have changed them.
     """
+    if len(chunks) == 1:
+        try:
+            return step()
+        finally:
+            changed(chunks[0].buffers)
     waiting = list(chunks)
     # torch's optimizers skip parameters whose .grad is None. So a chunk is stepped by hiding all other gradients, and
     # the groups stay unchanged.
-    gradients = [(part.parameter, part.parameter.grad) for chunk in chunks for part in chunk.slices]
+    gradients = [[(part.parameter, part.parameter.grad) for part in chunk.slices] for chunk in chunks]
     try:
-        if len(chunks) > 1:
-            for parameter, _ in gradients:
-                parameter.grad = None
-        own = iter(gradients)
-        for chunk in chunks:
-            shown = [next(own) for _ in chunk.slices]
-            for parameter, gradient in shown:
+        for parameter, _ in chain(*gradients):
+            parameter.grad = None
+        for chunk, own in zip(chunks, gradients, strict=True):
+            for parameter, gradient in own:
                 parameter.grad = gradient
             step()
-            if len(chunks) > 1:
-                for parameter, _ in shown:
-                    parameter.grad = None
+            for parameter, _ in own:
+                parameter.grad = None
             # Remove the chunk only after its step: a step that fails half-way may have changed weights.
             waiting.remove(chunk)
             changed(chunk.buffers)
     finally:
         # Restore gradients, also after an error: as in torch, they stay until zero_grad().
-        for parameter, gradient in gradients:
+        for parameter, gradient in chain(*gradients):
             parameter.grad = gradient
         for chunk in waiting:
             changed(chunk.buffers)

@@ -14,11 +14,13 @@ noticed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -124,9 +126,7 @@ def show_gradients(parts: Iterable[Slice], present: Iterable[bool]) -> None:
     All slices are handled in one loop, because this runs for every slice several times per step.
     """
     for part, shown in zip(parts, present, strict=True):
-        seen = part.seen if shown else None
-        if part.parameter.grad is not seen:
-            part.parameter.grad = seen
+        part.parameter.grad = part.seen if shown else None
         part.shown = shown
 
 
@@ -142,6 +142,9 @@ def edited_slices(parts: Iterable[Slice]) -> list[Slice]:
         elif found is not part.seen or found.data_ptr() != part.gradient.data_ptr():
             edited.append(part)
     return edited
+
+
+_position, _shown = attrgetter("position"), attrgetter("shown")
 
 
 class ShardedParams:
@@ -175,6 +178,9 @@ class ShardedParams:
         # Optimizer states of frozen parameters.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
+        self._by_source: list[
+            tuple[Gradient | None, list[Slice]]
+        ] = []  # the same slices by the gradient of their buffer
         self.buffers: list[FlatBuffer] = []
         # If slices are not divided, every rank has all slices and sees every edit by itself.
         self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)
@@ -222,6 +228,10 @@ class ShardedParams:
             # This rank has no slice. Add a stand-in, because GradScaler raises if it finds no gradient.
             stepped.append(self._add_stand_in())
         self.stepped = stepped
+        by_source = dict[Gradient | None, list[Slice]]()
+        for part in stepped:
+            by_source.setdefault(part.source, []).append(part)
+        self._by_source = list(by_source.items())
         self.buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
         self._add_markers()
         # Compare the exact type: SliceStates derives from defaultdict, and must not be wrapped again.
@@ -457,8 +467,7 @@ class ShardedParams:
     def show_arrived(self, pending: PendingGradients) -> Slice:
         """Show the gradients that have arrived, and return a shown slice; without any gradient, show one of zeros."""
         self._return_markers()  # a failed load_state_dict() leaves them removed
-        show_gradients(self.stepped, self._present(pending))
-        shown = next((part for part in self.stepped if part.shown), None)
+        shown = self._show_present(pending)
         if shown is None:
             shown = self.stepped[0]
             shown.clear_gradient()  # nothing has arrived
@@ -471,13 +480,18 @@ class ShardedParams:
         parts = self._cut.get(id(parameter), [])
         show_gradients(parts, [False] * len(parts))
 
-    def _present(self, pending: PendingGradients) -> list[bool]:
-        """Return for each slice: True if its gradient has arrived, and the user has not removed it since."""
-        present = [part.source is not None and part.source.arrived for part in self.stepped]
-        if pending.removed:
-            pairs = zip(self.stepped, present, strict=True)
-            present = [arrived and not self._is_gone(part, pending) for part, arrived in pairs]
-        return present
+    def _show_present(self, pending: PendingGradients) -> Slice | None:
+        """Show the gradients that have arrived and that the user has not removed since; return one of them, or None."""
+        found = None
+        for source, parts in self._by_source:
+            arrived = source is not None and source.arrived
+            if arrived and pending.removed:
+                show_gradients(parts, [not self._is_gone(part, pending) for part in parts])
+            else:
+                show_gradients(parts, [arrived] * len(parts))
+            if arrived and found is None:
+                found = next((part for part in parts if part.shown), None)
+        return found
 
     def _is_gone(self, part: Slice, pending: PendingGradients) -> bool:
         """Return True if the user removed a gradient and, as far as this rank sees, no rank has added one since."""
@@ -489,9 +503,7 @@ class ShardedParams:
         for part in self.stepped if pending.removed else ():
             if part.shown:  # a rank has added a gradient since the removal, which zeros could not show
                 pending.removed.pop((part.unit, part.position), None)
-        kept = self._present(pending)
-        show_gradients(self.stepped, kept)
-        self.show_markers(any(kept))
+        self.show_markers(self._show_present(pending) is not None)
 
     def free_gradients(self) -> None:
         """Free the memory of gradients that have not arrived; see [Note: memory of gradients]."""
@@ -521,12 +533,15 @@ class ShardedParams:
             used: for each unit, a mask of the trainable parameters that have a gradient on any rank. All ranks with a
                 slice of such a parameter must step it.
         """
-        present = [part.unit < 0 or used[part.unit][part.position] for part in self.stepped]
-        for part, shown in zip(self.stepped, present, strict=True):
+        for source, parts in self._by_source:
+            flags = used[parts[0].unit] if source is not None else [True]  # of the buffer's unit
+            present = list(map(flags.__getitem__, map(_position, parts)))
             # This rank discarded its part of a gradient that another rank set to zero, so show zeros.
-            if shown and part.source is not None and not part.source.arrived:
-                part.clear_gradient()
-        show_gradients(self.stepped, present)
+            if source is not None and not source.arrived:
+                for part in itertools.compress(parts, present):
+                    part.clear_gradient()
+            if present != list(map(_shown, parts)):
+                show_gradients(parts, present)
         # Hide the markers' gradients: the step would edit markers with a gradient, and create states for them.
         self.show_markers(False)
 

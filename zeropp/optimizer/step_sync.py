@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -522,12 +522,11 @@ class StepSync:
         flags: list[float] = [*encode_hash(engine.sequence_hash)]
         flags += encode_hash(settings) if isinstance(settings, int) else [0.0] * 3
         flags.append(late + _MISSED * bool(self.missed))
-        strays = [any([gradient.has_stray() for gradient in unit.gradients]) for unit in engine.units]
-        held = [any([gradient.held is not None for gradient in unit.gradients]) for unit in engine.units]
-        flags += [float(one or other) for one, other in zip(strays, held, strict=True)]
-        flags.append(float(any(strays)))
+        unsent = [any(map(Gradient.has_unsent, unit.gradients)) for unit in engine.units]
+        flags += unsent
+        flags.append(any(unsent) and any(map(Gradient.has_stray, engine.gradients)))
         flags.append(engine.passed_over + _REMOVED * bool(engine.pending.untold()))
-        flags += [float(used > 0) for unit_flags in engine.pending.used for used in unit_flags]
+        flags += map(bool, chain.from_iterable(engine.pending.used))
         # Use pinned memory, so that the copy does not wait. torch's allocator keeps the block until the copy is done.
         host = torch.tensor(flags, dtype=torch.float64, device="cpu", pin_memory=engine.device.type == "cuda")
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]

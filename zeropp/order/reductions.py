@@ -399,7 +399,7 @@ class Reductions:
         reductions = order.reductions if order is not None else ()
         # Units reduced under the old order are left out, because their gradients have been sent. The other reductions
         # cannot lie before uses that have passed, so their place is at the current use or later.
-        self._order = tuple((unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done)
+        self._order = tuple([(unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done])
         self._turn = 0
 
     def count_gradient(self, index: int, position: int) -> bool:

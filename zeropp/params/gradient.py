@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from zeropp_kernels.wire import BLOCK
 
 __all__ = ["Gradient", "GradientPaths", "ReduceWork"]
 
+
+_grad = attrgetter("grad")
 
 _Parts = tuple[list[Tensor], list[Tensor]]
 """Views of a flat buffer: one for each parameter, and one for each gap between parameters."""
@@ -251,11 +254,10 @@ class Gradient:
 
     def _take(self) -> list[Tensor | None]:
         """Remove and return the ``.grad`` of each parameter."""
-        gradients = []
         with unguarded():
             # Read ``.grad`` without the guard, which refuses it for released parameters.
+            gradients = list(map(_grad, self.parameters))
             for parameter in self.parameters:
-                gradients.append(parameter.grad)
                 # Reset ``.grad``, or autograd would add the next micro-batch to a gradient that has been sent.
                 parameter.grad = None
         return gradients

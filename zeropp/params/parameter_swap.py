@@ -107,7 +107,8 @@ class Swap:
                 own = own_class(parameter)
             # Unguard first: setting ``.data`` of a guarded parameter would count as a use of the parameter.
             parameter.__class__ = own
-            edited |= parameter._version != noted
+            if parameter._version != noted:
+                edited = True
             # Setting ``.data`` keeps the parameter object and its version counter. See [Note: versions].
             parameter.data = value
         if outdated:
@@ -128,7 +129,8 @@ class Swap:
             if parameter.__class__ is not own:  # set by the user, or guarded already; the next show() notes it
                 parameter.__class__ = own_class(parameter)
                 guarded = guarded_class(parameter.__class__)  # of this parameter alone
-            edited |= parameter._version != noted
+            if parameter._version != noted:
+                edited = True
             parameter.data = absent
             parameter.__class__ = guarded
         if version != self._version:
