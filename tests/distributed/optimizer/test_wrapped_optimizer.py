@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import zeropp
 from tests.support.branching_models import Routed, make_config, worst
 from tests.support.rank_pool import run_ranks
-from tests.support.sharded_and_plain import Half
+from tests.support.sharded_and_plain import Half, Pair
 
 
 def single() -> tuple[bool, list[str], int]:
@@ -138,3 +139,35 @@ def inputs(step: int, micro: int, rank: int) -> Tensor:
 def test_state_of_a_transposed_parameter_is_taken_over() -> None:
     """Slices are cut in the order of storage, so the optimizer's existing moments must be cut in that order, too."""
     assert max(run_ranks(2, wrapped_in_the_middle, {})) < 1e-12
+
+
+class Taking(torch.optim.SGD):
+    """SGD whose step changes the gradients: it sets them to None, or halves them in new tensors.
+
+    Attributes:
+        keeps: factor of the gradients that stay; 0 for none.
+    """
+
+    keeps = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad = parameter.grad * self.keeps if self.keeps else None
+
+
+def taken_in_the_step(keeps: float) -> float:
+    """Train without ``zero_grad()``, and return the largest difference from plain torch."""
+    pair = Pair(Routed(2), make_config(), optimizer=lambda model: Taking(model.parameters(), lr=0.1))
+    for half in pair.halves:
+        getattr(half.optimizer, "inner", half.optimizer).keeps = keeps
+    for _ in range(4):
+        pair.backward()
+        pair.step()
+    return pair.difference()
+
+
+@pytest.mark.parametrize("keeps", [0.0, 0.5])
+def test_gradients_stay_as_the_optimizer_s_step_leaves_them(keeps: float) -> None:
+    assert max(run_ranks(2, taken_in_the_step, keeps)) <= 1e-12
