@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from operator import itemgetter
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -53,6 +52,7 @@ __all__ = [
     "one_intra_op_thread",
     "profiler_enabled",
     "put_hook_back",
+    "put_hook_last",
     "queue_end_of_backward",
     "reduce_scatter_single",
     "replays_cuda_graphs",
@@ -90,12 +90,15 @@ def set_hook_aside(parameter: nn.Parameter, handle: RemovableHandle) -> Callable
 
 
 def put_hook_back(parameter: nn.Parameter, handle: RemovableHandle, hook: Callable[..., None]) -> None:
-    """Return a hook to its place among the hooks of a parameter, which run in the order of their registration."""
+    """Return a hook to a parameter, behind all its other hooks; hooks run in this order."""
+    parameter._post_accumulate_grad_hooks[handle.id] = hook
+
+
+def put_hook_last(parameter: nn.Parameter, handle: RemovableHandle) -> None:
+    """Move a post-accumulate-grad hook behind all other hooks of a parameter."""
     hooks: dict[int, Callable[..., None]] = parameter._post_accumulate_grad_hooks
-    # Numbers of handles ascend with each registration. The order is that of insertion, so all are inserted again.
-    ordered = sorted([*hooks.items(), (handle.id, hook)], key=itemgetter(0))
-    hooks.clear()
-    hooks.update(ordered)
+    if next(reversed(hooks)) != handle.id:
+        hooks[handle.id] = hooks.pop(handle.id)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -323,6 +323,7 @@ class Engine(GuardHandler):
         # Queued once for each backward: for one inside it, as of reentrant checkpointing, this method returns above.
         self._ending = queue_end_of_backward(self._end_backward, self._backward_dropped)
         self._schedule.begin_phase(self._backward_key(self._outstanding), None)
+        self._reductions.arrivals.run_last()
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
         for unit in self.persistent:

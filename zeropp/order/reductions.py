@@ -23,6 +23,8 @@ again, and report the gradients that are still to come. So they are, too,
 - when the unit is reduced before its last gradient has come;
 - at the end of a backward, if gradients are left in ``.grad``;
 - when the set of trained parameters changes.
+
+A reduction takes the gradients, so the hooks run behind those that users have registered on the same parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zeropp._compat import profiler_enabled, put_hook_back, set_hook_aside, unguarded
+from zeropp._compat import profiler_enabled, put_hook_back, put_hook_last, set_hook_aside, unguarded
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import DONE, CommStreams, Event, span
 from zeropp.order.known_orders import CollectiveOrder, IssueHash
@@ -107,6 +109,12 @@ class Arrivals:
         """Begin a phase without any gradient."""
         for counts, never in zip(self.counts, self._never, strict=True):
             counts[:] = never
+
+    def run_last(self) -> None:
+        """Move the hooks behind those that users have registered since the last call."""
+        with unguarded():
+            for hooks in self._hooks:
+                hooks.run_last()
 
     def expect(self, fires: dict[int, tuple[int, ...]] | None) -> None:
         """Expect the gradients of an order from now on.
@@ -234,6 +242,11 @@ class _UnitHooks:
                 handle = parameters[position].register_post_accumulate_grad_hook(ready(position))
             self._handles.append(handle)
 
+    def run_last(self) -> None:
+        """Move the hooks behind all others. Called inside ``unguarded()``."""
+        for position in range(len(self._handles)) if self.only < 0 else (self.only,):
+            put_hook_last(self._parameters[position], self._handles[position])
+
     def watch_all(self) -> None:
         """Let the hooks of all parameters be called."""
         if self.only < 0:
@@ -254,8 +267,6 @@ class _UnitHooks:
             return
         self.only = position
         self._trained = {at: each for at, each in enumerate(self._parameters) if trained[at]}
-        # Hooks are set aside and later put back in their old places. Registered again, they would run behind hooks of
-        # the user that they ran before, and the user's edits would count for other gradients than until then.
         for other, handle in enumerate(self._handles):
             if other != position:
                 self._aside[other] = set_hook_aside(self._parameters[other], handle)

@@ -8,6 +8,7 @@ one at a time, and sees other bits, an error, or late reductions.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Callable
@@ -21,15 +22,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeropp
-from tests.support.branching_models import Routed, chain, make_config
+from tests.support.branching_models import Routed, chain, make_config, worst
 from tests.support.rank_pool import run_ranks
 from tests.support.source_edits import edit
 from tests.support.unprepared import unprepared
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import CommStreams
 from zeropp.engine.hooks import _gradient_ready
-from zeropp.order import reductions
-from zeropp.order.reductions import Arrivals, Reductions
+from zeropp.order.reductions import Arrivals, Reductions, _UnitHooks
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient, ReduceWork
 from zeropp.params.parameter_swap import Swap
@@ -232,11 +232,11 @@ def scaled(t: Training) -> None:
 
 
 def hooked(t: Training) -> None:
-    """Register hooks that halve gradients. They run in the order of registration, so behind zeropp's hooks."""
+    """Register hooks that halve gradients. zeropp takes the gradients behind them."""
 
     def halve(parameter: Tensor) -> None:
-        if parameter.grad is not None:  # zeropp has taken the gradient that came last in its unit
-            parameter.grad.mul_(0.5)
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
 
     for parameter in t.model.parameters():
         parameter.register_post_accumulate_grad_hook(halve)
@@ -333,7 +333,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "gradients came without a hook": edit(Arrivals, "recount", "hooks.arrived()", "[]"),
     "gradients without a hook at the end": edit(Arrivals, "end", "self.recount(index)", "pass"),
     "a use before the last gradient": edit(Reductions, "before_use", "self.arrivals.recount(index)", "pass"),
-    "places of hooks": edit(reductions, "put_hook_back", "key=itemgetter(0)", "key=lambda each: each[0] == handle.id"),
+    "hooks of the user run later": edit(_UnitHooks, "run_last", "put_hook_last(", "(lambda *_: None)("),
     "a class while released": edit(Swap, "show", "parameter.__class__ is not guarded", "False"),
     "a class while unsharded": edit(Swap, "hide", "parameter.__class__ is not own", "False"),
 }
@@ -347,7 +347,7 @@ SHOWN = [
     ("gradients came without a hook", "no gradient of the last"),
     ("gradients without a hook at the end", "no gradient of the last"),
     ("a use before the last gradient", "no gradient of the last, accumulated"),
-    ("places of hooks", "hooks of the user"),
+    ("hooks of the user run later", "hooks of the user"),
     ("a class while released", "classes of the user"),
     ("a class while unsharded", "classes of the user"),
 ]
@@ -436,6 +436,49 @@ def with_one_gather() -> str:
 
 def test_gathers_in_flight_must_not_share_their_work() -> None:
     assert all(run_ranks(4, with_one_gather, local_world_size=2))
+
+
+def with_users_hooks(early: bool) -> float:
+    """Train with hooks that change gradients; return the largest difference from plain torch.
+
+    All ranks have the same batch, so the mean of their gradients is the gradient of plain torch.
+
+    Args:
+        early: True to register the hooks before wrapping.
+    """
+    torch.manual_seed(0)
+    model = Pairs().double()
+    plain = copy.deepcopy(model)
+
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(1 + parameter.grad.abs().mean())
+
+    def hook(each: nn.Module) -> None:
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(change)
+
+    hook(plain)
+    if early:
+        hook(model)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, make_config(reuse=0))
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(12):
+        if step == 5 and not early:
+            model.load_state_dict(plain.state_dict())
+            hook(model)
+        model.turned = plain.turned = step > 8
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for each, steps in ((model, optimizer), (plain, other)):
+            each(x).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+    return worst(zeropp.full_state(model), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_of_the_user_change_gradients_before_they_are_reduced(early: bool) -> None:
+    assert max(run_ranks(2, with_users_hooks, early)) <= 1e-12
 
 
 def hooks_called() -> tuple[int, int]:
