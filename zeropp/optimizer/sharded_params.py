@@ -178,9 +178,8 @@ class ShardedParams:
         # Optimizer states of frozen parameters.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
-        self._by_source: list[
-            tuple[Gradient | None, list[Slice]]
-        ] = []  # the same slices by the gradient of their buffer
+        # The same slices, grouped by the gradient of their buffer.
+        self._by_source: list[tuple[Gradient | None, list[Slice]]] = []
         self.buffers: list[FlatBuffer] = []
         # If slices are not divided, every rank has all slices and sees every edit by itself.
         self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)

@@ -153,8 +153,8 @@ class Arrivals:
         hooks = self._hooks[index]
         if hooks.only < 0:
             return self._count(index, position)
-        # The hook stands for all gradients of the unit: see [Note: one hook a unit]. It does not if none is expected
-        # (any more), or if another one is still to come.
+        # One hook stands for all gradients of the unit: see [Note: one hook a unit]. It does not if the unit expects no
+        # gradient, or no further one, or if another gradient is still to come.
         if self._missing[index] == 0 or not hooks.all_arrived():
             return self.recount(index)
         self.counts[index][:] = self._once[index]

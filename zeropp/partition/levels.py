@@ -433,7 +433,7 @@ class BufferLayout:
         return [whole.as_strided(slot.shape, slot.strides, slot.offset) for slot in self.slots]
 
     def gap_views(self, whole: Tensor) -> list[Tensor]:
-        """Return views to clear before parameters are copied into a buffer of [numel] elements: they cover all gaps."""
+        """Return views that cover all gaps in a buffer of [numel] elements; clear them before copying parameters."""
         if len(self.gaps) > 1 and self.numel < len(self.gaps) * _CLEARED:
             return [whole]
         return [whole[start:stop] for start, stop in self.gaps]
