@@ -90,7 +90,7 @@ def set_hook_aside(parameter: nn.Parameter, handle: RemovableHandle) -> Callable
 
 
 def put_hook_back(parameter: nn.Parameter, handle: RemovableHandle, hook: Callable[..., None]) -> None:
-    """Return a hook to a parameter, behind all its other hooks; hooks run in this order."""
+    """Put a hook back behind all other hooks of a parameter, which run in this order."""
     parameter._post_accumulate_grad_hooks[handle.id] = hook
 
 

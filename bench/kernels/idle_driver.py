@@ -22,7 +22,7 @@ def _nothing(*arguments: object) -> None:
 
 
 class IdleDriver:
-    """What Triton's launches ask of a driver, for compute capability 9.0.
+    """The methods of a driver that Triton calls for a launch, for a GPU of compute capability 9.0.
 
     Attributes:
         launched: function that is called with the arguments of each launch.
@@ -32,7 +32,7 @@ class IdleDriver:
     """
 
     def __init__(self, launched: Callable[..., None] = _nothing) -> None:
-        # Triton keeps compiled kernels by device, so this is none of a real card's numbers.
+        # Triton keeps compiled kernels by device, so this is a number that no real GPU has.
         self.launched, self.device, self.stream, self.loaded = launched, 1 << 20, 7777, 0
         self.unloaded: list[int] = []
         self.launcher_cls = lambda source, metadata: self.launched

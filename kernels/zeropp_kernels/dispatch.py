@@ -208,7 +208,7 @@ def _outputs(written: _Written, arguments: Sequence[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for _, place in written:
         given = arguments[place]
-        # Tested in this order because isinstance(given, Tensor) is slow where given is no tensor.
+        # A list, a tensor or None. isinstance(given, Tensor) would be slow where given is no tensor.
         if isinstance(given, list):
             found += given
         elif given is not None:
@@ -347,7 +347,6 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         checked(arguments)
         # Without no_grad, autograd would record a graph of the work on scratch buffers when an input requires grad.
         with torch.no_grad():
-            # The function is looked up at each call, so that a benchmark can replace it with a kernel.
             getattr(reference, name)(*arguments)
 
     def fake(*arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""Patches of single functions by their source, for tests that remove a check and must see that it is gone."""
+"""Patches of single functions by their source, for tests that break a check and must then see a difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["edit"]
 
 
 def edit(owner: Any, name: str, old: str, new: str) -> Callable[[], Any]:
-    """Return a function that makes a patch of a function: its source with ``new`` in place of ``old``.
+    """Return a function that makes a mock patch, which puts ``new`` in place of ``old`` in a function's source.
 
     Args:
         owner: module or class of the function.

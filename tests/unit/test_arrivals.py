@@ -1,8 +1,8 @@
 """One gradient hook a unit counts what hooks on all parameters count, in random sequences of backwards.
 
 A stand-in of a unit is trained in phases: some backwards bring gradients in some order, and the unit is reduced when
-it is complete, at a use before that, or at the end. Two counters see the same phases, and one of them never keeps one
-hook. Another test removes pieces of the code, one at a time, and sees other counts, or a reduction without a gradient.
+it is complete, at a use before that, or at the end. Two counters see the same phases; one of them sets no hook aside.
+Another test breaks one check at a time, and then the two counters must differ.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Counter:
                 self.arrivals.recount(0)
                 self.reduce("use")
         self.arrivals.end()
-        # A second gradient may be uncounted, but in a phase that is learned from its beginning.
+        # Several gradients of a parameter may be counted as one, unless the whole phase is learned.
         learns = [argument for kind, argument in phase if kind == "expect"] == [None]
         came = [sum(at in order for kind, order in phase if kind == "backward") for at in range(WIDTH)]
         counts = [c if learns or n <= 1 else min(c, 1) for c, n in zip(self.arrivals.counts[0], came, strict=True)]

@@ -138,7 +138,7 @@ class Agreement:
             while not arrives(min(pause, max(until - time.monotonic(), 0.0))):
                 waited = time.monotonic() >= until
                 if waited or self._others_failed():
-                    # ``watched`` passes this error on unchanged, because ``lost`` is set by then.
+                    # ``watched`` raises an error with the same text, because ``lost`` is set by then.
                     raise self.failure(watched.doing, waited=waited)
                 # The intervals grow, because many ranks may send requests to one store. A failure soon after the start
                 # is still noticed soon.
@@ -701,7 +701,7 @@ class Watched:
 
     Attributes:
         start: time.monotonic() at the beginning of the body.
-        told: True once the status of this wait has been written to the store.
+        told: True once the status of this wait is being written to the store.
         around: wait inside which this one takes place; None if there is none.
     """
 

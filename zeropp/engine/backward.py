@@ -42,7 +42,7 @@ class BackwardUses:
     Attributes:
         complete: units in use whose gradients have come.
         fresh: unit index -> calls that checkpointing has made in this backward and that backward has yet to reach.
-        last_gradient: unit index, and position among its trainable parameters, of the parameter whose gradient came
+        last_gradient: unit index, and position among its trainable parameters, of the gradient that completed a unit
             last.
     """
 

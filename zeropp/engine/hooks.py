@@ -255,7 +255,7 @@ class HookedModule:
 
 @dataclass
 class _Inner:
-    """A module without hooks, the number of its attributes, and the names of those set by its own code."""
+    """A module that may store tensors, the number of its attributes, and the names of those set by its own code."""
 
     module: weakref.ref[nn.Module]
     count: int = -1

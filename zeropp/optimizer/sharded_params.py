@@ -123,7 +123,7 @@ class Slice:
 def show_gradients(parts: Iterable[Slice], present: Iterable[bool]) -> None:
     """Set the optimizer's gradient of each slice; set it to None, as of unused parameters, where ``present`` is False.
 
-    All slices are handled in one loop, because this runs for every slice several times per step.
+    One loop handles many slices, because each slice is set several times per step.
     """
     for part, shown in zip(parts, present, strict=True):
         part.parameter.grad = part.seen if shown else None
@@ -178,7 +178,7 @@ class ShardedParams:
         # Optimizer states of frozen parameters.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
-        # The same slices, grouped by the gradient of their buffer.
+        # The same slices, grouped by the gradient of their buffer. The stand-in has none.
         self._by_source: list[tuple[Gradient | None, list[Slice]]] = []
         self.buffers: list[FlatBuffer] = []
         # If slices are not divided, every rank has all slices and sees every edit by itself.
@@ -480,7 +480,11 @@ class ShardedParams:
         show_gradients(parts, [False] * len(parts))
 
     def _show_present(self, pending: PendingGradients) -> Slice | None:
-        """Show the gradients that have arrived and that the user has not removed since; return one of them, or None."""
+        """Show the gradients that have arrived and that the user has not removed since, and hide all others.
+
+        Returns:
+            The first slice whose gradient is shown, or None.
+        """
         found = None
         for source, parts in self._by_source:
             arrived = source is not None and source.arrived
@@ -533,7 +537,8 @@ class ShardedParams:
                 slice of such a parameter must step it.
         """
         for source, parts in self._by_source:
-            flags = used[parts[0].unit] if source is not None else [True]  # of the buffer's unit
+            # All slices of a buffer are of one unit. The stand-in has no unit, and is always shown.
+            flags = used[parts[0].unit] if source is not None else [True]
             present = list(map(flags.__getitem__, map(_position, parts)))
             # This rank discarded its part of a gradient that another rank set to zero, so show zeros.
             if source is not None and not source.arrived:

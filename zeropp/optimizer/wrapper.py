@@ -470,9 +470,9 @@ class ZeroOptimizer(Optimizer):
 
         Args:
             set_to_none: False sets existing gradients to zero, as in torch. The next step then updates their parameters
-                (weight decay, momentum) even if they are unused. It waits for a step on the host. True frees the
-                memory of gradient shards on the device until the next reduction; tensors that you have taken from
-                ``.grad`` keep theirs.
+                (weight decay, momentum) even if they are unused. False waits for a step on the host. True frees the
+                memory of gradient shards on the device until the next reduction, unless the host steps some of the
+                weights. Tensors that you have taken from ``.grad`` keep their memory.
             now: True to discard also the gradients of an unfinished window.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)

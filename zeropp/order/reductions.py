@@ -14,12 +14,14 @@ the step sync. Then all ranks reduce that unit once more, and later phases of th
 
 [Note: one hook a unit] Autograd calls a hook for each gradient. A unit is reduced when its last gradient has arrived.
 So one hook is enough while the order of a unit's gradients repeats: that of the parameter whose gradient comes last.
-The other hooks are removed. When the one hook is called, ``.grad`` of every trained parameter must be there and must be
-of this backward. It is of this backward, because a reduction takes all ``.grad``, and because the end of each backward
-looks for gradients that no reduction has taken. If a gradient is missing, the hooks of all parameters are registered
-again, and report the gradients that are still to come. So they are, too,
+The other hooks are set aside: they are kept, but not called. When the one hook is called, ``.grad`` of every trained
+parameter must be there and must be of this backward. It is of this backward, because a reduction takes all ``.grad``,
+and because the end of each backward looks for gradients that no reduction has taken. If a gradient is missing, all
+hooks are put back, and report the gradients that are still to come. All hooks are also put back
 
-- when the order of the phase expects another number of gradients than one of each trained parameter;
+- while an order is learned;
+- when an order expects gradients of the unit, but not exactly one of each trained parameter;
+- when the one hook is called although the unit expects no gradient, or no further one;
 - when the unit is reduced before its last gradient has come;
 - at the end of a backward, if gradients are left in ``.grad``;
 - when the set of trained parameters changes.
@@ -114,7 +116,8 @@ class Arrivals:
         """Move the hooks behind those that users have registered since the last call."""
         with unguarded():
             for hooks in self._hooks:
-                hooks.run_last()
+                for position in range(len(hooks.handles)) if hooks.only < 0 else (hooks.only,):
+                    put_hook_last(hooks.parameters[position], hooks.handles[position])
 
     def expect(self, fires: dict[int, tuple[int, ...]] | None) -> None:
         """Expect the gradients of an order from now on.
@@ -127,7 +130,8 @@ class Arrivals:
         for index, once in enumerate(self._once):
             never = self._never[index]
             expected = once if fires is None else fires.get(index, never)
-            # While an order is learned, each gradient must be counted when it comes.
+            # One hook stands for one gradient of each trained parameter. While an order is learned, or if other numbers
+            # are expected, each gradient must be counted when it comes.
             if fires is None or expected not in (once, never):
                 self.recount(index)
             self._expected[index] = expected
@@ -175,7 +179,7 @@ class Arrivals:
         return True
 
     def recount(self, index: int) -> bool:
-        """Watch all parameters of a unit again, and count the gradients that have come without a hook.
+        """Put all hooks of a unit back, and count the gradients that have come without a hook.
 
         A second gradient that came without a hook is not counted.
 
@@ -215,40 +219,37 @@ class _UnitHooks:
     """The hooks on the trainable parameters of one unit.
 
     Attributes:
-        only: position of the parameter whose hook stands for all; -1 if every parameter has one.
+        parameters: all trainable parameters of the unit, also those that are frozen at the moment.
+        handles: handle of the hook of each parameter.
+        only: position of the only parameter whose hook is called; -1 if no hook is set aside.
     """
 
-    __slots__ = ("_aside", "_handles", "_last", "_parameters", "_patience", "_repeats", "_trained", "only")
+    __slots__ = ("_aside", "_last", "_patience", "_repeats", "_trained", "handles", "only", "parameters")
 
     def __init__(self) -> None:
-        self._parameters: tuple[nn.Parameter, ...] = ()  # also those that are frozen at the moment
-        self._handles: list[RemovableHandle] = []
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        self.handles: list[RemovableHandle] = []
         self._aside: dict[int, Callable[..., None]] = {}  # hooks that are not called now, by position
         self._trained: dict[int, nn.Parameter] = {}  # parameters that ``only`` stands for, by position
         self.only = -1
         self._last = -1  # position of the parameter whose gradient came last
-        self._repeats = 0  # number of backwards in which it was the same one
-        # Number of repeats until one hook is kept. It doubles whenever all hooks are registered again, because
-        # registering them costs more than calling them.
+        self._repeats = 0  # how many times in a row it was the same one again
+        # Number of repeats until only one hook is called. It doubles whenever all hooks are put back, because that
+        # costs more than calling them.
         self._patience = 1
 
     def watch(self, parameters: Sequence[nn.Parameter], ready: Callable[[int], Callable[..., None]]) -> None:
         """Register hooks on the parameters that have none; see :meth:`Arrivals.watch`."""
-        self._parameters = tuple(parameters)
-        for position in range(len(self._handles), len(parameters)):
+        self.parameters = tuple(parameters)
+        for position in range(len(self.handles), len(parameters)):
             with unguarded():
                 # A hook on the tensor itself would run before the gradient is in .grad, where ``Gradient.pack`` takes
                 # it.
                 handle = parameters[position].register_post_accumulate_grad_hook(ready(position))
-            self._handles.append(handle)
-
-    def run_last(self) -> None:
-        """Move the hooks behind all others. Called inside ``unguarded()``."""
-        for position in range(len(self._handles)) if self.only < 0 else (self.only,):
-            put_hook_last(self._parameters[position], self._handles[position])
+            self.handles.append(handle)
 
     def watch_all(self) -> None:
-        """Let the hooks of all parameters be called."""
+        """Put back all hooks that are set aside."""
         if self.only < 0:
             return
         self.only = -1
@@ -256,20 +257,20 @@ class _UnitHooks:
         self._patience = min(2 * self._patience, _MOST_PATIENCE)
         with unguarded():
             for position, hook in self._aside.items():
-                put_hook_back(self._parameters[position], self._handles[position], hook)
+                put_hook_back(self.parameters[position], self.handles[position], hook)
         self._aside.clear()
 
     def note_last(self, position: int, trained: Sequence[bool]) -> None:
-        """Note the parameter whose gradient came last; keep only its hook if it was the same one before."""
+        """Note the parameter whose gradient came last; set all other hooks aside once it has repeated often enough."""
         self._repeats = self._repeats + 1 if position == self._last else 0
         self._last = position
         if self._repeats < self._patience:
             return
         self.only = position
-        self._trained = {at: each for at, each in enumerate(self._parameters) if trained[at]}
-        for other, handle in enumerate(self._handles):
+        self._trained = {at: each for at, each in enumerate(self.parameters) if trained[at]}
+        for other, handle in enumerate(self.handles):
             if other != position:
-                self._aside[other] = set_hook_aside(self._parameters[other], handle)
+                self._aside[other] = set_hook_aside(self.parameters[other], handle)
 
     def all_arrived(self) -> bool:
         """Return True if every trained parameter has a ``.grad``."""
@@ -294,9 +295,9 @@ class _UnitHooks:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
         self._aside.clear()
 
 

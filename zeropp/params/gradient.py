@@ -140,12 +140,12 @@ class Gradient:
         # later than this flag.
         self._partly_held = False
         self._scaled = 1.0  # factor that the last message was scaled by for float16 headroom
-        # True if there is no hop and the shard is on the device: gradients are then added to the shard without a
-        # message, on a GPU by one kernel.
+        # True if there is no hop, and the shard is on the device and not in 16 bits: gradients are then added to the
+        # shard without a message, on a GPU by one kernel.
         self._gathers = self._ring is None and adds_directly(paths.straight, self.shard)
         self._plain = PlainCodec(self.dtype)
         by_kernel = self._gathers and summed_by_kernels(self.shard)
-        # The parts of parameters in the shard, and the gaps between them, if the shard is whole.
+        # The parts of parameters in the shard, and the gaps between them; None if a kernel adds or messages are sent.
         self._parts: _Parts | None = None
         if self._gathers and not by_kernel:
             self._parts = layout.views(self.shard), layout.gap_views(self.shard)
@@ -314,8 +314,8 @@ class Gradient:
             message: this rank's message from :meth:`pack`.
             scale: factor on the sum over ranks and backwards.
             hold: as given to :meth:`pack`.
-            last: result of an earlier call, which is returned again if it has the same message and path. The caller
-                keeps it, because it refers to this object.
+            last: result of an earlier call. It is returned again if its message and its shard are still the same. The
+                caller stores it: stored here, it would form a reference cycle.
         """
         # Use the flag instead of ``held``: the comm stream may not have run earlier reductions yet.
         straight = not hold and not self._partly_held

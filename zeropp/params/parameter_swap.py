@@ -7,7 +7,8 @@ that the user edited the parameter in place.
 
 [Note: generation] Work that repeats is prepared once, and prepared again after a change of the objects that it uses.
 
-- A `Swap` holds each parameter with its values. The calls that move the values make the pairs again.
+- A `Swap` keeps tuples of a parameter, its two classes, and its values or stand-in. It makes them again when values
+  move, and when the user sets the class of a parameter.
 - A unit keeps the stages of its gather, with their tensors (`Unit.prepare_gather`). Main weights may move to other
   memory, and parameters to new buffers. Each such change advances one counter, the `Generation`. Stages that were
   prepared at an older number are prepared again before they run.
@@ -81,14 +82,14 @@ class Swap:
         self.prepare()
 
     def prepare(self) -> None:
-        """Look up the class of each parameter while it has values and while it has none."""
+        """Make the tuples for :meth:`show` and :meth:`hide`: each parameter, its two classes, and its new ``.data``."""
         own = [own_class(parameter) for parameter in self._parameters]
         guarded = [guarded_class(each) for each in own]
         self._to_values = tuple(zip(self._parameters, own, guarded, self._values, strict=True))
         self._to_absent = tuple(zip(self._parameters, own, guarded, self.absent, strict=True))
 
     def _number(self, version: int) -> None:
-        """Make the version counters of all parameters for a weight version, once per step."""
+        """Compute the version counters that all parameters get at a weight version, once per step."""
         self._version = version
         self._shown = (2 * version,) * len(self._parameters)
         self._hidden = (2 * version + 1,) * len(self._parameters)
@@ -126,7 +127,7 @@ class Swap:
         noted = self._noted
         edited = False
         for parameter, own, guarded, absent in self._to_absent:
-            if parameter.__class__ is not own:  # set by the user, or guarded already; the next show() notes it
+            if parameter.__class__ is not own:  # set by the user, or guarded already; the next show() prepares
                 parameter.__class__ = own_class(parameter)
                 guarded = guarded_class(parameter.__class__)  # of this parameter alone
             if parameter._version != noted:

@@ -26,7 +26,10 @@ TERMS = (
     "main_weights", "gradients", "gradient_norms", "frozen_weights", "wire_weights", "secondary_weights",
     "persistent_weights", "feedback",
 )  # fmt: skip
-"""Names of the kinds of memory that a unit owns at all times, as :meth:`Unit.owned_bytes` yields them."""
+"""Names of the kinds of memory that a unit owns, as :meth:`Unit.owned_bytes` yields them.
+
+Gradients on the device are owned only from a reduction to ``zero_grad()``, and all others at all times.
+"""
 
 
 class UnitState(Enum):

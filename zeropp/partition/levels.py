@@ -45,8 +45,6 @@ __all__ = [
     "ranks_per_node",
 ]
 
-# Elements that are cleared in about the time that one more operation takes.
-_CLEARED = 4096
 
 # Modes: the level of each part of a unit.
 
@@ -433,9 +431,7 @@ class BufferLayout:
         return [whole.as_strided(slot.shape, slot.strides, slot.offset) for slot in self.slots]
 
     def gap_views(self, whole: Tensor) -> list[Tensor]:
-        """Return views that cover all gaps in a buffer of [numel] elements; clear them before copying parameters."""
-        if len(self.gaps) > 1 and self.numel < len(self.gaps) * _CLEARED:
-            return [whole]
+        """Return one view for each gap between parameters in a buffer of [numel] elements."""
         return [whole[start:stop] for start, stop in self.gaps]
 
     def slice_range(self, index: int, level: int) -> tuple[int, int]:

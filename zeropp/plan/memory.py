@@ -114,7 +114,8 @@ class MemoryPlan:
     def gradients(self) -> int:
         """Bytes of reduced gradients on the device: each unit's from its first reduction to ``zero_grad()``.
 
-        With gradients that the host steps, they are among ``terms`` or ``host`` at all times.
+        Not included are gradients of units of which the host steps any weights. They keep their memory, and are in
+        ``terms``, ``host`` or ``disk``.
         """
         return sum(unit.gradient for unit in self.units)
 

@@ -232,14 +232,14 @@ class PlainCodec:
 
         Args:
             parts: one view for each parameter.
-            gaps: views that cover the gaps between parameters; they may cover parameters, too.
+            gaps: one view for each gap between parameters.
             gradients: one tensor for each parameter; None stands for zeros.
         """
+        pack_(parts, gradients)
         # ``empty`` returns uninitialized memory, which may hold NaN. Padding is summed and counts in norms, so it must
         # be zero.
         if gaps:
             torch._foreach_zero_(gaps)
-        pack_(parts, gradients)
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
         """Copy plain messages into ``out``, cast to its dtype."""
@@ -639,7 +639,7 @@ class Report:
         self.has_flag = False
 
     def measure_flag(self, values: Tensor) -> None:
-        """Set the flag with torch operations, unless it is set; the host does not wait.
+        """Compute the flag with torch operations, unless it was computed; the host does not wait.
 
         Norms alone cannot tell, because they also overflow for large finite values. But finite norms prove that all
         values are finite, so this second pass over the shard is needed only where the sum of squares is not finite.

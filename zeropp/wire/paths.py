@@ -77,7 +77,7 @@ class GatherPath:
         self.dtype = dtype
         self._stored = stored
         self._segments = _segments([hop.spec for hop in hops])
-        # Each entry resumes the generator of ``gather`` once: see comm.streams.Work.
+        # There is one stage for each entry: see :meth:`stages` and comm.streams.Work.
         self.links = [*([BUS] if stored else []), *(link for link, _ in self._segments)]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
@@ -85,7 +85,7 @@ class GatherPath:
         return torch.empty(numel, dtype=self.dtype, device=device)
 
     def places(self, whole: Tensor) -> list[Tensor]:
-        """Return the views of a result that :meth:`gather` fills.
+        """Return the views of a result that a gather fills.
 
         The first view is this rank's own slice. The following ones are the gathered part after each hop.
         """
@@ -240,7 +240,7 @@ class CodedGatherPath(GatherPath):
 
     def places(self, whole: Tensor) -> list[Tensor]:
         """Return [result] if the path decodes, else the views of the messages before the first and after each hop."""
-        # Messages that are decoded at the end live in temporary memory of their own, allocated in ``_begin``.
+        # Messages that are decoded at the end live in temporary memory of their own, allocated in ``begin``.
         return [whole] if self.decodes else self._views(whole)
 
     def begin(self, own: Tensor | StoredShard, places: list[Tensor]) -> list[Tensor]:
@@ -376,7 +376,7 @@ class ReducePath:
         self.codec.pack_(message, gradients, layout, table, count=self.count, feedback=feedback)
 
     def encode_(self, message: Tensor, values: Tensor) -> None:
-        """Encode a slice of [numel] values as the messages for :meth:`reduce`."""
+        """Encode a slice of [numel] values as the messages for :meth:`reduction`."""
         feedback = self.hops[0].feedback if self.hops else None
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 

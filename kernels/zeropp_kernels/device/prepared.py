@@ -4,7 +4,7 @@ At every launch, Triton binds the arguments, looks for the compiled kernel of th
 launcher. A prepared launch keeps the compiled kernel and all arguments that follow from the sizes, and calls the
 launcher with new addresses and numbers.
 
-A prepared launch does nothing and returns False, and the call goes through Triton, where
+In these cases a prepared launch does nothing and returns False, and the call goes through Triton:
 
 - Triton has another driver, or another device is current, than when it was prepared;
 - a knob of ``triton.knobs.runtime`` or ``triton.knobs.compilation`` was set in this process since then, or a hook is
@@ -12,7 +12,7 @@ A prepared launch does nothing and returns False, and the call goes through Trit
 - a pointer whose alignment the compiler used is not a multiple of 16;
 - an argument would be refused for its value: a scale, tensors of other sizes than their table, pageable memory.
 
-It does not see changes of environment variables, and of constants that kernels read as globals.
+It does not see changes of environment variables, or of constants that kernels read as globals.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def prepare(
             # Triton asks CUDA for the device's address of host memory.
             host_memory.append((slot, place))
         else:
-            # No kernel has an argument that must be aligned among its untold ones.
+            # The compiler assumes no alignment of the pointers in ``untold``, and no kernel needs any.
             told = kernel.arg_names[slot] not in kernel.untold
             pointers.append((slot, place, ALIGNMENT - 1 if told else 0))
     if any(given[place].data_ptr() & mask for _, place, mask in pointers):
@@ -131,7 +131,7 @@ def _prepared(
             or hooks
         ):
             return False
-        # Not <=, so that NaN is refused, too.
+        # Written as ``not ... <=`` and not as ``>``, so that NaN is refused, too.
         if scale is not None and not abs(arguments[scale]) <= LARGEST:
             return False
         passed, bits = values.copy(), 0

@@ -29,7 +29,7 @@ from tests.support.unprepared import unprepared
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import CommStreams
 from zeropp.engine.hooks import _gradient_ready
-from zeropp.order.reductions import Arrivals, Reductions, _UnitHooks
+from zeropp.order.reductions import Arrivals, Reductions
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient, ReduceWork
 from zeropp.params.parameter_swap import Swap
@@ -333,7 +333,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "gradients came without a hook": edit(Arrivals, "recount", "hooks.arrived()", "[]"),
     "gradients without a hook at the end": edit(Arrivals, "end", "self.recount(index)", "pass"),
     "a use before the last gradient": edit(Reductions, "before_use", "self.arrivals.recount(index)", "pass"),
-    "hooks of the user run later": edit(_UnitHooks, "run_last", "put_hook_last(", "(lambda *_: None)("),
+    "hooks of the user run later": edit(Arrivals, "run_last", "put_hook_last(", "(lambda *_: None)("),
     "a class while released": edit(Swap, "show", "parameter.__class__ is not guarded", "False"),
     "a class while unsharded": edit(Swap, "hide", "parameter.__class__ is not own", "False"),
 }
@@ -378,7 +378,7 @@ def test_each_event_must_be_noticed(fault: str, name: str) -> None:
 
 
 def gathered_again() -> tuple[int, list[Tensor]]:
-    """Train four ranks; rank 0 skips a unit that the others use twice, so that it gathers the unit twice unread.
+    """Train four ranks. Rank 0 does not use a unit that the others use twice, but must gather it twice, too.
 
     Returns:
         The number of gathers that began while one of the same unit was in flight, and losses and weights.
@@ -412,7 +412,7 @@ def gathered_again() -> tuple[int, list[Tensor]]:
 
 
 def gathered_again_in_two_ways() -> tuple[int, bool]:
-    """Return the number of such gathers, and True if the bits are those without prepared work."""
+    """Return the first result of `gathered_again`, and True if losses and weights are those without prepared work."""
     again, own = gathered_again()
     with unprepared():
         _, other = gathered_again()
