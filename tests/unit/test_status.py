@@ -257,6 +257,19 @@ def test_a_delayed_write_of_a_stop_does_not_count_as_a_stop(store: CountingStore
     assert second.accounts(ACTOR) == {} and not long_after(second, ACTOR, clock)
 
 
+def test_a_line_that_is_added_while_another_rank_reads_is_read_later(store: CountingStore, clock: Clock) -> None:
+    first, second = boards_of(2)
+    append = store._store.append
+
+    def read_first(key: str, value: str) -> None:
+        second.some_rank_failed(ACTOR)
+        append(key, value)
+
+    store.append = read_first  # type: ignore[attr-defined]
+    stop(first)
+    assert long_after(second, ACTOR, clock)
+
+
 def test_a_line_that_comes_late_says_nothing(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
     stop(first)

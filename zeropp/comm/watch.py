@@ -458,7 +458,7 @@ class StatusBoard:
     def _find_failure(self, engine: str) -> bool:
         """Return True if another rank has failed; see :meth:`some_rank_failed`."""
         store = default_store()
-        count = self._said_ends.count_lines(store)
+        count = self._said_ends.count_added(store)
         if count != self._heard[0]:
             # The count was read before the lines. A line that is added in between is read twice, and is not missed.
             self._heard = count, self._read_ends(store)
@@ -602,6 +602,7 @@ class _Lines:
         number = self.count_lines(store, 1)
         self._page, begins = divmod(number, self._size)
         store.append(self._key(self._page), f"{number} {self._rank} {words}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
+        self.count_added(store, 1)
         self.said = words
         # No rank reads or is about to read this old list: a request for a deleted list would wait for it. Lists are
         # deleted because a job that runs for months must not fill the store.
@@ -623,6 +624,14 @@ class _Lines:
     def count_lines(self, store: dist.Store, more: int = 0) -> int:
         """Return the number of lines in all lists so far, after adding ``more`` to it."""
         return int(store.add(f"{self._name}/lines", more))
+
+    def count_added(self, store: dist.Store, more: int = 0) -> int:
+        """Return the number of lines that readers find in the lists, after adding ``more`` to it.
+
+        :meth:`count_lines` includes lines that have a number and are not in a list yet. A reader that remembered that
+        count would miss such a line for good.
+        """
+        return int(store.add(f"{self._name}/added", more))
 
     def _key(self, page: int) -> str:
         """Return the key under which the job's store keeps list number ``page`` of these lines."""
