@@ -94,11 +94,13 @@ def put_hook_back(parameter: nn.Parameter, handle: RemovableHandle, hook: Callab
     parameter._post_accumulate_grad_hooks[handle.id] = hook
 
 
-def put_hook_last(parameter: nn.Parameter, handle: RemovableHandle) -> None:
-    """Move a post-accumulate-grad hook behind all other hooks of a parameter."""
+def put_hook_last(parameter: nn.Parameter, handle: RemovableHandle) -> bool:
+    """Move a post-accumulate-grad hook behind all other hooks of a parameter; return True if it was there already."""
     hooks: dict[int, Callable[..., None]] = parameter._post_accumulate_grad_hooks
-    if next(reversed(hooks)) != handle.id:
-        hooks[handle.id] = hooks.pop(handle.id)
+    if next(reversed(hooks)) == handle.id:
+        return True
+    hooks[handle.id] = hooks.pop(handle.id)
+    return False
 
 
 def storage_id(tensor: Tensor) -> int:

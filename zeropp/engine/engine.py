@@ -303,7 +303,8 @@ class Engine(GuardHandler):
         self._begin_backward()
         if self._reductions.count_gradient(index, position):
             self._backward.last_gradient = index, position
-            self._reductions.send_complete()
+            if self._reductions.arrivals.runs_last(index, position):
+                self._reductions.send_complete()
             self._backward.complete.append(self.units[index])
 
     def _begin_backward(self, *, by_output: bool = False) -> None:

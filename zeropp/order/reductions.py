@@ -119,6 +119,16 @@ class Arrivals:
                 for position in range(len(hooks.handles)) if hooks.only < 0 else (hooks.only,):
                     put_hook_last(hooks.parameters[position], hooks.handles[position])
 
+    def runs_last(self, index: int, position: int) -> bool:
+        """Return True if no hook of the user runs behind the one that has just been called; otherwise move it there.
+
+        A hook behind it was registered during this backward. It must find the gradients, so no reduction may take them
+        before the next event.
+        """
+        hooks = self._hooks[index]
+        with unguarded():
+            return put_hook_last(hooks.parameters[position], hooks.handles[position])
+
     def expect(self, fires: dict[int, tuple[int, ...]] | None) -> None:
         """Expect the gradients of an order from now on.
 

@@ -76,10 +76,14 @@ class Training:
         self.model = Pairs()
         if settings.pop("frozen", False):
             self.model.blocks[1].two.requires_grad_(False)
+        emptied = settings.pop("emptied", False)
         dtype: dict[str, object] = {} if "fp16" in settings else {"bf16": {"enabled": True}}
         config = make_config(gradient_clipping=0.5, reuse=0, **dtype, **settings)
         adam = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.optimizer = zeropp.ZeroOptimizer(adam, self.model, config)
+        for block in self.model.blocks if emptied else ():
+            # The user's hook removes the gradient, so the parameter is not stepped.
+            block.one.bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         self.draw = torch.Generator().manual_seed(dist.get_rank())
         self.seen: list[Tensor] = []
 
@@ -282,6 +286,7 @@ EVENTS: dict[str, tuple[Callable[[Training], None], dict[str, object]]] = {
     "shortened, persistent": (shortened, {"persist": 10**6}),
     "the loss scale grows": (scaled, {"fp16": {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2}}),
     "hooks of the user": (hooked, {}),
+    "hooks that remove gradients": (turned, {"emptied": True}),
     "classes of the user": (reclassed, {}),
 }
 
@@ -347,7 +352,7 @@ SHOWN = [
     ("gradients came without a hook", "no gradient of the last"),
     ("gradients without a hook at the end", "no gradient of the last"),
     ("a use before the last gradient", "no gradient of the last, accumulated"),
-    ("hooks of the user run later", "hooks of the user"),
+    ("hooks of the user run later", "hooks that remove gradients"),
     ("a class while released", "classes of the user"),
     ("a class while unsharded", "classes of the user"),
 ]
@@ -438,13 +443,13 @@ def test_gathers_in_flight_must_not_share_their_work() -> None:
     assert all(run_ranks(4, with_one_gather, local_world_size=2))
 
 
-def with_users_hooks(early: bool) -> float:
+def with_users_hooks(when: str) -> float:
     """Train with hooks that change gradients; return the largest difference from plain torch.
 
     All ranks have the same batch, so the mean of their gradients is the gradient of plain torch.
 
     Args:
-        early: True to register the hooks before wrapping.
+        when: time at which the hooks are registered.
     """
     torch.manual_seed(0)
     model = Pairs().double()
@@ -458,27 +463,30 @@ def with_users_hooks(early: bool) -> float:
         for parameter in each.parameters():
             parameter.register_post_accumulate_grad_hook(change)
 
-    hook(plain)
-    if early:
+    if when == "before wrapping":
+        hook(plain)
         hook(model)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, make_config(reuse=0))
     other = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(12):
-        if step == 5 and not early:
-            model.load_state_dict(plain.state_dict())
+        if step == 5 and when == "after wrapping":
+            hook(plain)
             hook(model)
         model.turned = plain.turned = step > 8
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         for each, steps in ((model, optimizer), (plain, other)):
-            each(x).square().mean().backward()
+            out = each(x)
+            if step == 5 and when == "in a backward":
+                out.register_hook(lambda gradient, each=each: hook(each))
+            out.square().mean().backward()
             steps.step()
             steps.zero_grad()
     return worst(zeropp.full_state(model), dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_hooks_of_the_user_change_gradients_before_they_are_reduced(early: bool) -> None:
-    assert max(run_ranks(2, with_users_hooks, early)) <= 1e-12
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "in a backward"])
+def test_hooks_of_the_user_change_gradients_before_they_are_reduced(when: str) -> None:
+    assert max(run_ranks(2, with_users_hooks, when)) <= 1e-12
 
 
 def hooks_called() -> tuple[int, int]:
