@@ -297,13 +297,13 @@ class Engine(GuardHandler):
             if unit.has_frozen:
                 self._backward.call_ended(unit)
 
-    def gradient_ready(self, index: int, position: int) -> None:
+    def gradient_ready(self, index: int, position: int, *, alone: bool) -> None:
         """Count a parameter's gradient. The unit's last one allows its reduction and its release."""
         # First, because a backward that begins here may forget earlier gradients.
         self._begin_backward()
         if self._reductions.count_gradient(index, position):
             self._backward.last_gradient = index, position
-            if self._reductions.arrivals.runs_last(index, position):
+            if alone or self._reductions.arrivals.runs_last(index, position):
                 self._reductions.send_complete()
             self._backward.complete.append(self.units[index])
 

@@ -309,12 +309,13 @@ class HookHandler(Protocol):
         """Called when a call has hooked outputs, through which backward may reach the call."""
         ...
 
-    def gradient_ready(self, index: int, position: int) -> None:
+    def gradient_ready(self, index: int, position: int, *, alone: bool) -> None:
         """Called when autograd has put a gradient into ``.grad`` of a trainable parameter.
 
         Args:
             index: index of the unit.
             position: position of the parameter among the unit's trainable ones.
+            alone: True if the parameter has no other hook of this kind.
         """
         ...
 
@@ -410,9 +411,10 @@ def _gradient_ready(ref: weakref.ref[HookHandler], index: int, position: int, pa
     """Hook on a parameter, called when its gradient is in ``.grad``."""
     with unguarded():
         arrived = parameter.grad is not None
+        alone = len(parameter._post_accumulate_grad_hooks) == 1
     # Autograd also calls the hook of a parameter that was frozen after the forward, without a gradient.
     if arrived and (handler := ref()) is not None:
-        handler.gradient_ready(index, position)
+        handler.gradient_ready(index, position, alone=alone)
 
 
 # The hooks of a whole model.
