@@ -58,6 +58,7 @@ REFUSED_AFTER = {
     "all in another order": 2,
     "all part of a backward": 2,
     "part of a backward": 3,
+    "one checkpointed": 3,
 }
 
 
