@@ -22,12 +22,11 @@ from zeropp.params.unit import UnitState
 
 __all__ = [
     "DEADLOCKS",
+    "SCENARIOS",
     "Case",
     "Model",
-    "backward_over_more",
     "check_alike",
     "check_seeds",
-    "more_often_without_gradients",
     "train",
 ]
 
@@ -172,11 +171,14 @@ class Phase:
         kind: "forward", "evaluation", "backward" or "step".
         runs: for a forward or evaluation, the code that each rank's data runs.
         graphs: for a backward, the forwards that it covers, numbered since the last step.
+        unused: for a backward, how many of the last calls of these forwards each rank's loss does not use; 0 by
+            default.
     """
 
     kind: str
     runs: tuple[Code, ...] = ()
     graphs: tuple[int, ...] = ()
+    unused: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -342,7 +344,7 @@ class Branching:
         self.rank.leave(index)
         return _Entry(node, call, self.in_backward, inside)
 
-    def backward(self, graphs: Sequence[tuple[list[_Entry], list[bool]]]) -> None:
+    def backward(self, graphs: Sequence[tuple[list[_Entry], list[bool]]], unused: int = 0) -> None:
         rank = self.rank
         rank.reductions.last = True
         rank.schedule.begin_phase(rank._backward_key(rank.outstanding), None)
@@ -351,7 +353,8 @@ class Branching:
         for _, executed in graphs:
             executed[0] = True
         rank.backward_uses.fetch_known_uses()
-        self._over([entry for entries, _ in graphs for entry in entries])
+        entries = [entry for entries, _ in graphs for entry in entries]
+        self._over(entries[: len(entries) - unused])
         for _, executed in graphs:
             executed[0] = False
         self.in_backward = False
@@ -442,7 +445,8 @@ def train(case: Case, choose: Any = min, *, strays: bool = True) -> bool:
             elif phase.kind == "evaluation":
                 branching.forward(phase.runs[number], grad=False)
             elif phase.kind == "backward":
-                branching.backward([graphs[each] for each in phase.graphs])
+                unused = phase.unused[number] if phase.unused else 0
+                branching.backward([graphs[each] for each in phase.graphs], unused)
             else:
                 graphs.clear()
                 branching.step()
@@ -507,7 +511,7 @@ def check_alike(seeds: range) -> None:
             raise AssertionError(f"case {number}: {error}") from error
 
 
-def backward_over_more() -> None:
+def _backward_over_more() -> None:
     """Check a backward over two forwards, after a backward over one of the two was learned.
 
     A checkpointed module then runs twice in the backward.
@@ -526,7 +530,7 @@ def backward_over_more() -> None:
     assert train(Case(model, 2, tuple(phases), Limits(0, 0, 0)))
 
 
-def more_often_without_gradients() -> None:
+def _more_often_without_gradients() -> None:
     """Check that a rank may run a module twice in an evaluation, and later also in a forward with gradients."""
     model = Model(2, {"m0": 0, "m1": 1}, {"": (), "m0": (), "m1": ()})
     once, twice = (Call("m0"), Call("m1")), (Call("m0"), Call("m1"), Call("m0"))
@@ -536,3 +540,44 @@ def more_often_without_gradients() -> None:
         for kind, runs in steps
     ]
     assert train(Case(model, 2, tuple(phase for step in phases for phase in step), Limits(0, 0, 0)))
+
+
+def _backward_over_all_calls() -> None:
+    """Check a backward over two calls of a checkpointed module, after backwards over one of the two were learned.
+
+    Only the loss of the second rank uses both calls, so only this rank gathers the unit twice.
+    """
+    model = Model(1, {"m0": 0}, {"": (), "m0": ()})
+    twice = (Call("m0", "reentrant"),) * 2
+    phases = [
+        phase
+        for unused in ((1, 1), (1, 1), (1, 0))
+        for phase in (Phase("forward", (twice,) * 2), Phase("backward", graphs=(0,), unused=unused), Phase("step"))
+    ]
+    assert train(Case(model, 2, tuple(phases), Limits(0, 0, 0)))
+
+
+def _gathers_one_more_unit() -> None:
+    """Check a module that gathers a further unit after orders were learned, if the other rank skips the module.
+
+    `register_external_parameter` adds such a unit, for example to a part of the model that the user calls by itself.
+    """
+
+    def program(number: int) -> None:
+        rank = Rank(world, number, [4] * 3, Limits(0, 0, 0), inside=(0, 1))
+        for _ in range(2):
+            rank.forward((0, 1), grad=False)
+        rank.inside, rank.modules = (0, 1, 2), {"m0": 0, "m1": 1}
+        rank.forward((0,) if number == 0 else (0, 1, 2), grad=False)
+
+    world = World(2, min)
+    world.run(program)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "a backward over more": _backward_over_more,
+    "a backward over all calls": _backward_over_all_calls,
+    "more often without gradients": _more_often_without_gradients,
+    "one more unit": _gathers_one_more_unit,
+}
+"""Cases that random ones contain rarely or never, by name. Each function raises an error if the ranks do not train."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.order.branching import DEADLOCKS, backward_over_more, check_alike, check_seeds, more_often_without_gradients
+from tests.order.branching import DEADLOCKS, SCENARIOS, check_alike, check_seeds
 
 
 def test_ranks_that_branch() -> None:
@@ -22,12 +22,9 @@ def test_cases_that_were_deadlocks(number: int) -> None:
     check_seeds(range(number, number + 1))
 
 
-def test_a_backward_over_more_than_was_learned() -> None:
-    backward_over_more()
-
-
-def test_a_module_that_a_rank_ran_more_often_in_an_evaluation() -> None:
-    more_often_without_gradients()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenarios(name: str) -> None:
+    SCENARIOS[name]()
 
 
 @pytest.mark.campaign

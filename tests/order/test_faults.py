@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.order.branching import DEADLOCKS, backward_over_more, check_alike, check_seeds, more_often_without_gradients
+from tests.order.branching import DEADLOCKS, SCENARIOS, check_alike, check_seeds
 from tests.order.economy import ECONOMIES
 from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
 from tests.order.faults import FAULTS, Fault
@@ -32,8 +32,7 @@ def _nets() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from ((economy.__name__, economy) for economy in ECONOMIES)
     places = [None, *(Failure(backward, uses) for backward in (False, True) for uses in (0, 2, 5))]
     yield "failures", lambda: _check(failures(2, places, [[Step((alike(2, FULL),))] * 2]))
-    yield "a backward over more", backward_over_more
-    yield "more often without gradients", more_often_without_gradients
+    yield from SCENARIOS.items()
     yield "running alike", lambda: check_alike(range(150))
     yield "branching", lambda: check_seeds(range(400))
     yield "deadlocks", lambda: [check_seeds(range(number, number + 1)) for number in DEADLOCKS]
