@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from zeropp_kernels.dispatch import GPU_WAYS, NAMESPACE
+from zeropp_kernels.dispatch import GPU_WAYS, LAUNCHES, NAMESPACE
 
 __all__ = ["WAYS", "IdleDriver", "idle_card"]
 
@@ -80,6 +80,11 @@ def idle_card(way: Callable[[str], Callable[..., None]], idle: IdleDriver | None
         undo.callback(library._destroy)
         undo.callback(setattr, driver, "_active", before)
         driver.set_active(IdleDriver() if idle is None else idle)
+        # Public functions repeat prepared launches without the registered implementation. Those of another driver
+        # would not be repeated, but looking for them takes time.
+        for launches in LAUNCHES.values():
+            launches.found.clear()
+            undo.callback(launches.found.clear)
         # CPU tensors have no CUDA device to select.
         undo.enter_context(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
         with warnings.catch_warnings():

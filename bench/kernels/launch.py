@@ -10,7 +10,8 @@ the same on a machine without a GPU. The launch itself, in CUDA and in Triton's 
 
 - "torch": torch's dispatcher alone, with an implementation that does nothing.
 - "general": all checks, and Triton's own launch.
-- "prepared": the checks that each call needs, and the launch of a compiled kernel with addresses.
+- "prepared": the checks that each call needs, and the launch of a compiled kernel with addresses, without torch's
+  dispatcher.
 """
 
 from __future__ import annotations

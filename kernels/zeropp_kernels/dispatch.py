@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled
 from torch.autograd.graph import increment_version
 
 from . import reference
@@ -38,17 +39,24 @@ from .checks import (
 from .version import __version__
 from .wire import message_layout
 
-__all__ = ["GPU_WAYS", "NAMESPACE"]
+try:
+    from torch._C._dynamo import guards
+except ImportError:  # a private module; torch has no public function that compares tensors in one call
+    guards = None  # type: ignore[assignment]
+
+__all__ = ["GPU_WAYS", "LAUNCHES", "NAMESPACE", "operation"]
 
 NAMESPACE = "zeropp"
 # Functions that run an operation on a GPU, by its name: the one that is registered, which uses prepared launches, and
 # the one that checks everything and launches through Triton.
 GPU_WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
-# Prepared launches of an operation that are kept. With more, all are dropped: a program whose sizes change at every
-# call would fill the memory.
-_MOST_PREPARED = 4096
-_dtype = attrgetter("dtype")
+# The prepared launches of each operation, by its name.
+LAUNCHES: dict[str, Launches] = {}
+# Most kinds of prepared launches of an operation, and most launches of one kind. With more kinds, all are dropped: a
+# program whose sizes change at every call would fill the memory.
+_MOST_PREPARED, _MOST_ALIKE = 4096, 8
 _requires_grad = attrgetter("requires_grad")
+_function_modes = torch._C._len_torch_function_stack
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 # host and entries are marked as written, because both change when addresses are sent again. Otherwise torch.compile
 # could reorder or drop those writes.
@@ -230,50 +238,142 @@ def _refuse_gradients(written: _Written, arguments: Sequence[Any]) -> None:
             raise ValueError(f"{name} requires grad and would be overwritten; call under torch.no_grad()")
 
 
-def _common(values: list[Any]) -> object:
-    """Return the value that all have, or all values if they differ or there are none."""
-    return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
+class _Prepared(NamedTuple):
+    """A prepared launch of an operation.
 
-
-def _signature(declared: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[object, ...]]:
-    """Return a function of an operation's arguments that returns all that decides whether and how they are launched.
-
-    Left out are values that each call checks or passes on: addresses, values of the scale, and sizes in a table.
+    Attributes:
+        alike: function of tensors that returns True if types, dtypes, devices, shapes, strides and dispatch keys are
+            those of the launch.
+        requires_grad: True if a tensor requires grad.
+        launch: function from :func:`.device.prepared.prepare`.
+        written: function of the tensors that returns those that the operation writes.
     """
-    of_tensors = ("Tensor", "Optional[Tensor]")
-    tensors = [place for place, each in enumerate(declared) if str(each.type) in of_tensors]
-    lists = [place for place, each in enumerate(declared) if str(each.type) == "List[Tensor]"]
-    others = [place for place, each in enumerate(declared) if place not in (*tensors, *lists) and each.name != "scale"]
 
-    def signature(arguments: Sequence[Any]) -> tuple[object, ...]:
-        found = [arguments[place] for place in others]
-        # Only CPU and CUDA tensors come here, so a number names the device: -1 for the CPU. Numbers take half as long
-        # to read and to compare as devices.
-        for place in tensors:
-            each = arguments[place]
-            found += (None,) if each is None else (each.dtype, each.shape, each.get_device(), each.is_contiguous())
-        for place in lists:
-            given = arguments[place]
-            dtypes, devices = list(map(_dtype, given)), list(map(Tensor.get_device, given))
-            whole = all(map(Tensor.is_contiguous, given)) or tuple((each.shape, each.stride()) for each in given)
-            # The number of tensors is that of the columns of the table.
-            found += (_common(dtypes), _common(devices), whole)
-        return tuple(found)
+    alike: Callable[..., bool]
+    requires_grad: bool
+    launch: Callable[[Sequence[Any]], bool]
+    written: Callable[[list[Tensor]], Any]
 
-    return signature
+
+def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Return the function ``alike`` of :class:`_Prepared` for these tensors; None if there can be none.
+
+    torch's guards of compiled code compare all tensors in one call, in 0.1 us a tensor. They also compare the state of
+    the thread: under a dispatch mode, autocast, functorch or tracing, tensors are unlike those outside of it.
+    """
+    # Calls with tensors of other types must come to the types' own code.
+    if guards is None or not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return None
+    # Guards refuse a tensor that is given twice, so they get the first place of each only.
+    seen: dict[int, int] = {}
+    first = [seen.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
+    places = list(seen.values())
+    try:
+        made = guards.TensorGuards(
+            *(tensors[place] for place in places), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+    except TypeError:
+        return None  # other arguments in another version of torch
+    check: Callable[..., bool] = made.check
+    if len(places) == len(tensors):
+        return check
+
+    def alike(*given: Tensor) -> bool:
+        same = all(tensor is given[place] for tensor, place in zip(given, first, strict=True))
+        return same and check(*(given[place] for place in places))
+
+    return alike
+
+
+class Launches:
+    """The prepared launches of one operation.
+
+    Attributes:
+        names: names of the operation's arguments.
+        found: prepared launches by what tells most calls apart, the most recent first.
+    """
+
+    def __init__(self, declared: Sequence[Any], written: _Written) -> None:
+        """Start without launches.
+
+        Args:
+            declared: arguments in the operation's schema.
+            written: arguments that the operation writes.
+        """
+        self._written = written
+        self.names = [each.name for each in declared]
+        self.found: dict[tuple[object, ...], list[_Prepared]] = {}
+        kinds = [str(each.type) for each in declared]
+        self._lists = [place for place, kind in enumerate(kinds) if kind == "List[Tensor]"]
+        self._optional = [place for place, kind in enumerate(kinds) if kind == "Optional[Tensor]"]
+        required = [place for place, kind in enumerate(kinds) if kind == "Tensor"]
+        self._single = [*required, *self._optional]
+        # Values of the scale are passed on, and checked by each launch.
+        others = [n for n, name in enumerate(self.names) if n not in (*self._single, *self._lists) and name != "scale"]
+        self._others: Callable[[Sequence[Any]], object] = itemgetter(*others) if others else lambda arguments: None
+        # The number of elements of this tensor tells most calls apart.
+        self._sized = required[-1]
+
+    def _tensors(self, arguments: Sequence[Any]) -> list[Tensor]:
+        tensors = [each for place in self._single if (each := arguments[place]) is not None]
+        for place in self._lists:
+            tensors += arguments[place]
+        return tensors
+
+    def _key(self, arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[object, ...]:
+        return (
+            len(tensors),
+            # Raises TypeError for an object that is no tensor.
+            Tensor.numel(arguments[self._sized]),
+            self._others(arguments),
+            *[arguments[place] is None for place in self._optional],
+        )
+
+    def repeat(self, arguments: Sequence[Any]) -> bool:
+        """Launch again if a launch with such arguments was prepared; return True if so."""
+        tensors = self._tensors(arguments)
+        for each in self.found.get(self._key(arguments, tensors), ()):
+            if each.alike(*tensors):
+                # The general way refuses outputs that require grad, and torch's dispatcher takes note of inputs.
+                if each.requires_grad and torch.is_grad_enabled():
+                    return False
+                if not each.launch(arguments):
+                    return False
+                increment_version(each.written(tensors))
+                return True
+        return False
+
+    def note_written(self, arguments: Sequence[Any]) -> None:
+        """Increase the versions of the outputs, which kernels write without torch's knowledge.
+
+        The new version lets autograd detect saved tensors that were overwritten.
+        """
+        increment_version(_outputs(self._written, arguments))
+
+    def add(self, arguments: Sequence[Any], launch: Callable[[Sequence[Any]], bool]) -> None:
+        """Keep a prepared launch for calls with such arguments."""
+        tensors = self._tensors(arguments)
+        alike = _alike(tensors)
+        if alike is None:
+            return
+        if len(self.found) >= _MOST_PREPARED:
+            self.found.clear()
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        written = itemgetter(*[places[id(each)] for each in _outputs(self._written, arguments)])
+        made = _Prepared(alike, any(map(_requires_grad, tensors)), launch, written)
+        key = self._key(arguments, tensors)
+        # A launch that is alike would not be repeated: Triton's knobs have changed, for example.
+        others = [each for each in self.found.get(key, ()) if not each.alike(*tensors)]
+        self.found[key] = [made, *others][:_MOST_ALIKE]
 
 
 def _on_gpu(
     name: str,
-    declared: Sequence[Any],
-    written: _Written,
+    launches: Launches,
+    defaults: tuple[object, ...],
     checked: Callable[[Sequence[object]], tuple[Memory, torch.device]],
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the two functions of :data:`GPU_WAYS` for an operation with these arguments, outputs and checks."""
-    names, signature = [each.name for each in declared], _signature(declared)
-    launches: dict[tuple[object, ...], Callable[[Sequence[object]], bool]] = {}
-    # torch leaves out the last arguments if they are equal to their defaults.
-    defaults = tuple(each.default_value for each in declared)
 
     @functools.cache
     def device_side() -> tuple[Callable[..., Any], Any]:
@@ -288,40 +388,27 @@ def _on_gpu(
             if not prepared.preparable():
                 launch(*arguments)
                 return None
-            apart = [_copy_of(each) for each in arguments]
-            return prepared.prepare(launch(*apart), apart, names, memory, device)  # type: ignore[no-any-return]
+            # prepare() tells numbers apart by identity, and a program may have one object for two of them.
+            apart = [each * 1.0 if isinstance(each, float) else each for each in arguments]
+            return prepared.prepare(launch(*apart), apart, launches.names, memory, device)  # type: ignore[no-any-return]
 
     def general(*arguments: object) -> None:
         arguments += defaults[len(arguments) :]
         through_triton(arguments)
-        # Kernels write without torch's knowledge. The new version lets autograd detect saved tensors that were
-        # overwritten.
-        increment_version(_outputs(written, arguments))
+        launches.note_written(arguments)
 
     def fast(*arguments: object) -> None:
+        # torch leaves out the last arguments if they are equal to their defaults.
         if len(arguments) < len(defaults):
             arguments += defaults[len(arguments) :]
-        outputs = _outputs(written, arguments)
-        if torch.is_grad_enabled() and any(map(_requires_grad, outputs)):
-            _refuse_gradients(written, arguments)
-        key = signature(arguments)
-        ready = launches.get(key)
-        if ready is None or not ready(arguments):
-            made = through_triton(arguments)
-            if made is not None:
-                if len(launches) >= _MOST_PREPARED:
-                    launches.clear()
-                launches[key] = made
-        increment_version(outputs)
+        if launches.repeat(arguments):
+            return
+        made = through_triton(arguments)
+        if made is not None:
+            launches.add(arguments, made)
+        launches.note_written(arguments)
 
     return fast, general
-
-
-def _copy_of(argument: object) -> object:
-    """Return another object for the same tensor or float, so that an argument given twice is two objects."""
-    if isinstance(argument, Tensor):
-        return argument.detach()
-    return argument * 1.0 if isinstance(argument, float) else argument
 
 
 def _define(library: torch.library.Library, name: str, schema: str, check: Callable[..., Memory]) -> None:
@@ -353,7 +440,8 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         _refuse_gradients(written, arguments)
         check(*arguments).check()
 
-    GPU_WAYS[name] = _on_gpu(name, declared, written, checked)
+    LAUNCHES[name] = Launches(declared, written)
+    GPU_WAYS[name] = _on_gpu(name, LAUNCHES[name], tuple(each.default_value for each in declared), checked)
     library.impl(name, on_cpu, "CPU")
     library.impl(name, GPU_WAYS[name][0], "CUDA")
     # This implementation is called for every tensor that the two others do not take: other devices, sparse and
@@ -470,3 +558,30 @@ if not _are_defined():
         _define(_library, _name, *_given)
     _library.define("version() -> str")
     _library.impl("version", lambda: __version__, "CompositeExplicitAutograd")
+
+
+def operation(name: str) -> Callable[..., None]:
+    """Return the function that runs an operation.
+
+    It repeats a prepared launch without torch's dispatcher, which takes 4 to 7 us. Calls that something in torch may
+    observe or change go through the dispatcher: under torch.compile, the profiler, and modes of torch functions. The
+    guards of the launch tell all others, see :func:`_alike`.
+    """
+    through_dispatcher: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name)
+    # Nothing is there if an earlier import of the package has defined the operations.
+    launches = LAUNCHES.get(name)
+    if launches is None:
+        return through_dispatcher
+    found, repeat = launches.found, launches.repeat
+
+    def run(*arguments: object) -> None:
+        # is_compiling() comes first: torch.compile then reads nothing else here.
+        if not torch.compiler.is_compiling() and found and not _profiler_enabled() and not _function_modes():
+            try:
+                if repeat(arguments):
+                    return
+            except (AttributeError, TypeError):
+                pass  # the dispatcher raises an error that names the wrong argument
+        through_dispatcher(*arguments)
+
+    return run

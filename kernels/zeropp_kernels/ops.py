@@ -32,10 +32,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from . import dispatch  # noqa: F401  registers torch.ops.zeropp
+from .dispatch import operation
 from .table import BlockTable
 
 __all__ = [
@@ -53,6 +52,8 @@ __all__ = [
     "scatter_",
     "sum_",
 ]
+
+_run = {name: operation(name) for name in __all__}
 
 
 def _scales(scale: float | Tensor) -> tuple[float, Tensor | None]:
@@ -94,7 +95,7 @@ def quantize_(
     Source: ZeRO++ (arXiv:2306.10209) for block quantization, LoCo (arXiv:2407.04480) for error feedback, SDP4Bit
     (arXiv:2410.15526) for the Hadamard transform.
     """
-    torch.ops.zeropp.quantize_(x, messages, count, bits, rotate, state, beta, reset)
+    _run["quantize_"](x, messages, count, bits, rotate, state, beta, reset)
 
 
 def quantize_tensors_(
@@ -127,7 +128,7 @@ def quantize_tensors_(
     Raises:
         TypeError, ValueError: an argument has the wrong dtype, size, device or alignment.
     """
-    torch.ops.zeropp.quantize_tensors_(
+    _run["quantize_tensors_"](
         list(tensors), table.host, table.entries, table.owners, table.numel, messages, count, bits, rotate, state,
         beta, reset,
     )  # fmt: skip
@@ -172,7 +173,7 @@ def reduce_quantize_(
     Source: the two-hop all-to-all of ZeRO++ (arXiv:2306.10209, section 3.3).
     """
     number, device_scale = _scales(scale)
-    torch.ops.zeropp.reduce_quantize_(
+    _run["reduce_quantize_"](
         sources, numel, count, source_bits, number, messages, out_count, bits, rotate, state, beta, reset, device_scale
     )
 
@@ -194,7 +195,7 @@ def dequantize_(messages: Tensor, out: Tensor, *, count: int = 1, bits: int = 8,
 
     Source: ZeRO++ (arXiv:2306.10209).
     """
-    torch.ops.zeropp.dequantize_(messages, out, count, bits, rotate)
+    _run["dequantize_"](messages, out, count, bits, rotate)
 
 
 def reduce_(
@@ -233,7 +234,7 @@ def reduce_(
     Source: ZeRO++ (arXiv:2306.10209, section 3.3).
     """
     number, device_scale = _scales(scale)
-    torch.ops.zeropp.reduce_(messages, out, count, bits, rotate, number, accumulate, norms, flag, device_scale)
+    _run["reduce_"](messages, out, count, bits, rotate, number, accumulate, norms, flag, device_scale)
 
 
 def sum_(
@@ -264,7 +265,7 @@ def sum_(
         TypeError, ValueError: an argument has the wrong dtype, size or device.
     """
     number, device_scale = _scales(scale)
-    torch.ops.zeropp.sum_(messages, out, count, number, accumulate, norms, flag, device_scale)
+    _run["sum_"](messages, out, count, number, accumulate, norms, flag, device_scale)
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, *, update: bool = True) -> None:
@@ -285,7 +286,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, *, update: 
 
     Source: quantization of weight differences (qWD) in SDP4Bit (arXiv:2410.15526).
     """
-    torch.ops.zeropp.delta_encode_(shard, reference, message, update)
+    _run["delta_encode_"](shard, reference, message, update)
 
 
 def delta_apply_(messages: Tensor, reference: Tensor, *, count: int = 1) -> None:
@@ -303,7 +304,7 @@ def delta_apply_(messages: Tensor, reference: Tensor, *, count: int = 1) -> None
 
     Source: quantization of weight differences (qWD) in SDP4Bit (arXiv:2410.15526).
     """
-    torch.ops.zeropp.delta_apply_(messages, reference, count)
+    _run["delta_apply_"](messages, reference, count)
 
 
 def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> None:
@@ -324,7 +325,7 @@ def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> None:
     Raises:
         TypeError, ValueError: an argument has the wrong dtype, size or device.
     """
-    torch.ops.zeropp.lossless_count_(values, reference, starts)
+    _run["lossless_count_"](values, reference, starts)
 
 
 def lossless_encode_(
@@ -346,7 +347,7 @@ def lossless_encode_(
         TypeError, ValueError: an argument has the wrong dtype, size, device or alignment. On CPU, ValueError also if
             ``starts`` was not computed from these values and reference.
     """
-    torch.ops.zeropp.lossless_encode_(values, reference, starts, message, room8, room16)
+    _run["lossless_encode_"](values, reference, starts, message, room8, room16)
 
 
 def lossless_decode_(
@@ -366,7 +367,7 @@ def lossless_decode_(
     Raises:
         TypeError, ValueError: an argument has the wrong dtype, size, device or alignment.
     """
-    torch.ops.zeropp.lossless_decode_(messages, reference, out, count, room8, room16)
+    _run["lossless_decode_"](messages, reference, out, count, room8, room16)
 
 
 def gather_(
@@ -398,7 +399,7 @@ def gather_(
         TypeError, ValueError: an argument has the wrong dtype, size, device or memory layout.
     """
     number, device_scale = _scales(scale)
-    torch.ops.zeropp.gather_(
+    _run["gather_"](
         list(tensors), table.host, table.entries, table.owners, flat, number, norms, flag, accumulate, device_scale
     )
 
@@ -429,6 +430,4 @@ def scatter_(
         TypeError, ValueError: an argument has the wrong dtype, size, device or memory layout.
     """
     number, device_scale = _scales(scale)
-    torch.ops.zeropp.scatter_(
-        flat, list(tensors), table.host, table.entries, table.owners, number, norms, flag, device_scale
-    )
+    _run["scatter_"](flat, list(tensors), table.host, table.entries, table.owners, number, norms, flag, device_scale)

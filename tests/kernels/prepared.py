@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from triton.runtime import driver
 
 from bench.kernels.idle_driver import IdleDriver, idle_card
@@ -73,9 +74,21 @@ def cards(card: Card) -> Iterator[None]:
     def number_of(tensor: Tensor) -> int:
         return -1 if device_of(tensor) == HOST else device_of(tensor).index
 
+    class Guards:
+        """torch's guards, which also compare where tensors seem to be."""
+
+        def __init__(self, *tensors: Tensor, **options: object) -> None:
+            self.places = list(map(device_of, tensors))
+            self.guards = sound(*tensors, **options)
+
+        def check(self, *tensors: Tensor) -> bool:
+            return self.guards.check(*tensors) and list(map(device_of, tensors)) == self.places
+
+    sound = guards.TensorGuards
     # The driver stays active until the process ends, because Triton asks it to unload kernels.
     driver.set_active(card)
     with ExitStack() as undo:
+        undo.enter_context(mock.patch.object(guards, "TensorGuards", Guards))
         undo.enter_context(mock.patch.object(torch.cuda, "device", current))
         undo.enter_context(mock.patch.object(Tensor, "device", property(device_of), create=True))
         undo.enter_context(mock.patch.object(Tensor, "get_device", number_of))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,13 +13,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch._inductor  # before ``ways_with``, which forgets modules that were imported inside
 import triton
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
+from bench.kernels.idle_driver import idle_card
 from tests.kernels.prepared import HOST, Card, Case, Ways, cards, case_of, difference, moved, outcome, without_hooks
 from tests.kernels.prepared_mutations import MUTATIONS
 from zeropp_kernels import device, dispatch
@@ -61,6 +67,7 @@ class Event:
         change: function that makes the event happen.
         changes: arguments of the operation's sample call that are replaced, by name.
         host: positions of the arguments in pinned host memory.
+        start: function that is called before the first calls.
         before: True if the event happens before the first calls.
         repeated: True if the prepared launch must be repeated, with what has changed.
     """
@@ -69,6 +76,7 @@ class Event:
     change: Callable[[Scene], object]
     changes: dict[str, object] = field(default_factory=dict)
     host: tuple[int, ...] = ()
+    start: Callable[[Scene], object] = lambda scene: None
     before: bool = False
     repeated: bool = False
 
@@ -95,6 +103,18 @@ def with_gaps(tensor: Tensor) -> Tensor:
 
 def requiring_grad(tensor: Tensor) -> Tensor:
     return tensor.requires_grad_()
+
+
+def outputs_that_require_grad(scene: Scene) -> None:
+    """Call with tensors that require grad, in no_grad mode until the event."""
+    for arguments in (scene.first, scene.arguments):
+        for tensor in arguments[1] if isinstance(arguments[1], list) else [arguments[1]]:
+            requiring_grad(tensor)
+    scene.undo.enter_context(torch.no_grad())
+
+
+def grad_mode(scene: Scene) -> None:
+    scene.undo.enter_context(torch.enable_grad())
 
 
 def first_in_list(change: Callable[[Tensor], Tensor]) -> Callable[[Any], object]:
@@ -187,21 +207,41 @@ def captured(scene: Scene) -> None:
     scene.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
+def guards_are(value: object) -> Callable[[Scene], None]:
+    """Return an event that replaces the module of torch's guards."""
+    return lambda scene: scene.patch(sys.modules["zeropp_kernels.dispatch"], "guards", value)
+
+
 def nothing(scene: Scene) -> None:
     """Change only the addresses."""
 
 
 def in_place(scene: Scene) -> None:
-    """Decode into the reference in the first calls."""
-    scene.first[2] = scene.first[1]
+    """Decode into the reference."""
+    for arguments in (scene.first, scene.arguments):
+        arguments[2] = arguments[1]
 
 
-_FP16 = torch.float16
+def other_optional(scene: Scene) -> None:
+    """Give a scale in a tensor [1] in place of the norms [1] of one block."""
+    norms, scale = 5, 7
+    scene.arguments[scale], scene.arguments[norms] = scene.arguments[norms], None
+
+
+_FP16, _HALF = torch.float16, 0.5
+# Arguments of sum_ for sums of one block.
+_ONE_BLOCK = {
+    "messages": torch.ones(512), "out": torch.zeros(256), "count": 2, "norms": torch.zeros(1), "flag": None,
+    "device_scale": None,
+}  # fmt: skip
 EVENTS: dict[str, Event] = {
     "new addresses": Event("dequantize_", nothing, repeated=True),
     "new addresses of a count": Event("lossless_count_", nothing, repeated=True),
     "moved tensors": Event("gather_", nothing, repeated=True),
-    "an argument given twice": Event("lossless_decode_", in_place, before=True, repeated=True),
+    "a tensor given twice": Event("lossless_decode_", in_place, before=True, repeated=True),
+    "a number given twice": Event(
+        "reduce_quantize_", put(4, lambda scale: 0.25), changes={"scale": _HALF, "beta": _HALF}, repeated=True
+    ),
     "another current stream": Event(
         "dequantize_", lambda scene: scene.patch(scene.card, "stream", 8888), repeated=True
     ),
@@ -225,8 +265,10 @@ EVENTS: dict[str, Event] = {
     ),
     "an output that requires grad": Event("dequantize_", put(1, requiring_grad)),
     "outputs that require grad": Event("scatter_", put(1, first_in_list(requiring_grad))),
+    "grad mode": Event("dequantize_", grad_mode, start=outputs_that_require_grad),
+    "grad mode with a list": Event("scatter_", grad_mode, start=outputs_that_require_grad),
     "another dtype": Event("dequantize_", put(1, lambda out: out.to(_FP16))),
-    "another shape": Event("delta_apply_", put(1, lambda out: out[:-1].clone())),
+    "another shape": Event("delta_encode_", put(0, lambda shard: shard[:-1].clone())),
     "another shape with the same bytes": Event("dequantize_", put(1, lambda out: out.view(2, -1))),
     "gaps": Event("dequantize_", put(1, with_gaps)),
     "another card": Event("dequantize_", lambda scene: scene.move(scene.arguments[1], OTHER_CARD)),
@@ -237,8 +279,16 @@ EVENTS: dict[str, Event] = {
     "a tensor in host memory": Event("gather_", lambda scene: scene.move(scene.arguments[0][0], HOST)),
     "gaps in a tensor": Event("gather_", put(0, first_in_list(with_gaps))),
     "a tensor less": Event("gather_", put(0, lambda tensors: tensors[:1])),
+    "another optional argument": Event("sum_", other_optional, changes=_ONE_BLOCK),
+    "other tensors than one given twice": Event(
+        "lossless_decode_", put(2, lambda out: out.to(_FP16)), start=in_place
+    ),
     "a Triton that is not known": Event(
         "dequantize_", lambda scene: scene.patch(triton, "__version__", "3.10.0"), before=True
+    ),
+    "a torch without guards": Event("dequantize_", guards_are(None), before=True),
+    "guards that take other arguments": Event(
+        "dequantize_", guards_are(types.SimpleNamespace(TensorGuards=lambda *tensors: None)), before=True
     ),
     "the interpreter": Event("dequantize_", lambda scene: scene.patch(prepared, "INTERPRETED", True), before=True),
     "an AMD GPU": Event("dequantize_", for_amd, before=True),
@@ -266,6 +316,7 @@ def fault_of(event: Event, case: Case, ways: dict[str, Ways], card: Card) -> str
     with cards(card):
         scene = Scene(card, moved(case, card), moved(case, card))
         with scene.undo:
+            event.start(scene)
             if event.before:
                 event.change(scene)
             for _ in range(2):
@@ -295,15 +346,15 @@ def aligned_rows() -> Iterator[tuple[str, Event]]:
 
 
 def keeps_no_tensor(ways: dict[str, Ways], case: Case, card: Card) -> str:
-    """Return "" if the memory of a call's tensors is free afterwards."""
+    """Return "" if the tensors of a call can be freed afterwards."""
     with cards(card):
         arguments = moved(case, card)
-        storage = arguments[1].untyped_storage()
-        before = torch._C._storage_Use_Count(storage._cdata)
+        kept = [weakref.ref(each) for each in arguments if isinstance(each, Tensor)]
         ways["dequantize_"][0](*arguments)
         card.taken.clear()
+        del arguments
         gc.collect()
-        return "" if torch._C._storage_Use_Count(storage._cdata) == before else "the launch keeps a tensor"
+        return "the launch keeps a tensor" if any(ref() is not None for ref in kept) else ""
 
 
 def keeps_the_kernel(ways: dict[str, Ways], case: Case, card: Card) -> str:
@@ -319,12 +370,113 @@ def keeps_the_kernel(ways: dict[str, Ways], case: Case, card: Card) -> str:
         return "the function of the launch is unloaded" if card.unloaded else ""
 
 
+# Function of an operation, its arguments, and a list that gets an item for each call that comes to the dispatcher.
+Observer = Callable[[Callable[..., None], list[Any], list[str]], object]
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operation(*args, **(kwargs or {}))
+
+
+class PassingFunctions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class OwnTensor(Tensor):
+    pass
+
+
+def under(context: Callable[[], Any]) -> Observer:
+    """Return an observer that is a context around the call."""
+
+    def observer(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+        with context():
+            run(*arguments)
+
+    return observer
+
+
+def own_type(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+    """Call a third time with a tensor of another type, for which a launch could have been prepared."""
+    arguments[0] = arguments[0].as_subclass(OwnTensor)
+    run(*arguments)
+    run(*arguments)
+    reached.clear()
+    run(*arguments)
+
+
+def in_grad_mode(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+    """Prepare a launch in no_grad mode for an input that requires grad, and call in grad mode."""
+    arguments[0] = arguments[0].requires_grad_()
+    with torch.no_grad():
+        run(*arguments)
+        run(*arguments)
+    reached.clear()
+    run(*arguments)
+
+
+def in_vmap(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+    torch.vmap(lambda x: (run(*arguments), x)[1])(torch.ones(2))
+
+
+def wrong_number(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+    """Give a list in place of a number; the dispatcher refuses it."""
+    with pytest.raises(RuntimeError, match=r"value of type .*list"):
+        run(*arguments[:2], [1], *arguments[3:])
+    raise Refused
+
+
+class Refused(Exception):
+    """The dispatcher has refused an argument."""
+
+
+# Functions that call in a way in which something in torch may observe or change the call, or must refuse it.
+OBSERVERS: dict[str, Observer] = {
+    "a dispatch mode": under(Passing),
+    "a function mode": under(PassingFunctions),
+    "the profiler": under(torch.autograd.profiler.profile),
+    "a type with code of its own": own_type,
+    "an input that requires grad": in_grad_mode,
+    "vmap": in_vmap,
+    "torch.compile": lambda run, arguments, reached: torch.compile(run, backend="eager", fullgraph=True)(*arguments),
+    "a number of another type": wrong_number,
+}
+
+
+def passes_by(observer: Observer, made: Any, case: Case, card: Card) -> str:
+    """Return "" if the public function of an operation comes to torch's dispatcher under an observer."""
+    reached: list[str] = []
+
+    def way(name: str) -> Callable[..., None]:
+        def implementation(*arguments: object) -> None:
+            reached.append(name)
+            made.GPU_WAYS[name][0](*arguments)
+
+        return implementation
+
+    arguments = moved(case, card)
+    with idle_card(way, card):
+        run = made.operation(case.operation)
+        for _ in range(3):
+            run(*arguments)
+        if len(reached) != 1:
+            return f"3 calls have come {len(reached)} times to the dispatcher, not once"
+        reached.clear()
+        try:
+            observer(run, arguments, reached)
+        except Refused:
+            return ""
+        return "" if reached else "the dispatcher was not reached"
+
+
 KEPT = {"no tensor is kept": keeps_no_tensor, "the kernel is kept": keeps_the_kernel}
 
 
 @contextmanager
-def ways_with(file: str = "", old: str = "", new: str = "") -> Iterator[dict[str, Ways]]:
-    """Context with newly made ways of all operations, after a replacement in one source file of the package."""
+def ways_with(file: str = "", old: str = "", new: str = "") -> Iterator[Any]:
+    """Context with a new module ``dispatch``, after a replacement in one source file of the package."""
     folder, changed = Path(dispatch.__file__).parent, {}
     for name, path in {"dispatch": "dispatch.py", "device.prepared": "device/prepared.py"}.items():
         source = (folder / path).read_text()
@@ -343,34 +495,39 @@ def ways_with(file: str = "", old: str = "", new: str = "") -> Iterator[dict[str
         for name, given in made._operations.items():
             made._define(library, name, *given)
         with mock.patch.object(sys.modules[__name__], "prepared", changed["zeropp_kernels.device.prepared"]):
-            yield made.GPU_WAYS
+            yield made
 
 
 def events() -> Iterator[tuple[str, str]]:
-    card, decoding = Card(), case_of("dequantize_")
+    card, decoding, encoding = Card(), case_of("dequantize_"), case_of("quantize_")
     rows = {name: (event, event.case()) for name, event in (EVENTS | dict(aligned_rows())).items()}
     for name, (event, case) in rows.items():
-        with ways_with() as ways:
-            yield name, fault_of(event, case, ways, card)
+        with ways_with() as made:
+            yield name, fault_of(event, case, made.GPU_WAYS, card)
     for name, check in KEPT.items():
-        with ways_with() as ways:
-            yield name, check(ways, decoding, card)
+        with ways_with() as made:
+            yield name, check(made.GPU_WAYS, decoding, card)
+    for name, observer in OBSERVERS.items():
+        with ways_with() as made:
+            yield name, passes_by(observer, made, encoding, card)
 
 
 def mutations() -> Iterator[tuple[str, str]]:
     """Yield the removed checks, each with a fault if the event that it is there for is still handled."""
-    card, decoding = Card(), case_of("dequantize_")
+    card, decoding, encoding = Card(), case_of("dequantize_"), case_of("quantize_")
     cases = {name: event.case() for name, event in EVENTS.items()}
     for name, file, old, new in MUTATIONS:
-        with ways_with(file, old, new) as ways:
+        with ways_with(file, old, new) as made:
             try:
                 if name in KEPT:
-                    fault = KEPT[name](ways, decoding, card)
+                    fault = KEPT[name](made.GPU_WAYS, decoding, card)
+                elif name in OBSERVERS:
+                    fault = passes_by(OBSERVERS[name], made, encoding, card)
                 else:
-                    fault = fault_of(EVENTS[name], cases[name], ways, card)
-            except (AttributeError, IndexError, TypeError) as raised:
+                    fault = fault_of(EVENTS[name], cases[name], made.GPU_WAYS, card)
+            except (AttributeError, LookupError, RuntimeError, TypeError) as raised:
                 fault = repr(raised)
         print(f"{name}: without {old.strip()!r}: {fault[:160] or 'not noticed'}")
         yield name, "" if fault else f"is still handled without {old.strip()!r} in {file}"
-    for name in {**EVENTS, **KEPT}.keys() - {name for name, *_ in MUTATIONS}:
+    for name in {**EVENTS, **KEPT, **OBSERVERS}.keys() - {name for name, *_ in MUTATIONS}:
         yield name, "no removed check shows that this event is noticed"

@@ -14,7 +14,7 @@ import zeropp_kernels as kernels
 from tests.kernels.cases import same_bits, values
 from tests.kernels.operations import NAMES, listed, samples, written
 from zeropp_kernels import block_table, message_layout
-from zeropp_kernels.dispatch import GPU_WAYS
+from zeropp_kernels.dispatch import GPU_WAYS, operation
 
 triton = pytest.importorskip("triton", reason="Triton comes for Linux only")
 pytestmark = pytest.mark.gpu
@@ -62,13 +62,15 @@ def test_same_bits_as_on_cpu_and_no_wait(name: str) -> None:
     assert all(each._version > old for each, old in zip(outputs, before, strict=True))
 
 
+@pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_prepared_launches_give_the_same_bits(name: str) -> None:
+def test_prepared_launches_give_the_same_bits(name: str, public: bool) -> None:
     """The second call has tensors at other addresses, and Triton takes no part in its launch."""
     first, fast, general = on_card(name), on_card(name), on_card(name)
-    getattr(torch.ops.zeropp, name)(*first)
+    run = operation(name) if public else getattr(torch.ops.zeropp, name)
+    run(*first)
     with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError("Triton launches")):
-        getattr(torch.ops.zeropp, name)(*fast)
+        run(*fast)
     GPU_WAYS[name][1](*general)
     for left, right in zip(written(name, fast), written(name, general), strict=True):
         is_table = left.dtype == torch.int64 and "lossless" not in name

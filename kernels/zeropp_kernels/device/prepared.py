@@ -10,7 +10,7 @@ In these cases a prepared launch does nothing and returns False, and the call go
 - a knob of ``triton.knobs.runtime`` or ``triton.knobs.compilation`` was set in this process since then, or a hook is
   registered for launches or for this kernel;
 - a pointer whose alignment the compiler used is not a multiple of 16;
-- an argument would be refused for its value: a scale, tensors of other sizes than their table, pageable memory.
+- a scale is not finite, memory is pageable, or the table has other sizes or offsets than that of the launch.
 
 It does not see changes of environment variables, or of constants that kernels read as globals.
 """
@@ -18,7 +18,7 @@ It does not see changes of environment variables, or of constants that kernels r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from ..checks import ALIGNMENT, LARGEST, Memory, fits
+from ..checks import ALIGNMENT, LARGEST, Memory
 from ..table import locate
 from .launch import INTERPRETED, Launch
 
@@ -39,6 +39,24 @@ Prepared = Callable[[Sequence[Any]], bool]
 # In these versions, compiled kernels have `run(grid x, y, z, stream, function, packed metadata, launch metadata, enter
 # hook, exit hook, *arguments)`, which takes all arguments of the kernel, constants included, and pointers as integers.
 _VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+
+
+class _Table(NamedTuple):
+    """The table of a launch.
+
+    Attributes:
+        tensors: place of the operation's argument ``tensors``.
+        host: place of the argument ``host``.
+        entries: place of the argument ``entries``.
+        numels: numbers of elements of the tensors.
+        offsets: offsets of the tensors in the flat buffer.
+    """
+
+    tensors: int
+    host: int
+    entries: int
+    numels: list[int]
+    offsets: list[int]
 
 
 def preparable() -> bool:
@@ -75,7 +93,7 @@ def prepare(
 
     Args:
         done: the launch of a call that Triton has made.
-        given: arguments of that call. All its tensors and floats must be different objects.
+        given: arguments of that call. All floats must be different objects.
         names: names of these arguments.
         memory: requirements on their memory.
         device: device of the call.
@@ -100,14 +118,18 @@ def prepare(
             pointers.append((slot, place, ALIGNMENT - 1 if told else 0))
     if any(given[place].data_ptr() & mask for _, place, mask in pointers):
         return None
-    table = [names.index(name) for name in ("tensors", "host", "entries")] if memory.host is not None else []
+    table = None
+    if memory.host is not None:
+        tensors, host, entries = (names.index(name) for name in ("tensors", "host", "entries"))
+        _, numels, offsets = memory.host.tolist()
+        table = _Table(tensors, host, entries, numels, offsets)
     grid = (*done.grid, 1, 1)[:3]
-    return _prepared(done, grid, values, pointers, numbers, host_memory, scale, table, memory.room)
+    return _prepared(done, grid, values, pointers, numbers, host_memory, scale, table)
 
 
 def _prepared(
     done: Launch, grid: tuple[int, ...], values: list[object], pointers: list[tuple[int, int, int]],
-    numbers: list[tuple[int, int]], host_memory: list[tuple[int, int]], scale: int | None, table: list[int], room: int,
+    numbers: list[tuple[int, int]], host_memory: list[tuple[int, int]], scale: int | None, table: _Table | None,
 ) -> Prepared:  # fmt: skip
     active = driver.active
     # The knobs that were set in this process. Triton's choice of a compiled kernel depends on some of them.
@@ -146,14 +168,14 @@ def _prepared(
             passed[slot] = tensor = arguments[place]
             if not tensor.is_pinned():
                 return False
-        if table:
-            tensors, host, entries = (arguments[place] for place in table)
-            addresses, numels, offsets = host.tolist()
-            if not fits(tensors, numels, offsets, room):
-                return False
-            if list(map(Tensor.data_ptr, tensors)) != addresses:
+        if table is not None:
+            tensors, host = arguments[table.tensors], arguments[table.host]
+            rows = host.tolist()
+            if rows != [list(map(Tensor.data_ptr, tensors)), table.numels, table.offsets]:
+                if rows[1:] != [table.numels, table.offsets]:
+                    return False
                 with torch.no_grad():
-                    locate(tensors, host, entries)
+                    locate(tensors, host, arguments[table.entries])
         run(*grid, current_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *passed)
         if after is not None:
             after(*arguments)
