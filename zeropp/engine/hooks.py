@@ -167,8 +167,9 @@ def copy_views(output: object, storages: Container[int], where: str) -> object:
     Raises:
         RuntimeError: a view of a weight is inside an object that cannot be rebuilt.
     """
-    found = [output] if isinstance(output, Tensor) else tensors_in(output)
-    if not any([_lies_in(tensor, storages) for tensor in found]):
+    if isinstance(output, Tensor):
+        return output.clone() if _lies_in(output, storages) else output
+    if not any([_lies_in(tensor, storages) for tensor in tensors_in(output)]):
         return output
     copied = map_tensors(output, lambda tensor: tensor.clone() if _lies_in(tensor, storages) else tensor)
     # Plain objects are searched but not rebuilt, because the arguments of their constructors are unknown.
@@ -193,6 +194,8 @@ def _lies_in(tensor: Tensor, storages: Container[int]) -> bool:
 OWNED_AS = "_zeropp_engine"
 EXTERNAL_AS = "ds_external_parameters"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
+# Types of attributes in which a forward may store tensors.
+_HOLDERS = (Tensor, list, tuple, dict)
 
 
 # Hooked modules, and their calls.
@@ -245,7 +248,10 @@ class HookedModule:
     @property
     def has_frozen(self) -> bool:
         """True if a unit has frozen parameters, for which no gradient shows when backward is done with the weights."""
-        return any([unit.has_frozen for unit in self.units])
+        for unit in self.units:  # noqa: SIM110  any() would make a list or a generator at every call
+            if unit.has_frozen:
+                return True
+        return False
 
     @property
     def trainable(self) -> bool:
@@ -336,8 +342,8 @@ class BackwardCall:
         self.hooked = hooked
         # Number of the backward that has reached the call. Several backwards may go through a retained graph.
         self.reached = -1
-        self._inputs: list[Node] = []
-        self._behind: list[Node] = []
+        self._inputs: Sequence[Node] = ()
+        self._behind: Sequence[Node] = ()
         self.expected = False  # True if the engine counts the call as one that backward may reach
         self._pass = -1  # autograd's number of the backward that has reached an input
         self._left = 0  # number of inputs whose gradients that backward has yet to compute
@@ -356,11 +362,12 @@ class BackwardCall:
         # One output may be computed from another, whose node holds this call. Storing that node would make a cycle that
         # is never collected. Nodes older than all outputs do not lead to them, and leaves lead to no other node.
         first = min([node._sequence_nr() for node in nodes], default=0)
-        self._behind = []
-        for node in nodes:
-            for each, _ in node.next_functions:
-                if each is not None and (not each.next_functions or each._sequence_nr() < first):
-                    self._behind.append(each)
+        self._behind = [
+            each
+            for node in nodes
+            for each, _ in node.next_functions
+            if each is not None and (not each.next_functions or each._sequence_nr() < first)
+        ]
 
     def is_to_come(self) -> bool:
         """Return True if the running backward will reach this call, as autograd tells for nodes behind its outputs."""
@@ -719,7 +726,7 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
             attributes = inner.__dict__
             for name in each.names if each.count == len(attributes) else each.look(attributes):
                 value = attributes.get(name)
-                if isinstance(value, (Tensor, list, tuple, dict)) and not (deep and inner is module):
+                if isinstance(value, _HOLDERS) and not (deep and inner is module):
                     found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
     if not (found or hooked.stored):
         return found

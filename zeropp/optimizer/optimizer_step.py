@@ -431,10 +431,10 @@ class ErrorFeedback:
 
     Args:
         engine: engine whose gradients use error feedback.
-        reset: number of steps after which all errors are cleared.
+        reset: number of steps after which all errors are cleared; None if no gradient has error feedback.
     """
 
-    def __init__(self, engine: Engine, reset: int) -> None:
+    def __init__(self, engine: Engine, reset: int | None) -> None:
         self._engine = engine
         self._reset = reset
         # Number of steps since the errors were cleared.
@@ -479,7 +479,7 @@ class ErrorFeedback:
     def count_step(self) -> None:
         """Count an optimizer step that was taken, and clear the errors if the interval is over."""
         self._steps += 1
-        if self._steps >= self._reset:
+        if self._reset is not None and self._steps >= self._reset:
             self.clear()
 
     def clear(self) -> None:

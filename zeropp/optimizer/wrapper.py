@@ -154,7 +154,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_step = OptimizerStep(self.engine, optimizer, self.slices, self.config)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
-        self.error_feedback = ErrorFeedback(self.engine, loco.reset_T if loco is not None else 1)
+        self.error_feedback = ErrorFeedback(self.engine, loco.reset_T if loco is not None else None)
         # The hook dicts are shared with the wrapped optimizer, but the hooks run here, once per step.
         for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
             name = f"_optimizer_{call}_{when}_hooks"

@@ -280,7 +280,8 @@ class Gradient:
             self._add(self._parts[0], gradients, scale)
             self.report.measure(self.shard)
         else:
-            self._plain.pack_parts_(*self._parts, gradients)
+            parts, gaps = self._parts
+            self._plain.pack_parts_(parts, gaps, gradients)
             if scale != 1.0:
                 self.shard.mul_(scale)
             self.report.measure(self.shard)

@@ -142,7 +142,7 @@ class Swap:
         """Set the version counters after a swap; raise if a parameter was ``edited`` before."""
         # Look for edits first, because setting the version counter hides them. Raise last, so that the swap is
         # complete.
-        names = self._edited() if edited else []
+        names = self._edited() if edited else None
         # Without this, as in FSDP2, a graph recorded before a step would silently read newer weights in its backward.
         set_versions(self._parameters, versions)
         self._noted = versions[0] if versions else 0

@@ -164,7 +164,7 @@ class _Gather:
         self._own = own
         self._places = places
         self._hops = [(hop, hop.gather_key(unit, path.codec_name(places[-1]))) for hop in path.hops]
-        self._views: list[Tensor] = []
+        self._views: Sequence[Tensor] = ()
 
     def run(self, first: bool, hops: Sequence[int], last: bool) -> None:
         """Run the stage with these hops, on its comm stream."""
@@ -180,7 +180,7 @@ class _Gather:
             hop, key = self._hops[index]
             hop.all_gather(views[index + 1], views[index], key)
         if last:
-            self._views = []  # frees the memory of messages
+            self._views = ()  # frees the memory of messages
             path.end(views[-1], self._places)
 
 
