@@ -195,7 +195,7 @@ OWNED_AS = "_zeropp_engine"
 EXTERNAL_AS = "ds_external_parameters"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
 # Types of attributes in which a forward may store tensors.
-_HOLDERS = (Tensor, list, tuple, dict)
+_CONTAINERS = (Tensor, list, tuple, dict)
 
 
 # Hooked modules, and their calls.
@@ -726,7 +726,7 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
             attributes = inner.__dict__
             for name in each.names if each.count == len(attributes) else each.look(attributes):
                 value = attributes.get(name)
-                if isinstance(value, _HOLDERS) and not (deep and inner is module):
+                if isinstance(value, _CONTAINERS) and not (deep and inner is module):
                     found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
     if not (found or hooked.stored):
         return found
