@@ -165,7 +165,8 @@ class StepSync:
         """
         edited = [gradient for gradient in self._arrived() if gradient.edited]
         if edited and not any(gradient.held is not None for gradient in self.engine.gradients):
-            self._edited_early = True
+            # Before the first backward since a step, no gradient is unsent on any rank.
+            self._edited_early |= self.engine.accumulation.count > 0
             for gradient in edited:
                 gradient.measure()
 

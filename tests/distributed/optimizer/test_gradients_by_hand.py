@@ -110,6 +110,41 @@ def test_gradients_cleared(how: str, persist: int) -> None:
     assert max(run_ranks(2, cleared, how, persist)) < 1e-12
 
 
+class RemovingGradients(torch.optim.SGD):
+    """SGD whose own step sets all gradients to None."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        by_groups(nn.Module(), self, self)
+
+
+def cleared_before_another_order(how: str) -> list[bool]:
+    """Clear gradients, then run the blocks in another order than before, so that gradients come late in backward.
+
+    Returns:
+        True for each step that was taken.
+    """
+    kind = RemovingGradients if how == "in the step" else torch.optim.SGD
+    make = lambda model: kind(model.parameters(), lr=0.05, momentum=0.9)  # noqa: E731
+    pair, taken = Pair(Routed(), make_config(), optimizer=make), []
+    for route in (*[chain(4)] * 3, chain(3, 1, 2, 0), chain(4), chain(0, 3, 1), chain(4)):
+        pair.backward(route)
+        pair.step()
+        taken.append(pair.optimizer.step_was_taken)
+        pair.check()
+        if how != "in the step":
+            CLEARS[how](pair.model, pair.optimizer.inner, pair.optimizer)
+            CLEARS[how](pair.plain, pair.plain_optimizer, pair.plain_optimizer)
+    return taken
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("how", ["by_parameters", "by_groups", "by_wrapper", "in the step"])
+@pytest.mark.parametrize("world", [2, 1])
+def test_gradients_cleared_before_another_order(world: int, how: str) -> None:
+    assert run_ranks(world, cleared_before_another_order, how) == [[True] * 7] * world
+
+
 def numbers_waited_for(how: str) -> int:
     """Return how many times the host waited for a step's numbers in four steps."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
