@@ -54,7 +54,9 @@ GPU_WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
 LAUNCHES: dict[str, Launches] = {}
 # Most kinds of prepared launches of an operation, and most launches of one kind. With more kinds, all are dropped: a
 # program whose sizes change at every call would fill the memory.
-_MOST_PREPARED, _MOST_ALIKE = 4096, 8
+_MOST_PREPARED, _MOST_ALIKE = 4096, 64
+# Types of tensors whose methods are torch's own.
+_PLAIN = (Tensor, torch.nn.Parameter)
 _requires_grad = attrgetter("requires_grad")
 _function_modes = torch._C._len_torch_function_stack
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
@@ -245,12 +247,14 @@ class _Prepared(NamedTuple):
         alike: function of tensors that returns True if types, dtypes, devices, shapes, strides and dispatch keys are
             those of the launch.
         requires_grad: True if a tensor requires grad.
+        refused: True if an output requires grad.
         launch: function from :func:`.device.prepared.prepare`.
         written: function of the tensors that returns those that the operation writes.
     """
 
     alike: Callable[..., bool]
     requires_grad: bool
+    refused: bool
     launch: Callable[[Sequence[Any]], bool]
     written: Callable[[list[Tensor]], Any]
 
@@ -262,7 +266,7 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     the thread: under a dispatch mode, autocast, functorch or tracing, tensors are unlike those outside of it.
     """
     # Calls with tensors of other types must come to the types' own code.
-    if guards is None or not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+    if guards is None or not all(type(tensor) in _PLAIN for tensor in tensors):
         return None
     # Guards refuse a tensor that is given twice, so they get the first place of each only.
     seen: dict[int, int] = {}
@@ -308,9 +312,9 @@ class Launches:
         self._optional = [place for place, kind in enumerate(kinds) if kind == "Optional[Tensor]"]
         required = [place for place, kind in enumerate(kinds) if kind == "Tensor"]
         self._single = [*required, *self._optional]
+        self._numbers = [place for place in range(len(kinds)) if place not in (*self._single, *self._lists)]
         # Values of the scale are passed on, and checked by each launch.
-        others = [n for n, name in enumerate(self.names) if n not in (*self._single, *self._lists) and name != "scale"]
-        self._others: Callable[[Sequence[Any]], object] = itemgetter(*others) if others else lambda arguments: None
+        self._fixed = [place for place in self._numbers if self.names[place] != "scale"]
         # The number of elements of this tensor tells most calls apart.
         self._sized = required[-1]
 
@@ -323,22 +327,35 @@ class Launches:
     def _key(self, arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[object, ...]:
         return (
             len(tensors),
-            # Raises TypeError for an object that is no tensor.
-            Tensor.numel(arguments[self._sized]),
-            self._others(arguments),
+            arguments[self._sized].numel(),
+            *[arguments[place] for place in self._fixed],
+            # 1, 1.0 and True are equal, and torch's dispatcher does not accept each of them.
+            *[type(arguments[place]) for place in self._numbers],
             *[arguments[place] is None for place in self._optional],
         )
 
-    def repeat(self, arguments: Sequence[Any]) -> bool:
-        """Launch again if a launch with such arguments was prepared; return True if so."""
-        tensors = self._tensors(arguments)
-        for each in self.found.get(self._key(arguments, tensors), ()):
-            if each.alike(*tensors):
-                # The general way refuses outputs that require grad, and torch's dispatcher takes note of inputs.
-                if each.requires_grad and torch.is_grad_enabled():
-                    return False
-                if not each.launch(arguments):
-                    return False
+    def repeat(self, arguments: Sequence[Any], *, dispatched: bool = False) -> bool:
+        """Launch again if a launch with such arguments was prepared; return True if so.
+
+        Args:
+            arguments: all arguments of the operation.
+            dispatched: True if the call has come through torch's dispatcher.
+        """
+        # Methods of other types may do anything.
+        if type(arguments[self._sized]) not in _PLAIN:
+            return False
+        try:
+            tensors = self._tensors(arguments)
+            found = self.found.get(self._key(arguments, tensors), ())
+        except TypeError:
+            return False  # a list in place of a number, for example, which the general way refuses
+        for each in found:
+            if not each.alike(*tensors):
+                continue
+            # The general way refuses outputs that require grad, and torch's dispatcher takes note of inputs.
+            if (each.refused or (each.requires_grad and not dispatched)) and torch.is_grad_enabled():
+                return False
+            if each.launch(arguments):
                 increment_version(each.written(tensors))
                 return True
         return False
@@ -358,13 +375,14 @@ class Launches:
             return
         if len(self.found) >= _MOST_PREPARED:
             self.found.clear()
+        outputs = _outputs(self._written, arguments)
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        written = itemgetter(*[places[id(each)] for each in _outputs(self._written, arguments)])
-        made = _Prepared(alike, any(map(_requires_grad, tensors)), launch, written)
+        written = itemgetter(*[places[id(each)] for each in outputs])
+        refused = any(map(_requires_grad, outputs))
+        made = _Prepared(alike, any(map(_requires_grad, tensors)), refused, launch, written)
+        # The new launch comes first. Older ones may be outdated, for example by a change of Triton's knobs.
         key = self._key(arguments, tensors)
-        # A launch that is alike would not be repeated: Triton's knobs have changed, for example.
-        others = [each for each in self.found.get(key, ()) if not each.alike(*tensors)]
-        self.found[key] = [made, *others][:_MOST_ALIKE]
+        self.found[key] = [made, *self.found.get(key, ())][:_MOST_ALIKE]
 
 
 def _on_gpu(
@@ -401,7 +419,7 @@ def _on_gpu(
         # torch leaves out the last arguments if they are equal to their defaults.
         if len(arguments) < len(defaults):
             arguments += defaults[len(arguments) :]
-        if launches.repeat(arguments):
+        if launches.repeat(arguments, dispatched=True):
             return
         made = through_triton(arguments)
         if made is not None:
@@ -563,9 +581,10 @@ if not _are_defined():
 def operation(name: str) -> Callable[..., None]:
     """Return the function that runs an operation.
 
-    It repeats a prepared launch without torch's dispatcher, which takes 4 to 7 us. Calls that something in torch may
-    observe or change go through the dispatcher: under torch.compile, the profiler, and modes of torch functions. The
-    guards of the launch tell all others, see :func:`_alike`.
+    It repeats a prepared launch without torch's dispatcher, which takes 4 to 7 us. Calls go through the dispatcher
+    under torch.compile, under this thread's profiler, and under modes of torch functions; :func:`_alike` tells of
+    everything else that changes tensors or the thread. Not seen are observers of all threads, such as
+    ExecutionTraceObserver, and implementations that others register for an operation after its first calls.
     """
     through_dispatcher: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name)
     # Nothing is there if an earlier import of the package has defined the operations.
@@ -576,12 +595,8 @@ def operation(name: str) -> Callable[..., None]:
 
     def run(*arguments: object) -> None:
         # is_compiling() comes first: torch.compile then reads nothing else here.
-        if not torch.compiler.is_compiling() and found and not _profiler_enabled() and not _function_modes():
-            try:
-                if repeat(arguments):
-                    return
-            except (AttributeError, TypeError):
-                pass  # the dispatcher raises an error that names the wrong argument
-        through_dispatcher(*arguments)
+        observed = torch.compiler.is_compiling() or not found or _profiler_enabled() or _function_modes()
+        if observed or not repeat(arguments):
+            through_dispatcher(*arguments)
 
     return run

@@ -7,13 +7,12 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
-import pytest
 import torch
 import torch._inductor  # before ``ways_with``, which forgets modules that were imported inside
 import triton
@@ -27,7 +26,7 @@ from triton.compiler import CompiledKernel
 from bench.kernels.idle_driver import idle_card
 from tests.kernels.prepared import HOST, Card, Case, Ways, cards, case_of, difference, moved, outcome, without_hooks
 from tests.kernels.prepared_mutations import MUTATIONS
-from zeropp_kernels import device, dispatch
+from zeropp_kernels import device, dispatch, message_layout
 from zeropp_kernels.device import prepared
 
 __all__ = ["events", "mutations"]
@@ -207,6 +206,18 @@ def captured(scene: Scene) -> None:
     scene.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
+def other_table_in_between(scene: Scene) -> None:
+    """Call with a table of other offsets, which has the same sizes."""
+    other = [each.clone() if isinstance(each, Tensor) else each for each in scene.arguments]
+    other_table(2, [0, 512])(Scene(scene.card, other, scene.first))
+    sys.modules["zeropp_kernels.dispatch"].GPU_WAYS["gather_"][0](*other)
+
+
+def input_that_requires_grad(scene: Scene) -> None:
+    for arguments in (scene.first, scene.arguments):
+        requiring_grad(arguments[0])
+
+
 def guards_are(value: object) -> Callable[[Scene], None]:
     """Return an event that replaces the module of torch's guards."""
     return lambda scene: scene.patch(sys.modules["zeropp_kernels.dispatch"], "guards", value)
@@ -229,7 +240,8 @@ def other_optional(scene: Scene) -> None:
 
 
 _FP16, _HALF = torch.float16, 0.5
-# Arguments of sum_ for sums of one block.
+# A flat buffer of gather_ with room for other offsets, and arguments of sum_ for sums of one block.
+_ROOM: dict[str, object] = {"flat": torch.zeros(1024), "norms": None, "owners": torch.zeros(4, dtype=torch.int32)}
 _ONE_BLOCK = {
     "messages": torch.ones(512), "out": torch.zeros(256), "count": 2, "norms": torch.zeros(1), "flag": None,
     "device_scale": None,
@@ -283,6 +295,16 @@ EVENTS: dict[str, Event] = {
     "other tensors than one given twice": Event(
         "lossless_decode_", put(2, lambda out: out.to(_FP16)), start=in_place
     ),
+    "two tables in turn": Event("gather_", other_table_in_between, changes=_ROOM, repeated=True),
+    "an input that requires grad, in grad mode": Event(
+        "quantize_", nothing, start=input_that_requires_grad, repeated=True
+    ),
+    "an empty buffer": Event(
+        "dequantize_", nothing, changes={"messages": torch.empty(0, dtype=torch.uint8), "out": torch.empty(0)},
+        before=True,
+    ),
+    "a misaligned pointer of a kernel that needs no alignment": Event("quantize_", put(0, misaligned), repeated=True),
+    "no tensor": Event("quantize_", put(1, lambda messages: None)),
     "a Triton that is not known": Event(
         "dequantize_", lambda scene: scene.patch(triton, "__version__", "3.10.0"), before=True
     ),
@@ -345,29 +367,51 @@ def aligned_rows() -> Iterator[tuple[str, Event]]:
                 yield f"misaligned {argument} of {name}", Event(name, put(place, misaligned))
 
 
-def keeps_no_tensor(ways: dict[str, Ways], case: Case, card: Card) -> str:
+def keeps_no_tensor(made: Any, case: Case, card: Card) -> str:
     """Return "" if the tensors of a call can be freed afterwards."""
     with cards(card):
         arguments = moved(case, card)
         kept = [weakref.ref(each) for each in arguments if isinstance(each, Tensor)]
-        ways["dequantize_"][0](*arguments)
+        made.GPU_WAYS["dequantize_"][0](*arguments)
         card.taken.clear()
         del arguments
         gc.collect()
         return "the launch keeps a tensor" if any(ref() is not None for ref in kept) else ""
 
 
-def keeps_the_kernel(ways: dict[str, Ways], case: Case, card: Card) -> str:
+def keeps_the_kernel(made: Any, case: Case, card: Card) -> str:
     """Return "" if a kernel stays loaded that Triton itself has forgotten."""
     caches = device.reduce.dequantize_kernel.device_caches
     with cards(card):
         caches.clear()
-        ways["dequantize_"][0](*moved(case, card))
+        made.GPU_WAYS["dequantize_"][0](*moved(case, card))
         gc.collect()
         card.unloaded.clear()
         caches.clear()
         gc.collect()
         return "the function of the launch is unloaded" if card.unloaded else ""
+
+
+def keeps_few_kinds(made: Any, case: Case, card: Card) -> str:
+    """Return "" if launches of other sizes do not stay for ever."""
+    with cards(card), mock.patch.object(made, "_MOST_PREPARED", 2):
+        for numel in range(600, 606):
+            message = torch.zeros(message_layout(numel, 8).nbytes, dtype=torch.uint8)
+            made.GPU_WAYS["dequantize_"][0](message, torch.empty(numel), 1, 8, False)
+        count = len(made.LAUNCHES["dequantize_"].found)
+        return "" if 0 < count <= 2 else f"{count} kinds are kept, not 1 or 2"
+
+
+def keeps_few_of_a_kind(made: Any, case: Case, card: Card) -> str:
+    """Return "" if launches for other shapes of the same sizes do not stay for ever."""
+    case = case_of("gather_")
+    with cards(card), mock.patch.object(made, "_MOST_ALIKE", 2):
+        for rows in (1, 2, 4, 5, 10):
+            arguments = moved(case, card)
+            arguments[0][0] = arguments[0][0].view(rows, -1)
+            made.GPU_WAYS["gather_"][0](*arguments)
+        (found,) = made.LAUNCHES["gather_"].found.values()
+        return "" if len(found) == 2 else f"{len(found)} launches are kept, not 2"
 
 
 # Function of an operation, its arguments, and a list that gets an item for each call that comes to the dispatcher.
@@ -385,7 +429,14 @@ class PassingFunctions(TorchFunctionMode):
 
 
 class OwnTensor(Tensor):
-    pass
+    """A tensor that records the functions of torch that are called with it."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def under(context: Callable[[], Any]) -> Observer:
@@ -398,13 +449,20 @@ def under(context: Callable[[], Any]) -> Observer:
     return observer
 
 
-def own_type(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
-    """Call a third time with a tensor of another type, for which a launch could have been prepared."""
-    arguments[0] = arguments[0].as_subclass(OwnTensor)
-    run(*arguments)
-    run(*arguments)
-    reached.clear()
-    run(*arguments)
+def own_type(place: int) -> Observer:
+    """Return an observer that calls a third time with a tensor of another type."""
+
+    def observer(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+        arguments[place] = arguments[place].as_subclass(OwnTensor)
+        run(*arguments)
+        run(*arguments)
+        reached.clear()
+        OwnTensor.seen.clear()
+        run(*arguments)
+        if "numel" in OwnTensor.seen:
+            raise TypeError("a method of the type was called before the operation")
+
+    return observer
 
 
 def in_grad_mode(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
@@ -421,27 +479,45 @@ def in_vmap(run: Callable[..., None], arguments: list[Any], reached: list[str]) 
     torch.vmap(lambda x: (run(*arguments), x)[1])(torch.ones(2))
 
 
-def wrong_number(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
-    """Give a list in place of a number; the dispatcher refuses it."""
-    with pytest.raises(RuntimeError, match=r"value of type .*list"):
-        run(*arguments[:2], [1], *arguments[3:])
-    raise Refused
+def compiled(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+    torch.compile(run, backend="eager", fullgraph=True)(*arguments)
+
+
+def wrong(place: int, value: object) -> Observer:
+    """Return an observer that gives a value of a type that the dispatcher refuses."""
+
+    def observer(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
+        try:
+            run(*arguments[:place], value, *arguments[place + 1 :])
+        except RuntimeError as error:
+            if "value of type" in str(error):
+                raise Refused from error
+            raise
+
+    return observer
 
 
 class Refused(Exception):
     """The dispatcher has refused an argument."""
 
 
-# Functions that call in a way in which something in torch may observe or change the call, or must refuse it.
-OBSERVERS: dict[str, Observer] = {
-    "a dispatch mode": under(Passing),
-    "a function mode": under(PassingFunctions),
-    "the profiler": under(torch.autograd.profiler.profile),
-    "a type with code of its own": own_type,
-    "an input that requires grad": in_grad_mode,
-    "vmap": in_vmap,
-    "torch.compile": lambda run, arguments, reached: torch.compile(run, backend="eager", fullgraph=True)(*arguments),
-    "a number of another type": wrong_number,
+# Functions that call in a way in which something in torch may observe or change the call, or must refuse it; and the
+# operations that they call.
+OBSERVERS: dict[str, tuple[Observer, str]] = {
+    "a dispatch mode": (under(Passing), "quantize_"),
+    "a function mode": (under(PassingFunctions), "quantize_"),
+    "the profiler": (under(torch.autograd.profiler.profile), "quantize_"),
+    "a type with code of its own": (own_type(1), "quantize_"),
+    "an input of a type with code of its own": (own_type(0), "quantize_"),
+    "an input that requires grad": (in_grad_mode, "quantize_"),
+    "vmap": (in_vmap, "quantize_"),
+    "torch.compile": (
+        lambda run, arguments, reached: torch.compile(run, backend="eager", fullgraph=True)(*arguments),
+        "quantize_",
+    ),
+    "a list in place of a number": (wrong(2, [1]), "quantize_"),
+    "a number of an equal value": (wrong(2, 1.0), "quantize_"),
+    "a scale of another type": (wrong(3, 1j), "sum_"),
 }
 
 
@@ -471,7 +547,12 @@ def passes_by(observer: Observer, made: Any, case: Case, card: Card) -> str:
         return "" if reached else "the dispatcher was not reached"
 
 
-KEPT = {"no tensor is kept": keeps_no_tensor, "the kernel is kept": keeps_the_kernel}
+KEPT: dict[str, Callable[[Any, Case, Card], str]] = {
+    "no tensor is kept": keeps_no_tensor,
+    "the kernel is kept": keeps_the_kernel,
+    "more kinds of calls than are kept": keeps_few_kinds,
+    "more calls of a kind than are kept": keeps_few_of_a_kind,
+}
 
 
 @contextmanager
@@ -499,30 +580,34 @@ def ways_with(file: str = "", old: str = "", new: str = "") -> Iterator[Any]:
 
 
 def events() -> Iterator[tuple[str, str]]:
-    card, decoding, encoding = Card(), case_of("dequantize_"), case_of("quantize_")
+    card, decoding = Card(), case_of("dequantize_")
     rows = {name: (event, event.case()) for name, event in (EVENTS | dict(aligned_rows())).items()}
     for name, (event, case) in rows.items():
         with ways_with() as made:
             yield name, fault_of(event, case, made.GPU_WAYS, card)
     for name, check in KEPT.items():
         with ways_with() as made:
-            yield name, check(made.GPU_WAYS, decoding, card)
-    for name, observer in OBSERVERS.items():
+            yield name, check(made, decoding, card)
+    for name, (observer, operation) in OBSERVERS.items():
         with ways_with() as made:
-            yield name, passes_by(observer, made, encoding, card)
+            yield name, passes_by(observer, made, case_of(operation), card)
 
 
 def mutations() -> Iterator[tuple[str, str]]:
     """Yield the removed checks, each with a fault if the event that it is there for is still handled."""
-    card, decoding, encoding = Card(), case_of("dequantize_"), case_of("quantize_")
+    card, decoding = Card(), case_of("dequantize_")
     cases = {name: event.case() for name, event in EVENTS.items()}
+    unknown = {name for name, *_ in MUTATIONS} - {**EVENTS, **KEPT, **OBSERVERS}.keys()
+    assert not unknown, f"no event is called {unknown}"
     for name, file, old, new in MUTATIONS:
+        observer, operation = OBSERVERS.get(name, (under(nullcontext), "dequantize_"))
+        observed = case_of(operation)
         with ways_with(file, old, new) as made:
             try:
                 if name in KEPT:
-                    fault = KEPT[name](made.GPU_WAYS, decoding, card)
+                    fault = KEPT[name](made, decoding, card)
                 elif name in OBSERVERS:
-                    fault = passes_by(OBSERVERS[name], made, encoding, card)
+                    fault = passes_by(observer, made, observed, card)
                 else:
                     fault = fault_of(EVENTS[name], cases[name], made.GPU_WAYS, card)
             except (AttributeError, LookupError, RuntimeError, TypeError) as raised:

@@ -362,12 +362,11 @@ class BackwardCall:
         # One output may be computed from another, whose node holds this call. Storing that node would make a cycle that
         # is never collected. Nodes older than all outputs do not lead to them, and leaves lead to no other node.
         first = min([node._sequence_nr() for node in nodes], default=0)
-        self._behind = [
-            each
-            for node in nodes
-            for each, _ in node.next_functions
-            if each is not None and (not each.next_functions or each._sequence_nr() < first)
-        ]
+        self._behind = behind = list[Node]()
+        for node in nodes:
+            for each, _ in node.next_functions:
+                if each is not None and (not each.next_functions or each._sequence_nr() < first):
+                    behind.append(each)
 
     def is_to_come(self) -> bool:
         """Return True if the running backward will reach this call, as autograd tells for nodes behind its outputs."""

@@ -437,8 +437,7 @@ class ErrorFeedback:
     def __init__(self, engine: Engine, reset: int | None) -> None:
         self._engine = engine
         self._reset = reset
-        # Number of steps since the errors were cleared.
-        self._steps = 0
+        self._steps = 0  # since the errors were cleared
         # GradScaler's scale of the losses that the errors came from; None if no GradScaler scaled them.
         self._scale: Tensor | None = None
 
@@ -478,8 +477,10 @@ class ErrorFeedback:
 
     def count_step(self) -> None:
         """Count an optimizer step that was taken, and clear the errors if the interval is over."""
+        if self._reset is None:
+            return
         self._steps += 1
-        if self._reset is not None and self._steps >= self._reset:
+        if self._steps >= self._reset:
             self.clear()
 
     def clear(self) -> None:

@@ -174,8 +174,7 @@ def _prepared(
             if rows != [list(map(Tensor.data_ptr, tensors)), table.numels, table.offsets]:
                 if rows[1:] != [table.numels, table.offsets]:
                     return False
-                with torch.no_grad():
-                    locate(tensors, host, arguments[table.entries])
+                locate(tensors, host, arguments[table.entries])
         run(*grid, current_stream(device), compiled.function, compiled.packed_metadata, None, None, None, *passed)
         if after is not None:
             after(*arguments)
