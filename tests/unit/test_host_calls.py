@@ -1,4 +1,4 @@
-"""The calls of Python that the engine adds to a step: counted exactly, so a slow machine changes nothing.
+"""The calls of Python that the engine adds to a step, and the containers that it makes: exact on any machine.
 
 The bounds are the counts of Python 3.11 and torch 2.13 with ten percent of room. Later versions of Python make fewer
 calls, because comprehensions are no functions there. ``python -m bench.host_steps`` prints all counts.
@@ -6,9 +6,11 @@ calls, because comprehensions are no functions there. ``python -m bench.host_ste
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from tests.support.branching_models import make_config
 from tests.support.rank_pool import run_ranks
 
 # Case of bench.host_steps -> calls over plain torch for one block and step.
-CALLS = {"zeropp": 200, "zeropp, 2 ranks": 220, "zeropp, 2 ranks, codecs": 316, "zeropp, 64 ranks, hpZ": 363}
+CALLS = {"zeropp": 198, "zeropp, 2 ranks": 217, "zeropp, 2 ranks, codecs": 317, "zeropp, 64 ranks, hpZ": 360}
 ROOM = 1.1
+# World size -> lists, tuples, dicts, sets and functions that the engine makes for one unit and step.
+CONTAINERS = {1: 15.2, 2: 23.7}
 
 
 @pytest.mark.timeout(300)
@@ -61,9 +65,29 @@ def own_calls(step: Callable[[], None]) -> int:
     return found
 
 
-def calls_of(count: int) -> int:
-    """Return the calls of zeropp in a step of a model with units of ``count`` parameters."""
-    model = nn.Sequential(*(Wide(count) for _ in range(3)))
+def own_containers(step: Callable[[], None]) -> int:
+    """Return the number of lists, tuples, dicts, sets and functions that zeropp's own code makes in a step."""
+    folder, found = str(Path(zeropp.__file__).parent), 0
+    making = {code for name, code in dis.opmap.items() if name.startswith(("BUILD_LIST", "BUILD_TUPLE", "BUILD_MAP"))}
+    making |= {code for name, code in dis.opmap.items() if name.startswith(("BUILD_SET", "MAKE_FUNCTION"))}
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal found
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        found += event == "opcode" and frame.f_code.co_code[frame.f_lasti] in making
+        return trace
+
+    sys.settrace(trace)
+    step()
+    sys.settrace(None)
+    return found
+
+
+def counted(count: Callable[[Callable[[], None]], int], parameters: int, units: int = 3) -> int:
+    """Count what a step does with a model of equal units, once their work is prepared."""
+    model = nn.Sequential(*(Wide(parameters) for _ in range(units)))
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model, make_config(reuse=0))
 
     def step() -> None:
@@ -73,10 +97,17 @@ def calls_of(count: int) -> int:
 
     for _ in range(5):
         step()
-    return own_calls(step)
+    return count(step)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_unit_of_many_parameters_costs_little_more(world: int) -> None:
-    for few, many in zip(run_ranks(world, calls_of, 12), run_ranks(world, calls_of, 120), strict=True):
+    found = zip(run_ranks(world, counted, own_calls, 12), run_ranks(world, counted, own_calls, 120), strict=True)
+    for few, many in found:
         assert many <= 1.5 * few, (few, many)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_unit_makes_few_containers(world: int) -> None:
+    (small, *_), (large, *_) = (run_ranks(world, counted, own_containers, 12, units) for units in (3, 9))
+    assert (large - small) / 6 <= ROOM * CONTAINERS[world]
