@@ -582,9 +582,9 @@ def operation(name: str) -> Callable[..., None]:
     """Return the function that runs an operation.
 
     It repeats a prepared launch without torch's dispatcher, which takes 4 to 7 us. Calls go through the dispatcher
-    under torch.compile, under this thread's profiler, and under modes of torch functions; :func:`_alike` tells of
-    everything else that changes tensors or the thread. Not seen are observers of all threads, such as
-    ExecutionTraceObserver, and implementations that others register for an operation after its first calls.
+    under torch.compile, under this thread's profiler, and under modes of torch functions; the guards of :func:`_alike`
+    tell of all other modes. Observers of all threads, such as ExecutionTraceObserver, do not see repeated launches.
+    Neither do implementations that other code registers for an operation after its first call.
     """
     through_dispatcher: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name)
     # Nothing is there if an earlier import of the package has defined the operations.

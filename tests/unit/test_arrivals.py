@@ -120,7 +120,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "not all have come": edit(Arrivals, "count", "not hooks.all_arrived()", "False"),
     "none is expected": edit(Arrivals, "count", "self._missing[index] == 0 or", ""),
     "an order is learned": edit(Arrivals, "expect", "fires is None or", "fires is not None and"),
-    "others are expected": edit(Arrivals, "expect", "or expected not in (once, never)", ""),
+    "others are expected": edit(Arrivals, "expect", "or (expected != once and expected != never)", ""),
     "the end": edit(Arrivals, "end", "self.recount(index)", "pass"),
     "the trained ones change": edit(Arrivals, "update_trained", "hooks.watch_all()", "pass"),
     "counted before": edit(Arrivals, "recount", "counts[position] == 0", "True"),

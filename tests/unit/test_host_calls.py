@@ -25,7 +25,7 @@ from tests.support.rank_pool import run_ranks
 CALLS = {"zeropp": 198, "zeropp, 2 ranks": 217, "zeropp, 2 ranks, codecs": 317, "zeropp, 64 ranks, hpZ": 360}
 ROOM = 1.1
 # World size -> lists, tuples, dicts, sets and functions that the engine makes for one unit and step.
-CONTAINERS = {1: 15.2, 2: 23.7}
+CONTAINERS = {1: 10.2, 2: 17.2}
 
 
 @pytest.mark.timeout(300)

@@ -142,7 +142,7 @@ class Arrivals:
             expected = once if fires is None else fires.get(index, never)
             # One hook stands for one gradient of each trained parameter. While an order is learned, or if other numbers
             # are expected, each gradient must be counted when it comes.
-            if fires is None or expected not in (once, never):
+            if fires is None or (expected != once and expected != never):
                 self.recount(index)
             self._expected[index] = expected
             counts = self.counts[index]
@@ -419,9 +419,11 @@ class Reductions:
         """Follow another order for the rest of the phase; None to learn one."""
         self.arrivals.expect(order.fires if order is not None else None)
         reductions = order.reductions if order is not None else ()
-        # Units reduced under the old order are left out, because their gradients have been sent. The other reductions
-        # cannot lie before uses that have passed, so their place is at the current use or later.
-        self._order = tuple([(unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done])
+        if self._uses > 0 or self._done:
+            # Units reduced under the old order are left out, because their gradients have been sent. The other
+            # reductions cannot lie before uses that have passed, so their place is at the current use or later.
+            reductions = tuple([(unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done])
+        self._order = reductions
         self._turn = 0
 
     def count_gradient(self, index: int, position: int) -> bool:

@@ -535,7 +535,7 @@ class Schedule:
         assert phase.plan is not None and phase.order is not None
         place = phase.position - phase.base
         used, dropped = phase.order.uses[phase.position], phase.plan.drop[place]
-        if dropped and dropped != (used,):  # makes room for the gathers
+        if dropped and (len(dropped) > 1 or dropped[0] != used):  # makes room for the gathers
             self.live_units.drop([index for index in dropped if index != used])
         self.reductions.before_use(phase.position)
         return phase.plan.issue[place]

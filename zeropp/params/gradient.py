@@ -196,7 +196,8 @@ class Gradient:
         self._scaled = 1.0
         message = self._empty_message()
         if message is self._message and isinstance(path.codec, PlainCodec):
-            path.codec.pack_parts_(*self._message_parts, gradients)
+            parts, gaps = self._message_parts
+            path.codec.pack_parts_(parts, gaps, gradients)
         else:
             path.pack_(message, gradients, self.layout, self._table)
         return message
