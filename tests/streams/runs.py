@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -29,7 +30,18 @@ from tests.streams.seams import Seam, without
 from tests.support.parity import Recipe, make_optimizer
 from zeropp import fsdp2
 
-__all__ = ["BOTH", "RUNS", "Run", "Training", "check_reported", "edited_in_groups", "first_race", "offloaded", "races"]
+__all__ = [
+    "BOTH",
+    "RUNS",
+    "Run",
+    "Training",
+    "calls_of_a_step",
+    "check_reported",
+    "edited_in_groups",
+    "first_race",
+    "offloaded",
+    "races",
+]
 
 _LOCAL, _STEPS = 2, 3
 _PATIENCE = 30.0  # seconds for one training
@@ -47,10 +59,10 @@ class Model(nn.Sequential):
 class Training:
     """A small model on the simulated GPU, and its optimizer."""
 
-    def __init__(self, card: Card, run: Run, folder: Path) -> None:
+    def __init__(self, card: Card, run: Run, folder: Path, blocks: int = 4) -> None:
         self.card, self.run, self.folder, self.recipe = card, run, folder, run.recipe
         torch.manual_seed(7)
-        self.model = Model(*(Block(run.width) for _ in range(4))).to(run.recipe.dtype)
+        self.model = Model(*(Block(run.width) for _ in range(blocks))).to(run.recipe.dtype)
         card.take(*self.model.parameters())
         self.model[0].requires_grad_(not run.frozen)
         self.wrap()
@@ -433,6 +445,25 @@ def races(run: Run | Sharded, folder: Path, *, late: float = 0.0, tell: Callable
     finally:
         gc.unfreeze()
     return list(card.clocks.races)
+
+
+def calls_of_a_step(run: Run, folder: Path, blocks: int) -> int:
+    """Return the number of calls of zeropp's own functions on the main thread, in a step with prepared work."""
+    found, where = 0, str(Path(zeropp.__file__).parent)
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(where)
+
+    with _ranks(run.world), pretended_card(run.world) as card:
+        training = Training(card, run, folder, blocks)
+        for _ in range(8):
+            training.step()
+        sys.setprofile(count)
+        training.step()
+        sys.setprofile(None)
+        training.optimizer.close()
+    return found
 
 
 def _first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from tests.golden.runs import CASES
-from tests.streams.runs import RUNS, Run, check_reported, edited_in_groups, first_race, races
+from tests.streams.runs import RUNS, Run, calls_of_a_step, check_reported, edited_in_groups, first_race, races
 from tests.streams.seams import Seam, seams, without
 from zeropp.comm.streams import Event
 from zeropp.order import reductions
@@ -193,3 +194,20 @@ def test_waits_listed_as_redundant_are_redundant(name: str, tmp_path: Path) -> N
     for run in RUNS:
         found = first_race(RUNS[run], tmp_path, without(BY_NAME[name]), late=0.003)
         assert found == "", f"{run} needs this wait: move it to SHOWN_BY"
+
+
+# Run and number of ranks -> calls of zeropp's own functions for one unit and step, with Python 3.11.
+CALLS_OF_A_UNIT = {
+    ("stage 3", 1): 164,
+    ("stage 3", 4): 230,
+    ("hpZ, bf16", 4): 317,
+    ("hpZ, bf16, delta4, qgZ", 4): 338,
+}
+
+
+@pytest.mark.parametrize(("name", "world"), CALLS_OF_A_UNIT)
+def test_calls_of_the_code_path_for_gpus(name: str, world: int, tmp_path: Path) -> None:
+    run = RUNS[name]
+    assert isinstance(run, Run)
+    few, many = (calls_of_a_step(replace(run, world=world), tmp_path, blocks) for blocks in (4, 14))
+    assert (many - few) / 10 <= 1.1 * CALLS_OF_A_UNIT[name, world]
