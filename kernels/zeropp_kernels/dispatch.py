@@ -1,8 +1,8 @@
 """Registration of the operations with torch.library: argument checks, then a Triton kernel or plain torch.
 
 CUDA and ROCm tensors are passed to Triton kernels (:mod:`.device`), CPU tensors to plain torch (:mod:`.reference`).
-Operations are registered by ``Library.define`` and ``Library.impl``, which cost 2 us per call where
-``torch.library.custom_op`` costs 20. Triton is imported at the first call on a GPU, so the package works on CPU without
+Operations are registered by ``Library.define`` and ``Library.impl``, which cost less per call than
+``torch.library.custom_op``. Triton is imported at the first call on a GPU, so the package works on CPU without
 Triton.
 """
 
@@ -240,7 +240,7 @@ def _refuse_gradients(written: _Written, arguments: Sequence[Any]) -> None:
             raise ValueError(f"{name} requires grad and would be overwritten; call under torch.no_grad()")
 
 
-class _Prepared(NamedTuple):
+class _Known(NamedTuple):
     """A prepared launch of an operation.
 
     Attributes:
@@ -248,6 +248,7 @@ class _Prepared(NamedTuple):
             those of the launch.
         requires_grad: True if a tensor requires grad.
         refused: True if an output requires grad.
+        places: numbers of elements and offsets in the table of the launch; empty without a table.
         launch: function from :func:`.device.prepared.prepare`.
         written: function of the tensors that returns those that the operation writes.
     """
@@ -255,15 +256,17 @@ class _Prepared(NamedTuple):
     alike: Callable[..., bool]
     requires_grad: bool
     refused: bool
+    places: list[list[int]]
     launch: Callable[[Sequence[Any]], bool]
     written: Callable[[list[Tensor]], Any]
 
 
 def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Return the function ``alike`` of :class:`_Prepared` for these tensors; None if there can be none.
+    """Return the function ``alike`` of :class:`_Known` for these tensors; None if there can be none.
 
     torch's guards of compiled code compare all tensors in one call, in 0.1 us a tensor. They also compare the state of
-    the thread: under a dispatch mode, autocast, functorch or tracing, tensors are unlike those outside of it.
+    the thread: a launch that was prepared outside of a dispatch mode, autocast, functorch or tracing is not repeated
+    inside, and the reverse.
     """
     # Calls with tensors of other types must come to the types' own code.
     if guards is None or not all(type(tensor) in _PLAIN for tensor in tensors):
@@ -294,7 +297,7 @@ class Launches:
 
     Attributes:
         names: names of the operation's arguments.
-        found: prepared launches by what tells most calls apart, the most recent first.
+        found: lists of launches, the most recent first, by a key of sizes and numbers. ``alike`` chooses within a list.
     """
 
     def __init__(self, declared: Sequence[Any], written: _Written) -> None:
@@ -306,13 +309,13 @@ class Launches:
         """
         self._written = written
         self.names = [each.name for each in declared]
-        self.found: dict[tuple[object, ...], list[_Prepared]] = {}
-        kinds = [str(each.type) for each in declared]
-        self._lists = [place for place, kind in enumerate(kinds) if kind == "List[Tensor]"]
-        self._optional = [place for place, kind in enumerate(kinds) if kind == "Optional[Tensor]"]
-        required = [place for place, kind in enumerate(kinds) if kind == "Tensor"]
+        self.found: dict[tuple[object, ...], list[_Known]] = {}
+        types = [str(each.type) for each in declared]
+        self._lists = [place for place, each in enumerate(types) if each == "List[Tensor]"]
+        self._optional = [place for place, each in enumerate(types) if each == "Optional[Tensor]"]
+        required = [place for place, each in enumerate(types) if each == "Tensor"]
         self._single = [*required, *self._optional]
-        self._numbers = [place for place in range(len(kinds)) if place not in (*self._single, *self._lists)]
+        self._numbers = [place for place in range(len(types)) if place not in (*self._single, *self._lists)]
         # Values of the scale are passed on, and checked by each launch.
         self._fixed = [place for place in self._numbers if self.names[place] != "scale"]
         # The number of elements of this tensor tells most calls apart.
@@ -379,10 +382,12 @@ class Launches:
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         written = itemgetter(*[places[id(each)] for each in outputs])
         refused = any(map(_requires_grad, outputs))
-        made = _Prepared(alike, any(map(_requires_grad, tensors)), refused, launch, written)
-        # The new launch comes first. Older ones may be outdated, for example by a change of Triton's knobs.
+        table = arguments[self.names.index("host")].tolist()[1:] if self._lists else []
+        made = _Known(alike, any(map(_requires_grad, tensors)), refused, table, launch, written)
         key = self._key(arguments, tensors)
-        self.found[key] = [made, *self.found.get(key, ())][:_MOST_ALIKE]
+        # A launch for such a call was not repeated, so it is outdated, for example by a change of Triton's knobs.
+        others = [each for each in self.found.get(key, ()) if each.places != table or not each.alike(*tensors)]
+        self.found[key] = [made, *others][:_MOST_ALIKE]
 
 
 def _on_gpu(
@@ -579,12 +584,13 @@ if not _are_defined():
 
 
 def operation(name: str) -> Callable[..., None]:
-    """Return the function that runs an operation.
+    """Return the function that runs an operation. It takes all arguments by position.
 
-    It repeats a prepared launch without torch's dispatcher, which takes 4 to 7 us. Calls go through the dispatcher
-    under torch.compile, under this thread's profiler, and under modes of torch functions; the guards of :func:`_alike`
-    tell of all other modes. Observers of all threads, such as ExecutionTraceObserver, do not see repeated launches.
-    Neither do implementations that other code registers for an operation after its first call.
+    It repeats a prepared launch without torch's dispatcher, which would take 3 to 8 us more. Calls go through the
+    dispatcher under torch.compile, under this thread's profiler, and under modes of torch functions, which
+    ``torch.set_default_device`` sets, too; the guards of :func:`_alike` refuse under all other modes. Observers of all
+    threads, such as ExecutionTraceObserver, do not see repeated launches. Neither do implementations that other code
+    registers for an operation after its first call.
     """
     through_dispatcher: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name)
     # Nothing is there if an earlier import of the package has defined the operations.

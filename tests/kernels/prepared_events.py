@@ -402,6 +402,15 @@ def keeps_few_kinds(made: Any, case: Case, card: Card) -> str:
         return "" if 0 < count <= 2 else f"{count} kinds are kept, not 1 or 2"
 
 
+def keeps_no_outdated_launch(made: Any, case: Case, card: Card) -> str:
+    """Return "" if a launch that can not be repeated is replaced by the next one."""
+    with cards(card), mock.patch.object(card, "device", 1):
+        for _ in range(5):
+            made.GPU_WAYS["dequantize_"][0](*moved(case, card))
+        (found,) = made.LAUNCHES["dequantize_"].found.values()
+        return "" if len(found) == 1 else f"{len(found)} launches are kept, not 1"
+
+
 def keeps_few_of_a_kind(made: Any, case: Case, card: Card) -> str:
     """Return "" if launches for other shapes of the same sizes do not stay for ever."""
     case = case_of("gather_")
@@ -450,7 +459,7 @@ def under(context: Callable[[], Any]) -> Observer:
 
 
 def own_type(place: int) -> Observer:
-    """Return an observer that calls a third time with a tensor of another type."""
+    """Return an observer that calls three times with a tensor of a subclass, and counts only the third call."""
 
     def observer(run: Callable[..., None], arguments: list[Any], reached: list[str]) -> None:
         arguments[place] = arguments[place].as_subclass(OwnTensor)
@@ -511,18 +520,15 @@ OBSERVERS: dict[str, tuple[Observer, str]] = {
     "an input of a type with code of its own": (own_type(0), "quantize_"),
     "an input that requires grad": (in_grad_mode, "quantize_"),
     "vmap": (in_vmap, "quantize_"),
-    "torch.compile": (
-        lambda run, arguments, reached: torch.compile(run, backend="eager", fullgraph=True)(*arguments),
-        "quantize_",
-    ),
+    "torch.compile": (compiled, "quantize_"),
     "a list in place of a number": (wrong(2, [1]), "quantize_"),
     "a number of an equal value": (wrong(2, 1.0), "quantize_"),
     "a scale of another type": (wrong(3, 1j), "sum_"),
 }
 
 
-def passes_by(observer: Observer, made: Any, case: Case, card: Card) -> str:
-    """Return "" if the public function of an operation comes to torch's dispatcher under an observer."""
+def reaches_the_dispatcher(observer: Observer, made: Any, case: Case, card: Card) -> str:
+    """Return "" if a call of a public function under an observer comes to torch's dispatcher."""
     reached: list[str] = []
 
     def way(name: str) -> Callable[..., None]:
@@ -550,6 +556,7 @@ def passes_by(observer: Observer, made: Any, case: Case, card: Card) -> str:
 KEPT: dict[str, Callable[[Any, Case, Card], str]] = {
     "no tensor is kept": keeps_no_tensor,
     "the kernel is kept": keeps_the_kernel,
+    "no outdated launch is kept": keeps_no_outdated_launch,
     "more kinds of calls than are kept": keeps_few_kinds,
     "more calls of a kind than are kept": keeps_few_of_a_kind,
 }
@@ -590,7 +597,7 @@ def events() -> Iterator[tuple[str, str]]:
             yield name, check(made, decoding, card)
     for name, (observer, operation) in OBSERVERS.items():
         with ways_with() as made:
-            yield name, passes_by(observer, made, case_of(operation), card)
+            yield name, reaches_the_dispatcher(observer, made, case_of(operation), card)
 
 
 def mutations() -> Iterator[tuple[str, str]]:
@@ -607,7 +614,7 @@ def mutations() -> Iterator[tuple[str, str]]:
                 if name in KEPT:
                     fault = KEPT[name](made, decoding, card)
                 elif name in OBSERVERS:
-                    fault = passes_by(observer, made, observed, card)
+                    fault = reaches_the_dispatcher(observer, made, observed, card)
                 else:
                     fault = fault_of(EVENTS[name], cases[name], made.GPU_WAYS, card)
             except (AttributeError, LookupError, RuntimeError, TypeError) as raised:

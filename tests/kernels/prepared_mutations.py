@@ -73,6 +73,8 @@ MUTATIONS: list[tuple[str, str, str, str]] = [
     ("a number of an equal value", DISPATCH, *_TYPES),
     ("a scale of another type", DISPATCH, *_TYPES),
     ("two tables in turn", DISPATCH, *_NEXT_ONE),
+    ("two tables in turn", DISPATCH, "each.places != table or not each", "not each"),
+    ("no outdated launch is kept", DISPATCH, " if each.places != table or not each.alike(*tensors)", ""),
     ("an input that requires grad, in grad mode", DISPATCH, " and not dispatched", ""),
     ("more kinds of calls than are kept", DISPATCH, "if len(self.found) >= _MOST_PREPARED:", "if False:"),
     ("more calls of a kind than are kept", DISPATCH, "[:_MOST_ALIKE]", ""),

@@ -14,7 +14,7 @@ import zeropp_kernels as kernels
 from tests.kernels.cases import same_bits, values
 from tests.kernels.operations import NAMES, listed, samples, written
 from zeropp_kernels import block_table, message_layout
-from zeropp_kernels.dispatch import GPU_WAYS, operation
+from zeropp_kernels.dispatch import GPU_WAYS, Launches, operation
 
 triton = pytest.importorskip("triton", reason="Triton comes for Linux only")
 pytestmark = pytest.mark.gpu
@@ -67,10 +67,19 @@ def test_same_bits_as_on_cpu_and_no_wait(name: str) -> None:
 def test_prepared_launches_give_the_same_bits(name: str, public: bool) -> None:
     """The second call has tensors at other addresses, and Triton takes no part in its launch."""
     first, fast, general = on_card(name), on_card(name), on_card(name)
-    run = operation(name) if public else getattr(torch.ops.zeropp, name)
-    run(*first)
-    with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError("Triton launches")):
-        run(*fast)
+    repeated: list[tuple[bool, dict[str, bool]]] = []
+    real = Launches.repeat
+
+    def repeat(self: Launches, arguments: tuple[object, ...], **options: bool) -> bool:
+        repeated.append((real(self, arguments, **options), options))
+        return repeated[-1][0]
+
+    with mock.patch.object(Launches, "repeat", repeat):
+        run = operation(name) if public else getattr(torch.ops.zeropp, name)
+        run(*first)
+        with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError("Triton launches")):
+            run(*fast)
+    assert repeated[-1] == (True, {} if public else {"dispatched": True})
     GPU_WAYS[name][1](*general)
     for left, right in zip(written(name, fast), written(name, general), strict=True):
         is_table = left.dtype == torch.int64 and "lossless" not in name

@@ -545,7 +545,7 @@ def _more_often_without_gradients() -> None:
 def _backward_over_all_calls() -> None:
     """Check a backward over two calls of a checkpointed module, after backwards over one of the two were learned.
 
-    Only the loss of the second rank uses both calls, so only this rank gathers the unit twice.
+    In the last step only the second rank's loss uses both calls, so only this rank gathers the unit twice.
     """
     model = Model(1, {"m0": 0}, {"": (), "m0": ()})
     twice = (Call("m0", "reentrant"),) * 2
@@ -558,10 +558,13 @@ def _backward_over_all_calls() -> None:
 
 
 def _gathers_one_more_unit() -> None:
-    """Check a module that gathers a further unit after orders were learned, if the other rank skips the module.
+    """Check a forward that may gather one more unit after its order was learned.
 
     `register_external_parameter` adds such a unit, for example to a part of the model that the user calls by itself.
+    Both ranks learn a forward over units 0 and 1. Then module m1 gets unit 2, too. Rank 0 runs only m0 now, and rank 1
+    runs both modules; neither may wait for ever.
     """
+    world = World(2, min)
 
     def program(number: int) -> None:
         rank = Rank(world, number, [4] * 3, Limits(0, 0, 0), inside=(0, 1))
@@ -570,7 +573,6 @@ def _gathers_one_more_unit() -> None:
         rank.inside, rank.modules = (0, 1, 2), {"m0": 0, "m1": 1}
         rank.forward((0,) if number == 0 else (0, 1, 2), grad=False)
 
-    world = World(2, min)
     world.run(program)
 
 

@@ -64,6 +64,8 @@ SEEN_AT_ONCE = [
     "calls are not counted",
     "calls to come are not counted",
     "a forward that was left out is no reason",
+    "units that nobody has used are no reason",
+    "calls that may run again are no reason",
 ]
 
 

@@ -460,8 +460,10 @@ def calls_of_a_step(run: Run, folder: Path, blocks: int) -> int:
         for _ in range(8):
             training.step()
         sys.setprofile(count)
-        training.step()
-        sys.setprofile(None)
+        try:
+            training.step()
+        finally:
+            sys.setprofile(None)
         training.optimizer.close()
     return found
 

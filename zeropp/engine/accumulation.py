@@ -209,7 +209,7 @@ class PendingGradients:
     """The gradients that backwards have brought since the last step, and methods that forget them.
 
     Attributes:
-        backward_ran: True if a backward has brought gradients since the last step or ``zero_grad``.
+        backward_ran: True if a backward has brought gradients since all gradients were last forgotten.
         used: for each unit and each of its trainable parameters, the number of the last look before this rank used the
             parameter; 0 if this rank has no gradient of it. See [Note: gradients taken away].
         removed: (unit, position of a parameter) -> number of the look that found its gradient set to None; 0 if every

@@ -195,7 +195,7 @@ OWNED_AS = "_zeropp_engine"
 EXTERNAL_AS = "ds_external_parameters"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
 # Types of attributes in which a forward may store tensors.
-_CONTAINERS = (Tensor, list, tuple, dict)
+_SEARCHED_TYPES = (Tensor, list, tuple, dict)
 
 
 # Hooked modules, and their calls.
@@ -362,11 +362,12 @@ class BackwardCall:
         # One output may be computed from another, whose node holds this call. Storing that node would make a cycle that
         # is never collected. Nodes older than all outputs do not lead to them, and leaves lead to no other node.
         first = min([node._sequence_nr() for node in nodes], default=0)
-        self._behind = behind = list[Node]()
+        behind: list[Node] = []
         for node in nodes:
             for each, _ in node.next_functions:
                 if each is not None and (not each.next_functions or each._sequence_nr() < first):
                     behind.append(each)
+        self._behind = behind
 
     def is_to_come(self) -> bool:
         """Return True if the running backward will reach this call, as autograd tells for nodes behind its outputs."""
@@ -725,7 +726,7 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
             attributes = inner.__dict__
             for name in each.names if each.count == len(attributes) else each.look(attributes):
                 value = attributes.get(name)
-                if isinstance(value, _CONTAINERS) and not (deep and inner is module):
+                if isinstance(value, _SEARCHED_TYPES) and not (deep and inner is module):
                     found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
     if not (found or hooked.stored):
         return found

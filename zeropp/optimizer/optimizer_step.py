@@ -437,7 +437,7 @@ class ErrorFeedback:
     def __init__(self, engine: Engine, reset: int | None) -> None:
         self._engine = engine
         self._reset = reset
-        self._steps = 0  # since the errors were cleared
+        self._steps = 0  # steps since the errors were cleared
         # GradScaler's scale of the losses that the errors came from; None if no GradScaler scaled them.
         self._scale: Tensor | None = None
 

@@ -165,7 +165,7 @@ class StepSync:
         """
         edited = [gradient for gradient in self._arrived() if gradient.edited]
         if edited and not any(gradient.held is not None for gradient in self.engine.gradients):
-            # Before the first backward since a step, no gradient is unsent on any rank.
+            # Until a backward has ended after a step, no rank has unsent gradients that could miss the edit.
             self._edited_early |= self.engine.accumulation.count > 0
             for gradient in edited:
                 gradient.measure()

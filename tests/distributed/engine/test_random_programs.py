@@ -64,6 +64,7 @@ def test_programs(seeds: range, tmp_path: Path) -> None:
     wanted = {*CALLS, *LEAVES, *ONE, *TWO, *FORMS, *(f"stage {number}" for number in range(4))}
     assert not wanted - found.keys(), f"no program had {wanted - found.keys()}"
     assert found["right"] >= 0.95 * len(seeds), found
+    assert found["unprepared"] >= len(seeds) / 3, found
 
 
 @pytest.mark.campaign
