@@ -23,6 +23,7 @@ from zeropp_kernels import lossless_layout, reference
 from zeropp_kernels.aot.cases import Case, cases
 from zeropp_kernels.device import copy
 from zeropp_kernels.device.launch import launch_options
+from zeropp_kernels.device.tiles import tile_of
 
 TARGET = GPUTarget("cuda", 90, 32)
 Configuration = tuple[object, ...]
@@ -56,7 +57,7 @@ def launch_everything() -> set[Configuration]:
 
     def run(self: jit.JITFunction, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
         found.add(seen(self, arguments, options))
-        assert options.items() >= launch_options(TARGET.backend, self.registers).items(), options
+        assert options.items() >= launch_options(TARGET.backend, tile_of(self, options)).items(), options
 
     def check(name: str, arguments: tuple[object, ...], outputs: object) -> None:
         getattr(device, name)(*arguments)

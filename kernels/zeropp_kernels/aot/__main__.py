@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..device.launch import INTERPRETED
+from ..device.tiles import INTERPRETED
 from .budgets import check
 from .build import TARGETS, Job, build_all
 from .cases import cases

@@ -109,7 +109,7 @@ def _amd(kernel: Any) -> Facts:
 
     # A division expands to v_div_fmas and five multiply-adds before it, which do not count. A packed instruction counts
     # as two.
-    fused = count(r"v_(fma|fmac|mad)_f32(_e32|_e64)?") + 2 * count(r"v_pk_(fma|fmac|mad)_f32(_e32|_e64)?")
+    fused = count(r"v_(fma|fmac|fmaak|fmamk|mad)_f32(_e32|_e64)?") + 2 * count(r"v_pk_(fma|fmac|mad)_f32(_e32|_e64)?")
     fused -= 5 * count(r"v_div_fmas_f32(_e64)?")
     return Facts(
         instructions=sum(code.values()),

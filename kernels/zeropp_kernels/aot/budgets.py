@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..device.launch import ROWS
+from ..device.tiles import tile_of
 from .binaries import Facts
 from .cases import Case
 
 __all__ = ["REGISTERS", "check"]
 
-# Most registers per thread, by Case.even: with 128 registers four programs fit a multiprocessor, with 168 three. Some
-# kernels on AMD use the second number, see _most_registers.
+# Most registers per thread on AMD, whose compiler has no option for a bound, by Case.even. Some kernels use the second
+# number, see _most_registers.
 REGISTERS = {True: 128, False: 168}
-# Most registers per thread of kernels that need fewer: five programs fit a multiprocessor.
-_LEAN = {"lossless_count": 96, "lossless_encode": 96, "lossless_decode": 96}
-# Most registers per thread of kernels for pinned memory. One program per multiprocessor is enough, as they wait for the
-# bus.
-_ALONE = {"gather_pinned": 256, "scatter_pinned": 256}
-# Elements per thread: 128 threads share a tile of ROWS rows of 128.
-_ELEMENTS = ROWS
+_AMD = {
+    "gather_pinned": 256, "scatter_pinned": 256, "lossless_count": 96, "lossless_encode": 96, "lossless_decode": 96,
+}  # fmt: skip
+# Elements per thread of most kernels. Sums and lossless kernels have 16.
+_ELEMENTS = 32
+# Kernels that compute scales, and their fused multiply-adds per scale. A thread has the elements of one group.
+_ENCODERS = ("quantize", "quantize_tensors", "reduce_quantize", "delta_encode")
+_PER_SCALE = 4
 
 
 def _codes(case: Case, key: str = "BITS") -> int:
@@ -44,13 +45,18 @@ def _quantize_moves(case: Case, name: str) -> tuple[int, int]:
 
 
 def _requantize_moves(case: Case) -> tuple[int, int]:
-    # The first message is loaded before the loop; in the loop, the message after the one that is added.
-    return 2 * _codes(case, "SOURCE_BITS") + _error(case), _encoded(case)
+    # The first two messages are loaded before the loop; in the loop, the message after the next one.
+    return 3 * _codes(case, "SOURCE_BITS") + _error(case), _encoded(case)
+
+
+def _wide_codes(case: Case) -> int:
+    # Codes whose values are stored as they are have narrower loads, see load_words.
+    return _codes(case) if case.constants["ROTATE"] else 0
 
 
 def _reduce_moves(case: Case) -> tuple[int, int]:
     values = _values(case, "out")
-    return 2 * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
+    return 3 * _wide_codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
 
 
 def _sum_moves(case: Case) -> tuple[int, int]:
@@ -96,11 +102,11 @@ _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
     "quantize_tensors": lambda case: _quantize_moves(case, ""),
     "reduce_quantize": _requantize_moves,
     # Codes are loaded in both branches.
-    "dequantize": lambda case: (2 * _codes(case), _values(case, "out")),
+    "dequantize": lambda case: (2 * _wide_codes(case), _values(case, "out")),
     "reduce": _reduce_moves,
     "sum": _sum_moves,
     "delta_encode": _delta_moves,
-    "delta_apply": lambda case: (_values(case, "reference") + _ELEMENTS // 2, _values(case, "reference")),
+    "delta_apply": lambda case: (_values(case, "reference"), _values(case, "reference")),
     "gather": _gather_moves,
     "gather_pinned": _gather_moves,
     "scatter": lambda case: (_values(case, "flat"), _values(case, "")),
@@ -134,10 +140,6 @@ _ESCAPES: dict[str, Callable[[Case], tuple[int, int]]] = {
 }
 
 
-# Kernels with a fused multiply-add per element in the loop over messages, where products are exact.
-_SUMS = ("reduce", "reduce_quantize")
-
-
 def _unrolled(case: Case, backend: str, loads: int, expected: int) -> bool:
     """Return True if the loads beyond ``expected`` are whole messages of a loop that AMD's compiler has unrolled."""
     if case.name != "sum" or backend != "hip":
@@ -150,18 +152,39 @@ def _narrow(case: Case) -> tuple[int, int]:
     """Return the largest allowed number of (loads, stores) below 32 bits per thread."""
     names = _ONE_BY_ONE.get(case.name, (None, None))
     values = (0 if name is None or case.pointers[name] == "fp32" else _ELEMENTS for name in names)
-    # 16-bit scales: up to 4 accesses per thread.
-    loads, stores = (4 + each for each in values)
-    # In tiles at an end, the code of Triton 3.6 loads a scale again for each value that a thread stores.
-    return loads + (16 if case.name == "dequantize" else 0), stores
+    # 16-bit scales: up to 4 accesses per thread, and as many for each of the three messages whose loads are in the code
+    # of sums. In tiles at an end, the code of Triton 3.6 loads a scale again for each value that a thread stores.
+    scales = {"dequantize": 20, "reduce": 12, "reduce_quantize": 6}.get(case.name, 4)
+    loads, stores = values
+    return loads + scales, stores + 4
 
 
 def _most_registers(case: Case, backend: str) -> int:
-    if (own := _ALONE.get(case.name) or _LEAN.get(case.name)) is not None:
+    if backend != "hip":
+        return tile_of(case.kernel, case.constants).registers
+    if (own := _AMD.get(case.name)) is not None:
         return own
-    # AMD's compiler has no option for a bound. In these kernels it keeps several unrolled messages, rotated values, or
-    # masks of stores in registers.
-    return REGISTERS[case.even and (backend != "hip" or case.name not in ("reduce", "sum", "scatter"))]
+    # In these kernels AMD's compiler keeps several unrolled messages, rotated values, or masks of stores in registers.
+    return REGISTERS[case.even and case.name not in ("reduce", "sum", "scatter")]
+
+
+def _fused(case: Case) -> int:
+    """Return the number of fused multiply-adds that do not change bits, because their products or sums are exact."""
+    constants = case.constants
+    number = 0
+    if case.name in ("reduce", "reduce_quantize"):
+        # One per element in the loop over messages.
+        number += _ELEMENTS
+    if case.name in _ENCODERS:
+        # Two for the quotient that is a group's scale, and two for its inverse.
+        number += _PER_SCALE
+    if constants.get("FEEDBACK"):
+        # One per element for the error, which has scales, too.
+        number += _ELEMENTS + _PER_SCALE
+    if constants.get("ROTATE") and case.name in ("quantize", "quantize_tensors"):
+        # One per element in the first step of a rotation of 16-bit values.
+        number += _ELEMENTS * ("fp32" not in case.pointers.values())
+    return number
 
 
 def check(case: Case, facts: Facts, backend: str) -> list[str]:
@@ -178,9 +201,10 @@ def check(case: Case, facts: Facts, backend: str) -> list[str]:
     bound = _most_registers(case, backend)
     if facts.registers > bound:
         wrong.append(f"{facts.registers} registers, more than {bound}")
-    # One fused multiply-add per element in the loop's body.
-    fused = _ELEMENTS if case.name in _SUMS else 0
-    if facts.fused != fused:
+    fused = _fused(case)
+    # Triton may compute a scale's quotient again where it stores the scale.
+    again = 2 if case.name in _ENCODERS else 0
+    if facts.fused not in (fused, fused + again):
         wrong.append(f"{facts.fused} fused multiply-adds, not {fused}")
     if case.even and case.name in _MOVED:
         # Exact numbers, because more loads than the bytes need are as suspicious as fewer.

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ..device.launch import launch_options
+from ..device.tiles import tile_of
 from .binaries import Facts, inspect
 from .cases import Case, cases
 
@@ -54,7 +55,7 @@ def _listed(cover: str) -> list[Case]:
 
 def build(case: Case, target: GPUTarget) -> Any:
     """Compile a case for a target and return the result of ``triton.compile``."""
-    options = launch_options(target.backend, case.kernel.registers)
+    options = launch_options(target.backend, tile_of(case.kernel, case.constants))
     return triton.compile(case.source(target), target=target, options=options)
 
 

@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..device import copy, delta, lossless, quantize, reduce
-from ..device.launch import ROWS
-from ..wire import GROUPS
+from ..device.tiles import tile_of
+from ..wire import BLOCK, GROUPS, SECTION
 
 __all__ = ["Case", "cases"]
 
@@ -103,67 +103,67 @@ def _left_out(names: Sequence[str] = _OPTIONAL) -> Iterator[dict[str, None]]:
         yield {name: None for name, wanted in zip(names, given, strict=True) if not wanted}
 
 
-def _tile(bits: int) -> int:
-    return ROWS * 128 // GROUPS[bits]
+def _case(kernel: Any, constants: Mapping[str, object], pointers: Mapping[str, str], numel: int) -> Case:
+    """Return a case with the tile of the table, in pieces of ``numel`` elements."""
+    return Case(kernel, {**constants, "TILE": tile_of(kernel, constants).holds(numel)}, pointers)
 
 
 def _quantize() -> Iterator[Case]:
     for row in _product(dtype=tuple(_DTYPES), **_ENCODING):
-        dtype = row.pop("dtype")
-        row["TILE"] = _tile(row["BITS"])
-        yield Case(quantize.quantize_kernel, row, {"x": dtype})
-        yield Case(quantize.quantize_tensors_kernel, {**row, "DTYPE": _DTYPES[dtype]}, {"": dtype})
+        dtype, group = row.pop("dtype"), GROUPS[row["BITS"]]
+        yield _case(quantize.quantize_kernel, row, {"x": dtype}, group)
+        yield _case(quantize.quantize_tensors_kernel, {**row, "DTYPE": _DTYPES[dtype]}, {"": dtype}, group)
     for row in _product(SOURCE_BITS=tuple(GROUPS), **_ENCODING):
-        shape = {"SOURCE_K": GROUPS[row["SOURCE_BITS"]] // 128, "TILE": _tile(row["BITS"])}
+        row["SOURCE_K"] = GROUPS[row["SOURCE_BITS"]] // 128
         for scale in _left_out(("device_scale",)):
-            yield Case(quantize.reduce_quantize_kernel, {**row, **scale, **shape}, {})
+            yield _case(quantize.reduce_quantize_kernel, {**row, **scale}, {}, GROUPS[row["BITS"]])
 
 
 def _reduce() -> Iterator[Case]:
     for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH):
-        dtype = row.pop("dtype")
-        row["TILE"] = _tile(row["BITS"])
-        yield Case(reduce.dequantize_kernel, row, {"out": dtype})
+        dtype, group = row.pop("dtype"), GROUPS[row["BITS"]]
+        yield _case(reduce.dequantize_kernel, row, {"out": dtype}, group)
         # 16-bit outputs cannot be accumulated or measured, see dispatch.
         for optional in _left_out():
             if dtype == "fp32" or optional.keys() >= set(_STATS):
                 for accumulate in _BOTH if dtype == "fp32" else (False,):
-                    yield Case(reduce.reduce_kernel, {**row, **optional, "ACCUMULATE": accumulate}, {"out": dtype})
+                    constants = {**row, **optional, "ACCUMULATE": accumulate}
+                    yield _case(reduce.reduce_kernel, constants, {"out": dtype}, group)
     for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH):
         pointers = {"messages": row.pop("dtype"), "out": "fp32"}
         for optional in _left_out():
-            yield Case(reduce.sum_kernel, {**row, **optional, "TILE": reduce.SUM_TILE}, pointers)
+            yield _case(reduce.sum_kernel, {**row, **optional}, pointers, BLOCK)
 
 
 def _delta() -> Iterator[Case]:
     for row in _product(dtype=("bf16", "fp16"), UPDATE=_BOTH):
         pointers = {"reference": row.pop("dtype")}
-        yield Case(delta.delta_encode_kernel, {**row, "TILE": ROWS}, {"shard": "fp32", **pointers})
+        yield _case(delta.delta_encode_kernel, row, {"shard": "fp32", **pointers}, GROUPS[4])
         if row["UPDATE"]:
-            yield Case(delta.delta_apply_kernel, {"TILE": ROWS}, pointers)
+            yield _case(delta.delta_apply_kernel, {}, pointers, GROUPS[4])
 
 
 def _lossless() -> Iterator[Case]:
     for even in _BOTH:
-        row = {"EVEN": even, "TILE": lossless.TILE}
+        row = {"EVEN": even}
         for dtype in ("fp32", "bf16"):
             pointers = {"values": dtype, "reference": "bf16"}
-            yield Case(lossless.lossless_count_kernel, row, pointers)
-            yield Case(lossless.lossless_encode_kernel, row, pointers)
-        yield Case(lossless.lossless_decode_kernel, row, {"reference": "bf16", "out": "bf16"})
+            yield _case(lossless.lossless_count_kernel, row, pointers, SECTION)
+            yield _case(lossless.lossless_encode_kernel, row, pointers, SECTION)
+        yield _case(lossless.lossless_decode_kernel, row, {"reference": "bf16", "out": "bf16"}, SECTION)
 
 
 def _copy() -> Iterator[Case]:
     dtypes = tuple(_DTYPES)
     for row in _product(dtype=dtypes, flat=dtypes, optional=tuple(_left_out())):
         dtype, flat = row.pop("dtype"), row.pop("flat")
-        row.update(row.pop("optional"), DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
+        row.update(row.pop("optional"), DTYPE=_DTYPES[dtype])
         pointers = {"": dtype, "flat": flat}
         for accumulate in _BOTH if flat == "fp32" else (False,):
             for kernel in (copy.gather_kernel, copy.gather_pinned_kernel):
-                yield Case(kernel, {**row, "ACCUMULATE": accumulate}, pointers)
-        yield Case(copy.scatter_kernel, row, pointers)
-        yield Case(copy.scatter_pinned_kernel, row, pointers)
+                yield _case(kernel, {**row, "ACCUMULATE": accumulate}, pointers, BLOCK)
+        yield _case(copy.scatter_kernel, row, pointers, BLOCK)
+        yield _case(copy.scatter_pinned_kernel, row, pointers, BLOCK)
 
 
 def _alignments(case: Case) -> Iterator[Case]:

@@ -15,21 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import INTERPRETED, ROWS
+from .tiles import INTERPRETED
 
 __all__ = [
-    "TILE_ROWS",
     "aligned",
     "bfloat16_bits",
     "cast",
-    "code_values",
+    "code_pair",
     "encode_pair",
     "group_peak",
     "half_rows",
-    "load_codes",
-    "load_packed",
     "load_pair",
-    "load_raw",
+    "load_words",
     "loop_end",
     "rotate",
     "saturate",
@@ -39,17 +36,24 @@ __all__ = [
     "store_encoded",
     "store_pair",
     "store_scales",
-    "unpack",
     "value_pair",
     "whole",
     "wide",
     "widen",
     "within",
+    "word_rows",
 ]
 
 # 1.5 * 2**23. Adding it to a float32 of small magnitude rounds that to an integer, ties to even, because float32 values
 # between 2**23 and 2**24 are 1 apart. The extra 2**22 keeps sums with negative numbers in that range.
 _MAGIC = tl.constexpr(12582912.0)
+# The same for int4 codes, plus 8, which makes the codes positive. Eight codes are added with factors of 16. The bits of
+# the magic numbers must disappear in that sum: 17 * 0x4B400000 + 16 * 0xC0000 = 0 modulo 2**32.
+_MAGIC_LOWER_4 = tl.constexpr(12582912.0 + 8)
+_MAGIC_UPPER_4 = tl.constexpr(12582912.0 + 0xC0000 + 8)
+# The highest bit of each code in a word, as int32.
+_FLIP_8 = tl.constexpr(0x80808080 - (1 << 32))
+_FLIP_4 = tl.constexpr(0x88888888 - (1 << 32))
 # Bits of float32 Inf. Magnitudes with larger bits are NaN.
 _EXPONENT = tl.constexpr(0x7F800000)
 _NAN_SCALE = tl.constexpr(0x7FC0)
@@ -60,15 +64,16 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 # infinite, the largest code is 126.
 _LARGEST_SCALE_4 = tl.constexpr(0x7E12)
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# Rows of 128 in a tile: TILE groups of K rows each, so K = TILE_ROWS // TILE for any width of codes.
-TILE_ROWS = tl.constexpr(ROWS)
 
 
 @triton.jit
 def whole(size, MULTIPLE: tl.constexpr):
     """Return ``size``, a multiple of MULTIPLE, as an expression that the compiler sees to be a multiple."""
     # Without this, the compiler could not use 128-bit access, because integer arguments are not specialised.
-    return size // MULTIPLE * MULTIPLE
+    # A shift, because a division of a signed number takes five instructions. The conversion is for the interpreter,
+    # which holds arguments of 2**31 to 2**32 as unsigned numbers of 32 bits, and shifts them as if they were signed.
+    SHIFT: tl.constexpr = MULTIPLE.bit_length() - 1
+    return (size.to(tl.int64) >> SHIFT) * MULTIPLE
 
 
 @triton.jit
@@ -94,9 +99,22 @@ def half_rows(STRIDE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
 def widen(x):
     """Return float32 of 16-bit or float32 values."""
     if x.dtype == tl.bfloat16 and _INTERPRETED:
-        # A bfloat16 is the upper half of a float32. The interpreter's own cast flushes subnormal values to zero.
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return _upper_half(x)
     return x.to(tl.float32)
+
+
+@triton.jit
+def _upper_half(x):
+    """Return float32 of bfloat16 values, which are the upper halves of float32 values."""
+    # The interpreter's own cast flushes subnormal values to zero.
+    return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_wide(source):
+    """Load values as float32 with 128-bit access."""
+    x = tl.load(source)
+    return _upper_half(x) if x.dtype == tl.bfloat16 else x.to(tl.float32)
 
 
 @triton.jit
@@ -130,25 +148,20 @@ def within(left, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_raw(source, left, TILE: tl.constexpr, K: tl.constexpr):
-    """Load a tile of values in their dtype in memory; elements from ``left`` on are zeros."""
-    at = half_rows(128, TILE, K)
-    SIZE: tl.constexpr = TILE * K * 128
-    if wide(source, left, SIZE):
-        lower = tl.load(aligned(source, at))
-        upper = tl.load(aligned(source, at + 64))
-    else:
-        there = within(left, SIZE)
-        lower = tl.load(source + at, mask=at < there, other=0.0)
-        upper = tl.load(source + at + 64, mask=at + 64 < there, other=0.0)
-    return lower, upper
-
-
-@triton.jit
 def load_pair(source, left, TILE: tl.constexpr, K: tl.constexpr):
     """Load a tile of values as float32; elements from ``left`` on are zeros."""
-    lower, upper = load_raw(source, left, TILE, K)
-    return widen(lower), widen(upper)
+    at = half_rows(128, TILE, K)
+    SIZE: tl.constexpr = TILE * K * 128
+    # Values are converted in each branch. After the branches, every second one of 16-bit values would take an
+    # instruction more.
+    if wide(source, left, SIZE):
+        lower = _load_wide(aligned(source, at))
+        upper = _load_wide(aligned(source, at + 64))
+    else:
+        there = within(left, SIZE)
+        lower = widen(tl.load(source + at, mask=at < there, other=0.0))
+        upper = widen(tl.load(source + at + 64, mask=at + 64 < there, other=0.0))
+    return lower, upper
 
 
 @triton.jit
@@ -204,9 +217,10 @@ def store_pair(target, lower, upper, left, TILE: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def group_peak(lower, upper):
     """Return the bits of the largest magnitude of each group, [TILE]; as integers, NaN is the largest."""
-    lower = lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    upper = upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1)
+    # A maximum of floats takes magnitudes at no cost. The other maxima are of integers, which some GPUs take of three
+    # operands at a time.
+    peak = tl.maximum(tl.abs(lower), tl.abs(upper), propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
+    return tl.max(tl.max(peak, axis=2), axis=1)
 
 
 @triton.jit
@@ -216,15 +230,42 @@ def scale_value(bits):
 
 
 @triton.jit
+def _quotient(peak, LEVELS: tl.constexpr):
+    """Return ``peak / LEVELS``, correctly rounded if it is 2**-126 or more, for LEVELS 7 or 127."""
+    levels = tl.full(peak.shape, LEVELS, tl.float32)
+    if _INTERPRETED:
+        # The interpreter of Triton 3.6 rounds twice in fma.
+        return tl.div_rn(peak, levels)
+    # The product with the rounded inverse is off by at most one unit in the last place. The remainder is exact, and
+    # one step of Newton's method with it gives the rounded quotient. A test compares all mantissas. div_rn would take
+    # three times as many instructions, and a branch for subnormal numbers.
+    inverse: tl.constexpr = 1.0 / LEVELS
+    quotient = peak * inverse
+    return tl.fma(tl.fma(-quotient, levels, peak), tl.full(peak.shape, inverse, tl.float32), quotient)
+
+
+@triton.jit
+def _inverse(scale):
+    """Return ``1 / scale``, correctly rounded, for a bfloat16 scale from 2**-126 to 2**125."""
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    if _INTERPRETED:
+        return tl.div_rn(one, scale)
+    # rsqrt is off by at most a few units in the last place. One step of Newton's method makes the error smaller than
+    # the distance of any of the 128 possible inverses from a tie. A test compares all of them. A division would take
+    # more instructions.
+    near = tl.rsqrt(scale)
+    near *= near
+    return tl.fma(near, tl.fma(-near, scale, one), near)
+
+
+@triton.jit
 def scale_of(peak, BITS: tl.constexpr):
     """Return (bfloat16 bits of the scale, inverse of the scale, True if the group is finite), each [TILE].
 
     The scale is peak / 127 for 8 bits or peak / 7 for 4 bits, rounded up to bfloat16, so that codes need no clamp. A
     group with Inf or NaN gets a NaN scale; :func:`store_encoded` writes zero codes for it.
     """
-    # On NVIDIA, / is an approximate division. div_rn is correctly rounded, like torch's division.
-    levels: tl.constexpr = (1 << (BITS - 1)) - 1
-    scale = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full(peak.shape, levels, tl.float32))
+    scale = _quotient(peak.to(tl.float32, bitcast=True), (1 << (BITS - 1)) - 1)
     # Adding 0xFFFF carries into the upper half unless the lower half is zero, which rounds up. Positive floats are
     # ordered like their bits, so the bounds are compared as integers.
     bits = tl.maximum((scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
@@ -233,119 +274,157 @@ def scale_of(peak, BITS: tl.constexpr):
     finite = peak < _EXPONENT
     bits = tl.where(finite, bits, _NAN_SCALE)
     # Inverse of the rounded scale: one division per group, one product per element.
-    inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale_value(bits))
-    return bits, inverse, finite
+    return bits, _inverse(scale_value(bits)), finite
 
 
 @triton.jit
-def encode_pair(lower, upper, inverse):
-    """Return the codes of a tile as int32 (lower, upper), in the low bits, and as float32 (lower, upper).
+def encode_pair(lower, upper, inverse, BITS: tl.constexpr):
+    """Return the codes of a tile as int32 (lower, upper), for :func:`store_encoded`, and as float32 (lower, upper).
 
-    Adding 1.5 * 2**23 rounds to an integer, and the low bits of the sum are its two's complement. The results are
-    meaningless in groups with Inf or NaN.
+    Adding a number of _MAGIC rounds to an integer. The results are meaningless in groups with Inf or NaN.
     """
     inverse = inverse[:, None, None]
     # Product and sum are rounded separately, as in torch. Fused, products next to a tie would get another code.
-    lower = lower * inverse + _MAGIC
-    upper = upper * inverse + _MAGIC
-    # The differences with _MAGIC are exact.
-    return lower.to(tl.int32, bitcast=True), upper.to(tl.int32, bitcast=True), lower - _MAGIC, upper - _MAGIC
+    # 8 bits: the low bits of the sum are the code's two's complement. 4 bits: see store_codes.
+    lower_magic: tl.constexpr = _MAGIC if BITS == 8 else _MAGIC_LOWER_4
+    upper_magic: tl.constexpr = _MAGIC if BITS == 8 else _MAGIC_UPPER_4
+    lower = lower * inverse + lower_magic
+    upper = upper * inverse + upper_magic
+    # The differences are exact.
+    return lower.to(tl.int32, bitcast=True), upper.to(tl.int32, bitcast=True), lower - lower_magic, upper - upper_magic
 
 
 @triton.jit
-def _code_value(code, BITS: tl.constexpr):
-    """Return the float32 value of a code without a conversion from integer: set its bits below those of 2**23."""
-    # 0x4B000000 are the bits of 2**23, whose last mantissa bit counts ones. The XOR also flips the code's sign bit,
-    # which adds half to its value. So the float is 2**23 + half + code.
-    half: tl.constexpr = 1 << (BITS - 1)
-    return (code ^ (0x4B000000 + half)).to(tl.float32, bitcast=True) - (8388608.0 + half)
-
-
-@triton.jit
-def code_values(lower, upper, scale, BITS: tl.constexpr):
-    """Return (lower codes, upper codes, lower scale, upper scale) of a tile in float32, for codes from :func:`unpack`.
-
-    Upper int4 codes are not shifted down: they are 16 times their value, and their scale is scale / 16. The product is
-    the same and exact, and a shift is saved.
-    """
-    if BITS == 8:
-        return _code_value(lower, 8), _code_value(upper, 8), scale, scale
-    else:
-        tl.static_assert(BITS == 4)  # here and below: codes of another width would be in other bytes
-        # Read as 8 bits, a code in the high half of a byte is 16 times its value. scale / 16 is exact, also where
-        # subnormal.
-        return _code_value(lower, 4), _code_value(upper, 8), scale, scale * 0.0625
-
-
-@triton.jit
-def value_pair(lower, upper, scale, BITS: tl.constexpr):
-    """Return the values (lower, upper) of a tile of codes from :func:`unpack`; ``scale`` broadcasts to [TILE, K, 64].
-
-    The products are exact, because a scale has 8 significant bits and a code at most 7. So it does not matter if the
-    compiler fuses them into a sum.
-    """
-    lower, upper, lower_scale, upper_scale = code_values(lower, upper, scale, BITS)
-    return lower * lower_scale, upper * upper_scale
+def _words(x):
+    """Return the sum of the bytes of each word, times their places: [TILE, K, 64] bytes -> [TILE, K, 16] words."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 16, 2, 2]))
+    even, odd = tl.split(even + (odd << 8))
+    return even + (odd << 16)
 
 
 @triton.jit
 def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Store the low BITS bits of a tile of int32 as codes at ``base``, for groups where ``live`` [TILE] is True.
+    """Store a tile of codes from :func:`encode_pair` at ``base``, for groups where ``live`` [TILE] is True.
 
     int4: byte j of a row's 64 bytes has element j in its low half and element j + 64 in its high half.
     """
-    # A row of 128 codes takes 16 * BITS bytes: two half rows of 64 bytes for 8 bits, one for 4 bits.
-    at = half_rows(16 * BITS, TILE, K)
     live = live[:, None, None]
+    # A row of 128 codes takes 16 * BITS bytes: two half rows of 64 bytes for 8 bits, one for 4 bits.
     if BITS == 8:
+        at = half_rows(128, TILE, K)
         tl.store(base + at, lower.to(tl.uint8), mask=live)
         tl.store(base + at + 64, upper.to(tl.uint8), mask=live)
     else:
         tl.static_assert(BITS == 4)
-        tl.store(base + at, ((lower & 15) | (upper << 4)).to(tl.uint8), mask=live)
+        # Each code is 8 more than its value, plus a constant that disappears in the sum (see _MAGIC_UPPER_4), so the
+        # sum of a word is eight codes of 0 to 15 that do not overlap. Flipping the highest bit of each subtracts 8.
+        words = _words(lower + (upper << 4)) ^ _FLIP_4
+        tl.store(base.to(tl.pointer_type(tl.int32)) + word_rows(16, TILE, K), words, mask=live)
 
 
 @triton.jit
 def store_encoded(base, lower, upper, live, finite, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """Store codes as :func:`store_codes` does, but zeros in groups where ``finite`` [TILE] is False."""
     store_codes(base, lower, upper, live & finite, BITS, TILE, K)
-    # A second, masked store that is rarely taken costs less than clearing 32 codes in registers.
-    zeros = tl.zeros([TILE, K, 64], tl.int32)
-    store_codes(base, zeros, zeros, live & ~finite, BITS, TILE, K)
+    # A second, masked store that is rarely taken costs less than clearing 32 codes in registers. It stores bytes also
+    # for 4 bits: then Triton gives each thread 16 consecutive elements, and words need no exchange between threads.
+    spoilt = (live & ~finite)[:, None, None]
+    zeros = tl.zeros([TILE, K, 64], tl.uint8)
+    at = base + half_rows(16 * BITS, TILE, K)
+    tl.store(at, zeros, mask=spoilt)
+    if BITS == 8:
+        tl.store(at + 64, zeros, mask=spoilt)
 
 
 @triton.jit
-def load_packed(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Load the code bytes of a tile at ``base`` as (lower, upper); zeros where ``live`` is False.
+def word_rows(STRIDE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Return offsets [TILE, K, 16] of the first 16 words of each row, for rows that are STRIDE words apart."""
+    group = tl.arange(0, TILE)[:, None, None].to(tl.int64)
+    row = tl.arange(0, K)[None, :, None].to(tl.int64)
+    return group * (K * STRIDE) + row * STRIDE + tl.arange(0, 16)[None, None, :].to(tl.int64)
 
-    For 8 bits these are the bytes of the lower and the upper halves. For 4 bits a byte has both codes, so both results
-    are the same tensor. ``live`` broadcasts to [TILE, K, 64].
+
+@triton.jit
+def load_words(base, live, count, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr = 4):
+    """Load the codes of a tile at ``base`` as int32 words of four bytes (lower, upper), each [TILE, K, 16].
+
+    For 4 bits a byte has codes of both halves, so both results are the same tensor. Words are zeros where ``live``,
+    which broadcasts to [TILE, K, 16], is False. ``count`` is any int32 that is not negative.
+
+    WIDTH is the number of words that a thread loads at once: 4 for values that stay in the same threads, and otherwise
+    as many as have the 16 bytes of values that a thread stores at once. With more, the values would have to be
+    exchanged between threads.
     """
-    at = half_rows(16 * BITS, TILE, K)
-    lower = tl.load(base + at, mask=live, other=0)
+    words = base.to(tl.pointer_type(tl.int32))
+    if WIDTH < 4:
+        # Adds zero. The compiler only knows that the offset is a multiple of WIDTH words.
+        words += (count >> 31) * WIDTH
+    group = tl.arange(0, TILE)[:, None, None]
+    row = tl.arange(0, K)[None, :, None]
+    at = words + tl.arange(0, 16)[None, None, :] + group * (4 * K * BITS) + row * (4 * BITS)
+    lower = tl.load(at, mask=live, other=0)
     if BITS == 8:
-        return lower, tl.load(base + at + 64, mask=live, other=0)
+        return lower, tl.load(at + 16, mask=live, other=0)
     else:
         tl.static_assert(BITS == 4)
         return lower, lower
 
 
 @triton.jit
-def unpack(lower, upper, BITS: tl.constexpr):
-    """Return the codes in bytes from :func:`load_packed` as int32; upper int4 codes stay in the byte's high half."""
-    if BITS == 8:
-        return lower.to(tl.int32), upper.to(tl.int32)
-    else:
-        tl.static_assert(BITS == 4)
-        # The upper code is not shifted down: code_values scales it by 1 / 16 instead.
-        return lower.to(tl.int32) & 15, upper.to(tl.int32) & 0xF0
+def _field(words, magic, BITS: tl.constexpr, PLACE: tl.constexpr):
+    """Return the float32 values of the codes at bits PLACE to PLACE + BITS - 1 of words, minus half of their range.
+
+    ``magic`` is the bits of float32 2**23.
+    """
+    # A float without a shift and without a conversion from integer: the code is set into the mantissa of
+    # 2**(23 - PLACE), where bit PLACE counts ones.
+    bits = (words & (((1 << BITS) - 1) << PLACE)) | (magic - (PLACE << 23))
+    return bits.to(tl.float32, bitcast=True) - ((1 << (23 - PLACE)) + (1 << (BITS - 1)))
 
 
 @triton.jit
-def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Load the codes of a tile at ``base`` as int32; zeros where ``live`` (broadcast to [TILE, K, 64]) is False."""
-    lower, upper = load_packed(base, live, BITS, TILE, K)
-    return unpack(lower, upper, BITS)
+def _bytes(even, odd):
+    """Return [TILE, K, 64] from the values of even and odd bytes of half words, each [TILE, K, 16, 2]."""
+    return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1], 64])
+
+
+@triton.jit
+def code_pair(lower, upper, count, BITS: tl.constexpr):
+    """Return the codes of a tile in float32 (lower, upper), from words of :func:`load_words`.
+
+    ``count`` is any int32 that is not negative.
+    """
+    # Numbers that the compiler must not know. An instruction takes one constant, so with a known magic number it would
+    # need two to mask a code and to set the bits above it. After a known shift, it would extract bytes one by one.
+    magic = (count >> 31) + 0x4B000000
+    half = (count >> 31) + 16
+    # Flipping the highest bit of a code in two's complement adds half of its range.
+    if BITS == 8:
+        lower ^= _FLIP_8
+        upper ^= _FLIP_8
+        lower = tl.join(lower, lower >> half)
+        upper = tl.join(upper, upper >> half)
+        lower = _bytes(_field(lower, magic, 8, 0), _field(lower, magic, 8, 8))
+        upper = _bytes(_field(upper, magic, 8, 0), _field(upper, magic, 8, 8))
+    else:
+        tl.static_assert(BITS == 4)
+        lower ^= _FLIP_4
+        both = tl.join(lower, lower >> half)
+        lower = _bytes(_field(both, magic, 4, 0), _field(both, magic, 4, 8))
+        upper = _bytes(_field(both, magic, 4, 4), _field(both, magic, 4, 12))
+    return lower, upper
+
+
+@triton.jit
+def value_pair(lower, upper, scale, count, BITS: tl.constexpr):
+    """Return the values (lower, upper) of a tile of words from :func:`load_words`.
+
+    ``scale`` broadcasts to [TILE, K, 64], and ``count`` is any int32 that is not negative. The products are exact,
+    because a scale has 8 significant bits and a code at most 7. So it does not matter if the compiler fuses them into a
+    sum.
+    """
+    lower, upper = code_pair(lower, upper, count, BITS)
+    return lower * scale, upper * scale
 
 
 @triton.jit
@@ -370,17 +449,26 @@ def _halve(x):
 
 
 @triton.jit
-def rotate(lower, upper):
+def rotate(lower, upper, EXACT: tl.constexpr):
     """Apply the Hadamard transform, times 2**-5, to each 32 elements of a tile.
 
     The 32 elements are 16 consecutive ones of a lower half and the 16 at the same place of the upper half. The factor
-    is exact and keeps every partial sum finite. Applying the transform twice multiplies by 2**-5. Source: SDP4Bit
+    keeps every partial sum finite. Applying the transform twice multiplies by 2**-5. Source: SDP4Bit
     (arXiv:2410.15526).
+
+    EXACT tells that products with 2**-5 are exact, which holds for all values of 16 bits. float32 values may become
+    subnormal and lose bits.
     """
-    lower = lower * 0.03125
     upper = upper * 0.03125
-    total = lower + upper
-    difference = lower - upper
+    if EXACT:
+        # A fused multiply-add has the rounding of a sum of exact products.
+        factor = tl.full(lower.shape, 0.03125, tl.float32)
+        total = tl.fma(lower, factor, upper)
+        difference = tl.fma(lower, factor, -upper)
+    else:
+        lower = lower * 0.03125
+        total = lower + upper
+        difference = lower - upper
     # Four steps within runs of 16, after the step between the halves above: 2**5 elements. A thread has whole runs of
     # 16.
     for _ in tl.static_range(4):

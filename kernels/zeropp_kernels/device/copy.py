@@ -11,14 +11,13 @@ from torch import Tensor
 from ..table import locate
 from ..wire import BLOCK, blocks_of, ceil_div
 from .blocks import load_pair, loop_end, store_pair
-from .launch import ROWS, Launch, launch, launched
+from .launch import Launch, launch, launched
 from .places import load_blocks, store_blocks, triton_dtype
 from .stats import report
+from .tiles import tile_of
 
 __all__ = ["gather_", "scatter_"]
 
-# Blocks in a tile; a block is two rows of 128.
-_TILE = ROWS * 128 // BLOCK
 # Number of programs if flat is in pinned host memory. Each has 8 to 16 KiB in flight on the bus, and a few hundred KiB
 # saturate it. More programs would only occupy multiprocessors that other kernels could use.
 _PINNED_PROGRAMS = 32
@@ -63,7 +62,7 @@ def _scatter_tile(
     store_blocks(entries, size, owners, start, blocks - first, lower, upper, DTYPE, TILE, 2)
 
 
-@launched("entries", "owners", "flat", "device_scale", "norms", "flag", registers=104)
+@launched("entries", "owners", "flat", "device_scale", "norms", "flag")
 def gather_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -91,7 +90,7 @@ def gather_pinned_kernel(
         )
 
 
-@launched("entries", "owners", "flat", "device_scale", "norms", "flag", registers=88)
+@launched("entries", "owners", "flat", "device_scale", "norms", "flag")
 def scatter_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr,
@@ -139,11 +138,13 @@ def _launch(
         return None
     # Addresses are sent on the current stream, before the kernel that reads them.
     locate(tensors, host, entries)
-    tiles, pinned = ceil_div(blocks, _TILE), is_pinned(flat, entries)
+    pinned = is_pinned(flat, entries)
+    tile = tile_of(kernels[pinned]).holds(BLOCK)
+    tiles = ceil_div(blocks, tile)
     return launch(
         kernels[pinned], (min(tiles, _PINNED_PROGRAMS) if pinned else tiles,),
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, device_scale, norms, flag,
-        DTYPE=triton_dtype(tensors), TILE=_TILE, **constants,
+        DTYPE=triton_dtype(tensors), TILE=tile, **constants,
     )  # fmt: skip
 
 

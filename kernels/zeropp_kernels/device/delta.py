@@ -10,8 +10,8 @@ from ..wire import ceil_div, message_layout
 from .blocks import (
     encode_pair,
     group_peak,
-    load_codes,
     load_pair,
+    load_words,
     saturate,
     scale_of,
     scale_value,
@@ -21,7 +21,8 @@ from .blocks import (
     value_pair,
     whole,
 )
-from .launch import ROWS, Launch, launch, launched
+from .launch import Launch, launch, launched
+from .tiles import tile_of
 
 __all__ = ["delta_apply_", "delta_encode_"]
 
@@ -36,7 +37,7 @@ def _advance(reference, lower, upper, lower_value, upper_value, left, TILE: tl.c
     store_pair(reference, lower, upper, left, TILE, 1)
 
 
-@launched("shard", "reference", registers=128)
+@launched("shard", "reference")
 def delta_encode_kernel(
     shard, reference, message, numel: tl.int64, groups: tl.int32, slots: tl.int32, scales_offset: tl.int64,
     UPDATE: tl.constexpr, TILE: tl.constexpr,
@@ -53,7 +54,7 @@ def delta_encode_kernel(
     lower -= old_lower
     upper -= old_upper
     bits, inverse, finite = scale_of(group_peak(lower, upper), 4)
-    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse)
+    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, 4)
     store_encoded(message + first.to(tl.int64) * 64, lower_code, upper_code, live, finite, 4, TILE, 1)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     # Compute the values that receivers decode without loading the message. In a group with Inf or NaN the scale is NaN,
@@ -63,7 +64,7 @@ def delta_encode_kernel(
         _advance(reference + start, old_lower, old_upper, lower_value * scale, upper_value * scale, left, TILE)
 
 
-@launched("reference", registers=72)
+@launched("reference")
 def delta_apply_kernel(
     messages, reference, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     TILE: tl.constexpr,
@@ -78,10 +79,10 @@ def delta_apply_kernel(
     target = reference + (tl.program_id(1).to(tl.int64) * numel + start)
     # Updating in place is safe, because a program loads and stores only its own tile.
     lower, upper = load_pair(target, left, TILE, 1)
-    lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
+    lower_code, upper_code = load_words(message + first.to(tl.int64) * 64, live[:, None, None], groups, 4, TILE, 1, 2)
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first
     scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
-    lower_value, upper_value = value_pair(lower_code, upper_code, scale[:, None, None], 4)
+    lower_value, upper_value = value_pair(lower_code, upper_code, scale[:, None, None], groups, 4)
     _advance(target, lower, upper, lower_value, upper_value, left, TILE)
 
 
@@ -91,10 +92,11 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
     if layout.groups == 0:
         return None
     # The grid covers slots, not groups, because the zeros after the last scale may need a tile of their own.
+    tile = tile_of(delta_encode_kernel).holds(layout.group)
     return launch(
-        delta_encode_kernel, (ceil_div(layout.slots, ROWS),),
+        delta_encode_kernel, (ceil_div(layout.slots, tile),),
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
-        UPDATE=update, TILE=ROWS,
+        UPDATE=update, TILE=tile,
     )  # fmt: skip
 
 
@@ -104,8 +106,9 @@ def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> Launch | No
     if layout.groups == 0:
         return None
     # The grid covers groups, because decoding reads no slots after the last group.
+    tile = tile_of(delta_apply_kernel).holds(layout.group)
     return launch(
-        delta_apply_kernel, (ceil_div(layout.groups, ROWS), count),
+        delta_apply_kernel, (ceil_div(layout.groups, tile), count),
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
-        TILE=ROWS,
+        TILE=tile,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from .blocks import (
     encode_pair,
     group_peak,
-    load_codes,
+    load_words,
     scale_of,
     scale_value,
     store_encoded,
@@ -23,16 +23,17 @@ __all__ = ["keep_error", "load_error"]
 
 
 @triton.jit
-def load_error(state, scales_offset, first, live, reset, TILE: tl.constexpr, K: tl.constexpr):
+def load_error(state, scales_offset, first, groups, reset, TILE: tl.constexpr, K: tl.constexpr):
     """Load the stored error of a tile as float32 (lower, upper); zeros of either sign if ``reset`` is nonzero."""
     # A state has 8-bit codes in the groups of the message: 128 * K bytes per group.
+    live = first + tl.arange(0, TILE) < groups
     codes = state + first.to(tl.int64) * (128 * K)
-    lower, upper = load_codes(codes, live[:, None, None], 8, TILE, K)
+    lower, upper = load_words(codes, live[:, None, None], groups, 8, TILE, K)
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first
     scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
     # Codes are always finite, so a zero scale is enough. Selected, not multiplied, because 0 * NaN is NaN.
     scale = tl.where(reset != 0, 0.0, scale)
-    return value_pair(lower, upper, scale[:, None, None], 8)
+    return value_pair(lower, upper, scale[:, None, None], groups, 8)
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def keep_error(
     bits, inverse, finite = scale_of(group_peak(lower, upper), 8)
     # A NaN in a state would make the group NaN in every later message.
     bits = tl.where(finite, bits, 0)
-    lower, upper, _, _ = encode_pair(lower, upper, inverse)
+    lower, upper, _, _ = encode_pair(lower, upper, inverse, 8)
     store_encoded(state + first.to(tl.int64) * (128 * K), lower, upper, live, finite, 8, TILE, K)
     # Only scales of groups are stored. Slots after the last group are zeros since the state was allocated.
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first

@@ -8,32 +8,26 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-__all__ = ["INTERPRETED", "ROWS", "Launch", "launch", "launch_options", "launched"]
+from .tiles import Tile, tile_of
 
-# True if kernels run in Triton's interpreter. Read once at import, because Triton decides it when a kernel is
-# decorated.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Rows of 128 elements in a tile. The interpreter's time is per program, so it gets larger tiles; results are the same.
-ROWS = 256 if INTERPRETED else 32
-
+__all__ = ["Launch", "launch", "launch_options", "launched"]
 
 _BACKEND = "hip" if torch.version.hip else "cuda"
 
 
-def launch_options(backend: str, registers: int) -> dict[str, Any]:
+def launch_options(backend: str, tile: Tile) -> dict[str, Any]:
     """Return the options for compiling and launching a kernel.
 
     Args:
         backend: Triton's name of the backend, "cuda" or "hip".
-        registers: most registers per thread. Used for "cuda" only; Triton has no such option for "hip".
+        tile: the kernel's entry in the table of tiles.
     """
-    # A tile of 32 rows is 128 threads with 16 + 16 elements each: four warps of 32 threads, or two AMD warps of 64.
     if backend == "hip":
-        return {"num_warps": 2, "enable_fp_fusion": False}
-    return {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers}
+        return {"num_warps": max(tile.warps // 2, 1), "enable_fp_fusion": False}
+    return {"num_warps": tile.warps, "enable_fp_fusion": False, "maxnreg": tile.registers}
 
 
-def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
+def launched(*untold: str) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator for kernels that the host launches, compiled once per set of constants and aligned pointers.
 
     By default Triton also compiles again for integers that are 1 or multiples of 16, and for each integer width. Here
@@ -43,19 +37,16 @@ def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None
     Args:
         untold: names of pointers whose alignment is not given to the compiler: they are accessed one element at a time,
             or the kernel checks the address itself.
-        registers: most registers per thread. With 168 a multiprocessor can run three programs at a time, with 128 four.
-            Without a bound, ptxas chooses one itself; it has chosen 96 for a kernel that needs 114, and spilled.
 
     Returns:
-        A decorator that returns the kernel with three attributes: ``options`` (keyword arguments of a launch),
-            ``untold`` and ``registers``.
+        A decorator that returns the kernel with the attribute ``untold``.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
         # Annotations are strings in these files because of "from __future__ import annotations".
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
         kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(untold))
-        kernel.untold, kernel.registers, kernel.options = untold, registers, launch_options(_BACKEND, registers)
+        kernel.untold = untold
         return kernel
 
     return decorate
@@ -84,5 +75,6 @@ class Launch(NamedTuple):
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> Launch:
     """Launch a kernel through Triton, and return the launch."""
-    compiled = kernel[grid](*arguments, **constants, **kernel.options)
+    options = launch_options(_BACKEND, tile_of(kernel, constants))
+    compiled = kernel[grid](*arguments, **constants, **options)
     return Launch(kernel, compiled, grid, arguments, constants)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ..wire import BLOCK, SECTION, lossless_layout
 from .blocks import bfloat16_bits, whole
-from .launch import INTERPRETED, Launch, launch, launched
+from .launch import Launch, launch, launched
+from .tiles import tile_of
 
-__all__ = ["TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
+__all__ = ["lossless_count_", "lossless_decode_", "lossless_encode_"]
 
-# Sections in a tile. The interpreter's time is per program, so it gets larger tiles.
-TILE = 8 if INTERPRETED else 1
 # Elements, bytes of codes, and blocks in a section.
 _SECTION = tl.constexpr(SECTION)
 _BYTES = tl.constexpr(SECTION // 2)
@@ -148,7 +147,7 @@ def _transposed(x, TILE: tl.constexpr):
     return tl.reshape(tl.trans(tl.reshape(x, [TILE * _BYTES // 8, 8])), [TILE * _BYTES])
 
 
-@launched("starts", registers=96)
+@launched("starts")
 def lossless_count_kernel(
     values, reference, numel: tl.int64, blocks: tl.int32, starts, EVEN: tl.constexpr, TILE: tl.constexpr
 ):
@@ -199,7 +198,7 @@ def _in_room(start, limit):
     return tl.minimum(tl.maximum(start, 0), limit)
 
 
-@launched("starts", registers=96)
+@launched("starts")
 def lossless_encode_kernel(
     values, reference, numel: tl.int64, blocks: tl.int32, starts, message, nbytes: tl.int64, room8_offset: tl.int64,
     room16_offset: tl.int64, limit8: tl.int32, limit16: tl.int32,
@@ -253,7 +252,7 @@ def _decoded(room8, room16, code, old, place8, place16, limit8, limit16):
     return tl.where(code == _TO_16, exact, near.to(tl.int16))
 
 
-@launched(registers=96)
+@launched()
 def lossless_decode_kernel(
     messages, reference, out, numel: tl.int64, nbytes: tl.int64, blocks: tl.int32, room8_offset: tl.int64,
     room16_offset: tl.int64, limit8: tl.int32, limit16: tl.int32,
@@ -307,10 +306,11 @@ def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> Launch
     if layout.sections == 0:
         starts.zero_()
         return None
+    tile = tile_of(lossless_count_kernel).holds(SECTION)
     done = launch(
-        lossless_count_kernel, (triton.cdiv(layout.sections, TILE),),
+        lossless_count_kernel, (triton.cdiv(layout.sections, tile),),
         values, reference, layout.numel, layout.blocks, starts,
-        EVEN=layout.numel % BLOCK == 0, TILE=TILE,
+        EVEN=layout.numel % BLOCK == 0, TILE=tile,
     )  # fmt: skip
     _add_up(values, reference, starts)
     return done._replace(after=_add_up)
@@ -325,11 +325,12 @@ def lossless_encode_(
         # Without sections no program would run to clear the message.
         message.zero_()
         return None
+    tile = tile_of(lossless_encode_kernel).holds(SECTION)
     return launch(
-        lossless_encode_kernel, (triton.cdiv(layout.sections, TILE),),
+        lossless_encode_kernel, (triton.cdiv(layout.sections, tile),),
         values, reference, layout.numel, layout.blocks, starts, message, layout.nbytes,
         layout.room8_offset, layout.room16_offset, room8, room16,
-        EVEN=layout.numel % BLOCK == 0, TILE=TILE,
+        EVEN=layout.numel % BLOCK == 0, TILE=tile,
     )  # fmt: skip
 
 
@@ -340,9 +341,10 @@ def lossless_decode_(
     layout = lossless_layout(out.numel() // count, room8, room16)
     if layout.sections == 0:
         return None
+    tile = tile_of(lossless_decode_kernel).holds(SECTION)
     return launch(
-        lossless_decode_kernel, (triton.cdiv(layout.sections, TILE), count),
+        lossless_decode_kernel, (triton.cdiv(layout.sections, tile), count),
         messages, reference, out, layout.numel, layout.nbytes, layout.blocks,
         layout.room8_offset, layout.room16_offset, room8, room16,
-        EVEN=layout.numel % BLOCK == 0, TILE=TILE,
+        EVEN=layout.numel % BLOCK == 0, TILE=tile,
     )  # fmt: skip

@@ -29,7 +29,8 @@ from triton.runtime import driver
 
 from ..checks import ALIGNMENT, LARGEST, Memory
 from ..table import locate
-from .launch import INTERPRETED, Launch
+from .launch import Launch
+from .tiles import INTERPRETED
 
 __all__ = ["Prepared", "preparable", "prepare"]
 

@@ -8,61 +8,57 @@ from torch import Tensor
 
 from ..wire import BLOCK, blocks_of, ceil_div, message_layout
 from .blocks import (
-    TILE_ROWS,
     aligned,
     cast,
-    code_values,
+    code_pair,
     half_rows,
-    load_packed,
     load_pair,
+    load_words,
     loop_end,
     rotate,
     saturate,
     scale_value,
     store_pair,
-    unpack,
+    value_pair,
     whole,
     wide,
     widen,
     within,
 )
-from .launch import ROWS, Launch, launch, launched
+from .launch import Launch, launch, launched
 from .stats import report
+from .tiles import tile_of
 
-__all__ = ["SUM_TILE", "dequantize_", "reduce_", "sum_", "sum_pair"]
+__all__ = ["dequantize_", "reduce_", "sum_", "sum_pair"]
 
-# Blocks in a tile of sum_kernel: half of a tile of the other kernels, because a thread also holds the next message.
-SUM_TILE = ROWS * 128 // BLOCK // 2
+
+@triton.constexpr_function
+def stored_words(dtype: tl.dtype) -> int:
+    """Return the number of words of four codes whose values take 16 bytes in ``dtype``."""
+    return 1 if dtype.primitive_bitwidth == 32 else 2
 
 
 @triton.jit
-def _load_message(message, scales_offset, row, group, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+def _load_message(
+    message, scales_offset, row, group, end, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """Load TILE * K rows of one message from row ``row`` on: (lower bytes, upper bytes, scale bits [TILE, K]).
 
-    ``group`` [TILE, K] is the group of each row. Rows of groups from ``groups`` on are zeros.
+    ``group`` [TILE, K] is the group of each row. Rows of groups from ``end`` on are zeros.
     """
-    live = group < groups
+    live = group < end
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
     bits = tl.load(scales + group, mask=live, other=0)
     # A row of 128 codes takes 16 * BITS bytes.
-    lower, upper = load_packed(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
+    lower, upper = load_words(message + row * (16 * BITS), live[:, :, None], groups, BITS, TILE, K, WIDTH)
     return lower, upper, bits
-
-
-@triton.jit
-def _message_values(lower, upper, bits, BITS: tl.constexpr):
-    """Return codes and scales in float32, as :func:`code_values` does, of bytes from :func:`_load_message`.
-
-    Scales are [TILE, K, 1].
-    """
-    lower, upper = unpack(lower, upper, BITS)
-    return code_values(lower, upper, scale_value(bits)[:, :, None], BITS)
 
 
 @triton.jit
 def sum_pair(
     messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    TILE: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return the float32 sum (lower, upper) of ``count`` messages, in their order, for TILE * K rows from ``row`` on.
 
@@ -70,23 +66,28 @@ def sum_pair(
     scales (8) are exact, so a fused multiply-add has the same rounding as a sum.
     """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    # The group is computed per row, because source groups can be twice or half as long as groups of the tile.
-    group = rows // GROUP_ROWS
-    next_lower, next_upper, next_bits = _load_message(messages, scales_offset, row, group, groups, BITS, TILE, K)
-    # Start from -0: -0 plus the first product is that product. +0 would turn a first product of -0 into +0.
-    lower = tl.full([TILE, K, 64], -0.0, tl.float32)
-    upper = tl.full([TILE, K, 64], -0.0, tl.float32)
+    # The group is computed per row, because source groups can be twice or half as long as groups of the tile. A shift,
+    # because a division of a signed number takes five instructions.
+    group = (rows >> (GROUP_ROWS - 1)).to(tl.int32)
+    lower, upper, bits = _load_message(messages, scales_offset, row, group, groups, groups, BITS, TILE, K, WIDTH)
+    # Load the next message as packed bytes before adding this one, so that the loads overlap with the additions.
+    messages += whole(nbytes, 128)
+    next_lower, next_upper, next_bits = _load_message(
+        messages, scales_offset, row, group, tl.where(count > 1, groups, 0), groups, BITS, TILE, K, WIDTH
+    )
+    # The sum starts with the first product, because 0 plus a product of -0 would be +0.
+    lower, upper = value_pair(lower, upper, scale_value(bits)[:, :, None], groups, BITS)
     # Add in this order on every machine, because float32 sums depend on the order.
-    for index in range(1, loop_end(count) + 1):
+    for index in range(1, loop_end(count)):
         messages += whole(nbytes, 128)
-        # Load the next message as packed bytes before adding this one, so that the loads overlap with the additions.
         ahead_lower, ahead_upper, ahead_bits = _load_message(
-            messages, scales_offset, row, group, tl.where(index < count, groups, 0), BITS, TILE, K
+            messages, scales_offset, row, group, tl.where(index + 1 < count, groups, 0), groups, BITS, TILE, K, WIDTH
         )
-        lower_code, upper_code, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
+        lower_code, upper_code = code_pair(next_lower, next_upper, groups, BITS)
+        scale = tl.broadcast_to(scale_value(next_bits)[:, :, None], lower.shape)
         # Explicit fma, because kernels are compiled with fusion off. The products are exact, so the bits are the same.
-        lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
-        upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
+        lower = tl.fma(lower_code, scale, lower)
+        upper = tl.fma(upper_code, scale, upper)
         next_lower, next_upper, next_bits = ahead_lower, ahead_upper, ahead_bits
     return lower, upper
 
@@ -100,7 +101,7 @@ def _spoil_infinite(x):
 
 @triton.jit
 def _rotate_back(lower, upper):
-    lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper))
+    lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper), False)
     # Applying the transform twice multiplies by 2**-5.
     return lower * 32.0, upper * 32.0
 
@@ -111,11 +112,10 @@ def _decoded(
     TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Return one decoded tile of one message in ``dtype``."""
-    group = tl.broadcast_to(row // K + tl.arange(0, TILE)[:, None], [TILE, K])
-    lower, upper, bits = _load_message(message, scales_offset, row, group, groups, BITS, TILE, K)
-    lower, upper, lower_scale, upper_scale = _message_values(lower, upper, bits, BITS)
-    lower *= lower_scale
-    upper *= upper_scale
+    group = tl.broadcast_to((row // K).to(tl.int32) + tl.arange(0, TILE)[:, None], [TILE, K])
+    width: tl.constexpr = 4 if ROTATE else stored_words(dtype)
+    lower, upper, bits = _load_message(message, scales_offset, row, group, groups, groups, BITS, TILE, K, width)
+    lower, upper = value_pair(lower, upper, scale_value(bits)[:, :, None], groups, BITS)
     if ROTATE:
         lower, upper = _rotate_back(lower, upper)
     # Unrotated float32 values are always finite.
@@ -125,14 +125,14 @@ def _decoded(
     return cast(lower, dtype), cast(upper, dtype)
 
 
-@launched("out", registers=128)
+@launched("out")
 def dequantize_kernel(
     messages, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     BITS: tl.constexpr, ROTATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Decode one tile of a message. Grid: (tiles of a message, messages)."""
-    K: tl.constexpr = TILE_ROWS // TILE
-    SIZE: tl.constexpr = TILE_ROWS * 128
+    K: tl.constexpr = BITS // 4
+    SIZE: tl.constexpr = TILE * K * 128
     dtype: tl.constexpr = out.dtype.element_ty
     row = (tl.program_id(0) * TILE).to(tl.int64) * K
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
@@ -152,18 +152,19 @@ def dequantize_kernel(
         tl.store(target + at + 64, upper, mask=at + 64 < there)
 
 
-@launched("out", "device_scale", "norms", "flag", registers=128)
+@launched("out", "device_scale", "norms", "flag")
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     scale: tl.float32, device_scale, norms, flag,
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``out = scale * sum of count messages``, or add it to ``out``. Grid: (tiles,)."""
-    K: tl.constexpr = TILE_ROWS // TILE
+    K: tl.constexpr = BITS // 4
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
-    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
+    width: tl.constexpr = 4 if ROTATE else stored_words(out.dtype.element_ty)
+    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K, width)
     if device_scale is not None:
         scale = tl.load(device_scale)
     # Scale once and before the inverse rotation, as in the reference.
@@ -181,14 +182,14 @@ def reduce_kernel(
         lower += old_lower
         upper += old_upper
     if norms is not None or flag is not None:
-        if left < TILE_ROWS * 128:
+        if left < TILE * K * 128:
             # After a rotation, elements past the end may be nonzero. They must not count in norms and flag.
-            there = within(left, TILE_ROWS * 128)
+            there = within(left, TILE * K * 128)
             at = half_rows(128, TILE, K)
             lower = tl.where(at < there, lower, 0.0)
             upper = tl.where(at + 64 < there, upper, 0.0)
         # A block is two rows, for groups of either size.
-        BLOCKS: tl.constexpr = TILE_ROWS // 2
+        BLOCKS: tl.constexpr = TILE * K // 2
         block = row // 2
         report(
             tl.reshape(lower, [BLOCKS, 2, 64]), tl.reshape(upper, [BLOCKS, 2, 64]), norms, flag, block,
@@ -234,7 +235,7 @@ def _sum_narrow(source, stride, count, left, TILE: tl.constexpr):
     return lower, upper
 
 
-@launched("messages", "out", "device_scale", "norms", "flag", registers=72)
+@launched("messages", "out", "device_scale", "norms", "flag")
 def sum_kernel(
     messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms, flag,
     ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
@@ -268,7 +269,7 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
     # The grid covers groups, because decoding reads no slots after the last group.
     if layout.groups == 0:
         return None
-    tile = ROWS * 128 // layout.group
+    tile = tile_of(dequantize_kernel).holds(layout.group)
     return launch(
         dequantize_kernel, (ceil_div(layout.groups, tile), count),
         messages, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
@@ -284,7 +285,7 @@ def reduce_(
     layout = message_layout(out.numel(), bits)
     if layout.groups == 0:
         return None
-    tile = ROWS * 128 // layout.group
+    tile = tile_of(reduce_kernel).holds(layout.group)
     return launch(
         reduce_kernel, (ceil_div(layout.groups, tile),),
         messages, count, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
@@ -301,8 +302,9 @@ def sum_(
     blocks = blocks_of(numel)
     if blocks == 0:
         return None
+    tile = tile_of(sum_kernel).holds(BLOCK)
     return launch(
-        sum_kernel, (ceil_div(blocks, SUM_TILE),),
+        sum_kernel, (ceil_div(blocks, tile),),
         messages, count, out, numel, blocks, scale, device_scale, norms, flag,
-        ACCUMULATE=accumulate, TILE=SUM_TILE,
+        ACCUMULATE=accumulate, TILE=tile,
     )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Sizes of programs and bounds of registers, by kernel, in one table.
+
+Each entry names the measurement that it comes from. Shares are of a copy's bandwidth at 256 MiB of bfloat16. "First
+run" is ``bench/results/2026-11-27_gpu-first-run.md``, an H200 with Triton 3.6.0. No other GPU has been measured, so all
+architectures have the same entries. docs/kernels-machine-code.md has instructions and registers of each kernel, and the
+shares that they predict.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+__all__ = ["INTERPRETED", "Tile", "tile_of"]
+
+# True if kernels run in Triton's interpreter. Read once at import, because Triton decides it when a kernel is
+# decorated.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Work of one program and the registers of its threads.
+
+    Attributes:
+        rows: rows of 128 elements.
+        warps: warps of 32 threads; on AMD half as many, of 64 threads. A thread has ``4 * rows / warps`` elements.
+        registers: most registers per thread, on NVIDIA only; Triton has no such option for AMD. A multiprocessor has
+            65536, so 96 allow 20 warps and 128 allow 16. Without a bound, ptxas chooses one itself; it has chosen 96
+            for a kernel that needs 114, and spilled.
+    """
+
+    rows: int
+    warps: int
+    registers: int
+
+    def holds(self, numel: int) -> int:
+        """Return the number of groups, blocks or sections of ``numel`` elements in a tile."""
+        return self.rows * 128 // numel
+
+
+_TILES = {
+    # First run: 101 % (int8) and 100 % (int4) with 32 rows, 4 warps and at most 128 registers.
+    "quantize": Tile(32, 4, 128),
+    "quantize_tensors": Tile(32, 4, 128),
+    # First run: 64 % with feedback and 80 % with rotation, with 32 rows and 128 registers. Instructions limited them.
+    # With programs of two warps, more programs are in different phases at any time, and 96 registers allow ten of them.
+    "quantize, feedback or rotation": Tile(16, 2, 96),
+    "quantize_tensors, feedback or rotation": Tile(16, 2, 96),
+    # First run: 73 % (4 x int8 to int4) with 32 rows and 92 registers.
+    "reduce_quantize": Tile(16, 2, 80),
+    "reduce_quantize, feedback or rotation": Tile(16, 2, 96),
+    # First run: 94 % (int8, 48 registers) and 74 % (int4, 83 registers). Neither takes more than 48 now.
+    "dequantize": Tile(32, 4, 128),
+    # First run: 95 % (4 x int8) and 84 % (4 x int4) with 32 rows and 72 to 76 registers.
+    "reduce": Tile(16, 2, 104),
+    # First run: 102 %.
+    "sum": Tile(16, 4, 72),
+    # First run: 102 % and 96 %.
+    "delta_encode": Tile(32, 4, 128),
+    "delta_apply": Tile(32, 4, 72),
+    # First run: 92 % and 101 %. Programs for pinned memory wait for the bus, so one per multiprocessor is enough.
+    "gather": Tile(32, 4, 104),
+    "scatter": Tile(32, 4, 88),
+    "gather_pinned": Tile(32, 4, 168),
+    "scatter_pinned": Tile(32, 4, 168),
+    # First run: 53 % (count and encode) and 44 %. A section has 16 rows.
+    "lossless_count": Tile(16, 4, 96),
+    "lossless_encode": Tile(16, 4, 96),
+    "lossless_decode": Tile(16, 4, 96),
+}
+# The interpreter's time is per program, so it gets the tiles of 32 warps. Results are the same.
+_INTERPRETED_WARPS = 32
+
+
+@functools.cache
+def _tile(name: str) -> Tile:
+    tile = _TILES[name]
+    return Tile(tile.rows * _INTERPRETED_WARPS // tile.warps, _INTERPRETED_WARPS, 0) if INTERPRETED else tile
+
+
+def tile_of(kernel: Any, constants: Mapping[str, object] | None = None) -> Tile:
+    """Return the tile of a kernel with these constants; a kernel's name ends with "_kernel"."""
+    name = str(kernel.__name__).removesuffix("_kernel")
+    special = f"{name}, feedback or rotation"
+    if special in _TILES and constants and (constants.get("FEEDBACK") or constants.get("ROTATE")):
+        name = special
+    return _tile(name)
