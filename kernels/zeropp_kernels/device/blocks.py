@@ -70,10 +70,13 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 def whole(size, MULTIPLE: tl.constexpr):
     """Return ``size``, a multiple of MULTIPLE, as an expression that the compiler sees to be a multiple."""
     # Without this, the compiler could not use 128-bit access, because integer arguments are not specialised.
-    # A shift, because a division of a signed number takes five instructions. The conversion is for the interpreter,
-    # which holds arguments of 2**31 to 2**32 as unsigned numbers of 32 bits, and shifts them as if they were signed.
+    if _INTERPRETED:
+        # The interpreter holds arguments of 2**31 to 2**32 as unsigned numbers of 32 bits, and shifts them as if they
+        # were signed.
+        return size // MULTIPLE * MULTIPLE
+    # A division of a signed number would take five instructions.
     SHIFT: tl.constexpr = MULTIPLE.bit_length() - 1
-    return (size.to(tl.int64) >> SHIFT) * MULTIPLE
+    return (size >> SHIFT) * MULTIPLE
 
 
 @triton.jit
